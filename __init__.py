@@ -9,14 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
     from .protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
-_MODULES = {"LLM": ".frontend.offline.llm", "SamplingParams": ".protocol.sampling_params"}
+_MODULES = {
+    "BeamSearchParams": ".frontend.client.beam_search",
+    "LLM": ".frontend.offline.llm",
+    "SamplingParams": ".protocol.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,13 @@ from ..protocol.messages import (
     ClientMessage,
     EngineCoreRequest,
 )
-from ..protocol.worker_messages import DraftTokenIds, HeldRequest, ModelRunnerOutput, RowLogprobs
+from ..protocol.worker_messages import (
+    DraftTokenIds,
+    HeldRequest,
+    ModelRunnerOutput,
+    RowLogprobs,
+    RowVector,
+)
 
 _MAX_INT32: Final = 2**31 - 1
 _UINT32: Final = np.dtype("<u4")
@@ -51,6 +57,11 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         and are_below(vocab_size, request.prompt_token_ids)
         and are_below(vocab_size, request.output_token_ids)
         and are_below(vocab_size, request.predicted_token_ids)
+        and (request.pooling_params is None or request.sampling_params.max_tokens == 1)
+        and (
+            request.pooling_params is None
+            or 0 <= request.pooling_params.second_segment <= len(request.prompt_token_ids) // 4
+        )
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
         and all(
             0 <= item.position <= _MAX_INT32
@@ -75,6 +86,7 @@ def is_valid_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: in
         and are_below(max_num_seqs, output.nan_slots)
         and len(output.prediction_counts) % 12 == 0
         and are_below(_MAX_INT32, output.prediction_counts)
+        and all(_is_valid_vector(row, max_num_seqs) for row in output.pooled)
         and (output.drafts is None or are_valid_drafts(output.drafts, vocab_size, max_num_seqs))
     ):
         return False
@@ -132,6 +144,10 @@ def are_below(limit: int, array: bytes) -> bool:
 def _for_every_number(count: int, *numbers: int) -> list[int]:
     """Return integers that hold each of `numbers` (32 bits) repeated `count` times."""
     return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
+
+
+def _is_valid_vector(row: RowVector, max_num_seqs: int) -> bool:
+    return 0 <= row.slot < max_num_seqs and len(row.vector) > 0 and len(row.vector) % 4 == 0
 
 
 def _is_valid_row(row: RowLogprobs, vocab_size: int) -> bool:

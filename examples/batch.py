@@ -10,6 +10,7 @@ count = int(os.environ.get("COUNT", "100"))
 
 
 async def main() -> None:
+    """Send all prompts at the same time and print the answers."""
     client = AsyncOpenAI(
         base_url=f"{url}/v1", api_key=os.environ.get("ENGINE_API_KEY", "none"), timeout=600
     )

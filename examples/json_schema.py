@@ -7,6 +7,8 @@ from pydantic import BaseModel, Field
 
 
 class City(BaseModel):
+    """The schema of the answer."""
+
     # Limits keep a small model from writing one field until `max_tokens` cuts the JSON.
     name: str = Field(max_length=40)
     country: str = Field(max_length=40)

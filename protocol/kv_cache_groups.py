@@ -11,9 +11,10 @@ import enum
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
-    from .arrays import Int64Array
+    from .arrays import Int32Array, Int64Array
 
 Position = TypeVar("Position", int, "Int64Array")
 
@@ -34,7 +35,8 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
     `size` is in tokens. For a sliding window it is the number of tokens that a token sees, itself included. For chunked
     attention it is the length of a chunk, whose tokens see only each other. For cross attention it is the maximum
     length of the encoder's output. A state-space layer sees its state after the previous token; a block holds the state
-    after the last computed of its tokens.
+    after the last computed of its tokens. Its size is the length of a segment: a state also serves as that of the
+    earlier tokens of its segment.
     """
 
     kind: AttentionKind = AttentionKind.FULL
@@ -52,10 +54,28 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
             case AttentionKind.FULL | AttentionKind.CROSS:
                 return position - position
 
-    def max_blocks(self, num_tokens: int, max_step_tokens: int, block_size: int) -> int:
+    def limit_drafts(
+        self, num_drafts: Int32Array, num_tokens: Int32Array, block_size: int
+    ) -> Int32Array:
+        """Return how many drafts after the first `num_tokens` tokens a step may compute, at most `num_drafts`.
+
+        A state cannot be computed backward. So drafts do not complete a segment, and do not enter another block than
+        the last certain token: the state after them then serves as that after any of them, or after none.
+        """
+        if self.kind is not AttentionKind.STATE_SPACE:
+            return num_drafts
+        segment = max(self.size, 1)
+        return num_drafts.clip(
+            max=np.minimum(segment - 1 - num_tokens % segment, -num_tokens % block_size)
+        )
+
+    def max_blocks(
+        self, num_tokens: int, max_step_tokens: int, block_size: int, max_uncertain_tokens: int = 0
+    ) -> int:
         """Return the maximum number of blocks that a request of `num_tokens` tokens holds.
 
-        It is computed in steps of at most `max_step_tokens` tokens.
+        It is computed in steps of at most `max_step_tokens` tokens. Of steps that verify drafts, at most
+        `max_uncertain_tokens` tokens are in flight.
         """
         num_blocks = -(-num_tokens // block_size)
         match self.kind:
@@ -65,7 +85,8 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
                 visible = self.size + min(max_step_tokens, num_tokens) - 1
                 return min(num_blocks, (visible + block_size - 2) // block_size + 1)
             case AttentionKind.STATE_SPACE:
-                return min(num_blocks, 2)
+                # The block that is read, and those that may be written.
+                return min(num_blocks, 1 + max(1, -(-max_uncertain_tokens // block_size)))
             case AttentionKind.CROSS:
                 return -(-self.size // block_size)
 
@@ -75,10 +96,17 @@ FULL_ATTENTION = (KVCacheGroup(),)
 
 
 def max_request_blocks(
-    groups: tuple[KVCacheGroup, ...], num_tokens: int, max_step_tokens: int, block_size: int
+    groups: tuple[KVCacheGroup, ...],
+    num_tokens: int,
+    max_step_tokens: int,
+    block_size: int,
+    max_uncertain_tokens: int = 0,
 ) -> int:
     """Return the maximum number of blocks that a request of `num_tokens` tokens holds in all groups."""
-    return sum(group.max_blocks(num_tokens, max_step_tokens, block_size) for group in groups)
+    return sum(
+        group.max_blocks(num_tokens, max_step_tokens, block_size, max_uncertain_tokens)
+        for group in groups
+    )
 
 
 def max_request_tokens(
@@ -87,12 +115,16 @@ def max_request_tokens(
     max_step_tokens: int,
     block_size: int,
     limit: int,
+    max_uncertain_tokens: int = 0,
 ) -> int:
     """Return the maximum length of a request, up to `limit` tokens, that holds at most `num_blocks` blocks."""
     fits, too_long = 0, limit + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if max_request_blocks(groups, middle, max_step_tokens, block_size) <= num_blocks:
+        needed = max_request_blocks(
+            groups, middle, max_step_tokens, block_size, max_uncertain_tokens
+        )
+        if needed <= num_blocks:
             fits = middle
         else:
             too_long = middle

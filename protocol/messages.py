@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
 
 I32: TypeAlias = bytes
@@ -71,14 +72,15 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A request to generate one sequence.
+    """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
 
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full blocks (see
     `block_hash`), and `root_hash` is the parent of the first; both are empty if prefix caching is off. `arrival_time`
     is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always set here. `request_id` is the
     id that clients see; several sequences may share one. `kv_transfer_params` are for the KV connector alone.
     `trace_headers` are the W3C trace context of the HTTP request, by header name. `predicted_token_ids` are the output
-    that the client expects; workers draft from them.
+    that the client expects; workers draft from them. A request with `pooling_params` has `max_tokens` 1: it ends with
+    its prompt, and its only token has no meaning.
 
     `is_resubmitted` is set if a core that had accepted the request is gone; that core may have known it as `was_index`.
     The request continues after `output_token_ids`, which the client already has, like one that was preempted. A request
@@ -105,6 +107,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     was_index: int = -1
     trace_headers: dict[str, str] | None = None
     predicted_token_ids: I32 = b""
+    pooling_params: PoolingParams | None = None
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
@@ -233,6 +236,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class PooledVector(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The result of a request with `pooling_params`: `vector` float32[D]."""
+
+    request_index: int
+    vector: F32
+
+
 class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
     """Counts since the last message with statistics.
 
@@ -323,6 +333,7 @@ class EngineCoreOutputs(
     stats: SchedulerStats | None = None
     scheduler_times: F32 = b""
     prediction_counts: I32 = b""
+    pooled: list[PooledVector] = []
 
 
 class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):

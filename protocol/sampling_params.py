@@ -43,7 +43,8 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unconstrained reasoning before a constrained text: from one of the starts to the first end.
 
     Starts and ends are texts; those that are a single token are also listed by id. With `is_open` no start is needed,
-    because the prompt contains it or the format implies it. There must then be an end.
+    because the prompt contains it or the format implies it. There must then be an end. A `grammar` in Lark's notation,
+    in which `@answer` is the constrained text, replaces all of this.
     """
 
     starts: tuple[str, ...]
@@ -51,6 +52,7 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
     is_open: bool
+    grammar: str = ""
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -132,7 +132,7 @@ class Peer(Generic[In]):
             key.secure_client(self.socket)
         self.socket.connect(address)
         self.num_dropped_frames = 0
-        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
+        self._decode: Callable[[memoryview], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message.
@@ -146,8 +146,10 @@ class Peer(Generic[In]):
     def receive(self, *, block: bool = False) -> In | None:
         """Return the next message, or None if there is none. With `block`, wait for one."""
         while block or _has_message(self.socket):
+            # A copy of a frame of megabytes would block the caller as long as its decoding does.
+            frame = self.socket.recv(copy=False)
             try:
-                return self._decode(self.socket.recv())
+                return self._decode(frame.buffer)
             except UNREADABLE:
                 self.num_dropped_frames += 1
         return None
@@ -184,7 +186,7 @@ class Hub(Generic[In]):
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
         self.num_dropped_frames = 0
-        self._decode: Callable[[bytes], In] = msgspec.msgpack.Decoder(types).decode
+        self._decode: Callable[[memoryview], In] = msgspec.msgpack.Decoder(types).decode
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
         """Send a message to a peer.
@@ -220,7 +222,7 @@ class Hub(Generic[In]):
             return None
         frame = self.socket.recv(copy=False)
         if not frame.more:
-            if not (data := frame.bytes):
+            if not len(data := frame.buffer):
                 return identity, None
             try:
                 return identity, self._decode(data)

@@ -8,6 +8,7 @@ import msgspec
 
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from .messages import F32, I32, EncoderInput
+from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
 
 # core -> worker
@@ -26,7 +27,8 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `token_ids` int32 are all its tokens so far; the first `num_prompt_tokens` are the prompt, and the first
     `num_computed_tokens` are already in the KV cache. `block_ids` has one int32 array per KV-cache group. `request_id`
     is unique among live requests; together with `arrival_time` it is unique forever. `predicted_token_ids` int32 are
-    the client's prediction of the output, a source of drafts.
+    the client's prediction of the output, a source of drafts. A request with `pooling_params` returns its pooled vector
+    with the step that computes its last token.
     """
 
     slot: int
@@ -41,6 +43,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     encoder_inputs: list[EncoderInput] = []
     arrival_time: float = 0.0
     predicted_token_ids: I32 = b""
+    pooling_params: PoolingParams | None = None
 
 
 class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -179,6 +182,13 @@ class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ranks: I32
 
 
+class RowVector(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The `PooledVector` of the request in `slot`."""
+
+    slot: int
+    vector: F32
+
+
 class DraftTokenIds(
     msgspec.Struct, tag="drafts", array_like=True, omit_defaults=True, gc=False, frozen=True
 ):
@@ -221,7 +231,7 @@ class ModelRunnerOutput(
     verified drafts per row, empty if all scheduled drafts were verified. `nan_slots` int32 had NaNs in their logits.
     `failed_slots` are (slot, reason) of rows for which no token can be chosen; their computed KV entries are valid.
     `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
-    prediction.
+    prediction. Rows with `pooling_params` sample token 0, and their vectors are `pooled`.
     """
 
     step: int
@@ -235,6 +245,7 @@ class ModelRunnerOutput(
     kv_connector_output: KVConnectorOutput | None = None
     drafts: DraftTokenIds | None = None
     prediction_counts: I32 = b""
+    pooled: list[RowVector] = []
 
 
 WorkerMessage: TypeAlias = (

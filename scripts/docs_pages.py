@@ -1,4 +1,4 @@
-"""Fills the reference pages from the sources, as a hook of mkdocs.
+"""Fill the reference pages from the sources, as a hook of mkdocs.
 
 A page has a marker `<!-- generated: NAME -->` for each table, and the function `_NAME` below returns that table.
 """
@@ -180,6 +180,62 @@ def _metrics() -> str:
     )
 
 
+def _models() -> str:
+    """Return the families with what their usual layers can run on, from the configs that transformers has for them."""
+    from engine.workers.cpu.supported import unsupported_features
+    from engine.workers.layers.spec import ModelSpec
+    from engine.workers.models.families.registry import FAMILIES, model_spec
+    from transformers import AutoConfig, logging
+
+    logging.set_verbosity_error()
+
+    def describe(spec: ModelSpec) -> tuple[str, ...]:
+        unsupported = ", ".join(unsupported_features(spec))
+        kinds = {type(layer.recurrent).__name__ for layer in spec.layers if layer.recurrent}
+        return (
+            f"torch ({unsupported})" if unsupported else "native",
+            "yes" if any(layer.experts for layer in spec.layers) else "",
+            ", ".join(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind).lower() for kind in sorted(kinds)),
+        )
+
+    rows = []
+    for family in sorted(FAMILIES, key=lambda family: family.architecture.lower()):
+        config = AutoConfig.for_model(family.model_type).to_dict()
+        config |= {"architectures": [family.architecture]} | _USUAL.get(family.model_type, {})
+        spec = model_spec(config, "config.json")
+        rows.append((f"`{family.architecture}`", f"`{family.model_type}`", *describe(spec)))
+    head = ("architecture", "`model_type`", "on a CPU", "`-ep`", "recurrent layers")
+    return _table(head, rows)
+
+
+_USUAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+}
+"""Fields of published models, where the defaults of transformers are those of another kind of model."""
+
+
+def _gguf_architectures() -> str:
+    from engine.protocol.checkpoint.gguf_config.convert import ARCHITECTURES
+
+    return ", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)) + "."
+
+
+def _chat_formats() -> str:
+    from engine.frontend.chat.detection import REASONING_MARKERS, TOOL_MARKERS
+
+    def rows(markers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [(f"`` {repr(marker)[1:-1]} ``", f"`{name}`") for marker, name in markers]
+
+    head = ("the template has", "parser")
+    tools = _table(head, rows(TOOL_MARKERS))
+    return f"### Tool calls\n\n{tools}\n\n### Reasoning\n\n{_table(head, rows(REASONING_MARKERS))}"
+
+
 def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     head = tuple(head)
     lines = [head, ("---",) * len(head), *rows]
@@ -197,4 +253,7 @@ _TABLES = {
     "routes": _routes,
     "fields": _fields,
     "metrics": _metrics,
+    "models": _models,
+    "gguf-architectures": _gguf_architectures,
+    "chat-formats": _chat_formats,
 }

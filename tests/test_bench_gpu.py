@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs to its end where there is none, so that time on one is not spent on its errors."""
+"""The GPU benchmark runs without a GPU, so that its own errors are found before time on a GPU is spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpu(monkeypatch) -> Any:
     return gpu
 
 
-def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None:
+def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     said = subprocess.run(
         [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
@@ -59,7 +59,7 @@ def test_it_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None
     assert "tiny, decode 1 x 8 " in end and "tiny, served, start " in end and "FAILED" not in end
 
 
-def test_nothing_begins_where_a_module_is_missing(tmp_path: Path) -> None:
+def test_a_missing_module_is_reported_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('built for another machine')")
     figures = tmp_path / "figures.json"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -77,7 +77,7 @@ def test_nothing_begins_where_a_module_is_missing(tmp_path: Path) -> None:
     assert "FAILED imports, llguidance: ImportError: built for another machine" in said
 
 
-def test_a_part_that_dies_or_hangs_leaves_what_it_has_found(gpu, tmp_path: Path) -> None:
+def test_results_of_a_part_that_crashes_or_hangs_are_kept(gpu, tmp_path: Path) -> None:
     says = 'print(\'{"case": "a", "x": 1}\', flush=True); print("[1]\\n7"); '
     for then, reason in (
         ("raise SystemExit('lost')", "lost"),
@@ -110,7 +110,7 @@ reporter.say("fourth", lambda: {{"x": 4}})
 """
 
 
-def test_another_process_goes_on_after_the_measurement_that_ended_one(gpu, tmp_path: Path) -> None:
+def test_another_process_continues_after_a_measurement_that_crashes(gpu, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     program = DIES_IN_THE_SECOND.format(directory=str(DIRECTORY))
     gpu.run_part(["-c", program], 60, found, lambda: None, tmp_path / "log")
@@ -124,7 +124,7 @@ def test_another_process_goes_on_after_the_measurement_that_ended_one(gpu, tmp_p
     assert "a kernel failed" in log and "Traceback" in log
 
 
-def test_a_measurement_that_costs_the_gpu_is_the_last_of_its_process(
+def test_a_measurement_that_breaks_the_gpu_is_the_last_of_its_process(
     gpu, monkeypatch, capsys
 ) -> None:
     import torch
@@ -154,7 +154,7 @@ def test_a_measurement_that_costs_the_gpu_is_the_last_of_its_process(
     assert all("illegal memory access" in line["failed"] for line in said[1:6:2])
 
 
-def test_idle_time_is_what_lies_between_spans_that_may_overlap(gpu) -> None:
+def test_idle_time_excludes_overlapping_spans(gpu) -> None:
     from on_gpu.trace import Span, summary
 
     spans = [Span("b", 20, 30), Span("a", 0, 10), Span("copy", 5, 12), Span("a", 30, 40)]
@@ -167,7 +167,7 @@ def test_idle_time_is_what_lies_between_spans_that_may_overlap(gpu) -> None:
         summary([], 1)
 
 
-def test_between_steps_is_what_lies_outside_of_the_replays(gpu) -> None:
+def test_time_between_steps_excludes_replays(gpu) -> None:
     from on_gpu.trace import Span, summary
 
     first = [Span("a", 0, 10, launch=7), Span("b", 12, 20, launch=7)]

@@ -1,4 +1,4 @@
-"""The files of docs/deploy are what Kubernetes takes and what the command line understands."""
+"""The files of docs/deploy are valid for Kubernetes and for the command line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_manifests_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deployment.yaml", "leader-worker-set.yaml"])
-def test_a_pod_may_take_as_long_to_end_as_its_streams(name: str, tmp_path: Path) -> None:
+def test_the_grace_period_of_a_pod_covers_the_shutdown_timeout(name: str, tmp_path: Path) -> None:
     for document in documents(name):
         for template in templates(document):
             (container,) = template["spec"]["containers"]
@@ -68,7 +68,7 @@ def test_a_pod_may_take_as_long_to_end_as_its_streams(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["deployment.yaml", "leader-worker-set.yaml"])
-def test_a_pod_has_a_home_that_it_can_write(name: str) -> None:
+def test_a_pod_has_a_writable_home(name: str) -> None:
     for document in documents(name):
         for template in templates(document):
             (container,) = template["spec"]["containers"]
@@ -77,14 +77,14 @@ def test_a_pod_has_a_home_that_it_can_write(name: str) -> None:
             assert not mounts[home].get("readOnly", False)
 
 
-def test_a_service_has_a_home_that_it_can_write() -> None:
+def test_a_systemd_service_has_a_writable_home() -> None:
     unit = (DEPLOY / "engine.service").read_text()
     (cache,) = re.findall(r"^CacheDirectory=(.*)", unit, re.MULTILINE)
     assert re.search(rf"^Environment=.*\bHOME=/var/cache/{cache}$", unit, re.MULTILINE)
 
 
 def settings_of(args: list[str], directory: Path) -> dict[str, dict[str, Any]]:
-    """What a command line of a file means, with a key where it says that one is."""
+    """Return the settings of a command line in a file, with a key where the file has a placeholder for one."""
     key = directory / "cluster.key"
     if not key.exists():
         ClusterKey.generate().save(str(key))
@@ -94,7 +94,7 @@ def settings_of(args: list[str], directory: Path) -> dict[str, dict[str, Any]]:
     return parse_settings(line[1:], {})
 
 
-def test_slurm_starts_what_the_command_line_understands(tmp_path: Path) -> None:
+def test_the_slurm_script_has_a_valid_command_line(tmp_path: Path) -> None:
     script = (DEPLOY / "engine.sbatch").read_text()
     values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_HOST": "n1", "MODEL": "m"}
     values["KEY"] = "/keys/cluster.key"
@@ -120,7 +120,7 @@ def test_reference_names_every_environment_variable() -> None:
     assert {name for name in variables if f"`{name}`" not in page} == own
 
 
-def test_the_image_is_made_of_what_there_is() -> None:
+def test_the_image_copies_only_existing_files() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [extras] = [found[1] for line in lines if (found := re.search(r"whl\)\[(.*)\]", line))]

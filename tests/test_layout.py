@@ -1,4 +1,4 @@
-"""The rules of the repository's layout: who may import what, and what is shipped."""
+"""The rules of the repository's layout: allowed imports and the contents of packages."""
 
 import ast
 import os
@@ -38,7 +38,7 @@ def package_of(path: Path) -> list[str]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Line, level and absolute name of every import statement, wherever it stands."""
+    """Return line, level and absolute name of every import statement, wherever it is."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -52,13 +52,13 @@ def imports(path: Path) -> Iterator[tuple[int, int, str]]:
                 yield node.lineno, node.level, ".".join([*base, node.module or alias.name])
 
 
-def test_every_part_is_there() -> None:
+def test_every_part_exists() -> None:
     assert {p.relative_to(ROOT).parts[0] for p in MODULES} == {"__init__.py", *PARTS}
     assert len(MODULES) > 40
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_share_the_protocol_and_nothing_else(part: str) -> None:
+def test_parts_share_only_the_protocol(part: str) -> None:
     allowed = {"protocol", part}
     for path in (p for p in MODULES if p.relative_to(ROOT).parts[0] == part):
         for line, level, name in imports(path):
@@ -125,13 +125,13 @@ def test_every_package_is_listed() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A copy to build in."""
+    """Return a copy of the sources to build in."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
     return shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
 
 
 def test_the_wheel_has_every_module_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    """Built without a compiler, as on a machine that has none: everything but the native backend is there."""
+    """The wheel is built without a compiler, so it has everything but the native backend."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path)]
     environment = {**os.environ, "CC": "false", "CXX": "false"}
@@ -146,7 +146,7 @@ def test_the_wheel_has_every_module_and_nothing_else(source: Path, tmp_path: Pat
 
 
 def test_the_source_distribution_has_every_native_source(source: Path, tmp_path: Path) -> None:
-    """As the build command found them, so that it finds them there again."""
+    """The build command must find the same sources in the source distribution."""
     command = (
         "from sys import argv; from setuptools.build_meta import build_sdist; build_sdist(argv[1])"
     )
@@ -160,7 +160,7 @@ def test_the_source_distribution_has_every_native_source(source: Path, tmp_path:
     assert names >= {relative_name(path) for path in sources}
 
 
-def test_the_files_that_people_type_are_executable() -> None:
+def test_scripts_are_executable() -> None:
     names = ("install", "serve", "test", "lint", "mypy", "docs", "bench/run")
     for path in (ROOT / ".ci" / "run", *(ROOT / "scripts" / name for name in names)):
         assert path.stat().st_mode & 0o111, path

@@ -7,6 +7,7 @@ Shapes: N slots, L max_model_len, B blocks a row, S scheduled slots, T scheduled
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,6 @@ class StepPlan:
     """
 
     slots_S: Int32Array
-    num_scheduled_S: Int32Array
     num_computed_S: Int32Array
     seq_lens_S: Int32Array
     query_start_loc: Int32Array
@@ -55,6 +55,21 @@ class StepPlan:
     def logit_rows(self) -> Int32Array:
         """Index of the last token of each sampling row, int32 [len(sampling_rows)]."""
         return self.query_start_loc[self.sampling_rows + 1] - 1
+
+    def split(self) -> Iterator[StepPlan]:
+        """Yield the plan of each request by itself."""
+        samples_S = np.isin(np.arange(len(self.slots_S)), self.sampling_rows)
+        for row, samples in enumerate(samples_S):
+            one, tokens = slice(row, row + 1), slice(*self.query_start_loc[row : row + 2])
+            yield StepPlan(
+                self.slots_S[one],
+                self.num_computed_S[one],
+                self.seq_lens_S[one],
+                self.query_start_loc[row : row + 2] - self.query_start_loc[row],
+                self.slots_T[tokens],
+                self.positions_T[tokens],
+                np.zeros(int(samples), np.int32),
+            )
 
 
 def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> StepPlan:
@@ -88,7 +103,6 @@ def _requests(
     positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, num_scheduled_S)
     return StepPlan(
         slots_S,
-        num_scheduled_S.astype(np.int32),
         num_computed_S.astype(np.int32),
         (num_scheduled_S + num_computed_S).astype(np.int32),
         query_start_loc,
@@ -214,7 +228,6 @@ class PersistentBatch:
         sampling_rows = np.flatnonzero(seq_lens_S == self.num_tokens[slots_S]).astype(np.int32)
         return StepPlan(
             slots_S,
-            num_scheduled_S,
             num_computed_S,
             seq_lens_S,
             query_start_loc,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat, takewhile
 from typing import Final, NamedTuple, TypeAlias
 
@@ -22,6 +22,10 @@ _MAX_DEFERRED: Final = 64
 
 RequestBlocks: TypeAlias = tuple[list[int], ...]
 """The blocks of one request in each group, in the order of its tokens."""
+
+
+KeepState: TypeAlias = Callable[[int, int, int, int], None]
+"""Called with a slot, a group, a number of full blocks and the last of them."""
 
 
 class Growth(NamedTuple):
@@ -90,7 +94,7 @@ class BlockTables:
         return (
             num_more * len(self._token_groups)
             + len(prefix.loads)
-            + len(self._state_groups)
+            + (len(self._state_groups) if num_more else 0)
             + sum(self._num_cross_blocks)
         )
 
@@ -106,7 +110,7 @@ class BlockTables:
         for group in self._token_groups:
             tables[group] += new[start : start + num_more]
             start += num_more
-        for group in self._state_groups:
+        for group in self._state_groups if num_more else ():
             tables[group] += [NULL_BLOCK] * (num_more - 1) + new[start : start + 1]
             start += 1
         for group, count in zip(self._cross_groups, self._num_cross_blocks, strict=True):
@@ -167,6 +171,19 @@ class BlockTables:
         grown = list({slot for slots, _ in put_off for slot in slots})
         num_blocks = as_array([len(tables[slot]) for slot in grown])
         self._capacity[as_array(grown)] = num_blocks * self._block_size
+
+    def limit_growth(
+        self, slots: SlotArray, num_certain: Int64Array, num_tokens: Int64Array
+    ) -> Int64Array:
+        """Return how many tokens, at least the certain ones, each slot may hold without growing by two blocks.
+
+        The states of a slot that grows by several blocks get only the last one. If tokens are rejected, they need the
+        others as well.
+        """
+        if not self._state_groups:
+            return num_tokens
+        most = np.minimum(num_tokens, self.capacity[slots] + self._block_size)
+        return np.maximum(most, num_certain)
 
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
         """Return the blocks that `slots` lack to hold `num_tokens` tokens each."""
@@ -238,10 +255,19 @@ class BlockTables:
             tables[slot].append(block)
         self._updates = updates.tobytes()
 
-    def advance_windows(self, slots: SlotArray, num_computed: Int64Array) -> None:
-        """Free the blocks of windowed groups that no token after the computed ones attends to."""
+    def advance_windows(
+        self, slots: SlotArray, num_computed: Int64Array, keep_state: KeepState
+    ) -> None:
+        """Free the blocks of windowed groups that no token after the computed ones attends to.
+
+        `keep_state` is called before a slot's last state in a full block is freed.
+        """
         for window in self._windows:
+            has_states = window.groups[0] in self._state_groups
             for slot, start, end in window.pop_passed_blocks(slots, num_computed):
+                if has_states:
+                    for group in window.groups:
+                        keep_state(slot, group, end, self.blocks[group][slot][end - 1])
                 self._drop(window, slot, start, end)
 
     def _drop(self, window: Window, slot: int, start: int, end: int) -> None:

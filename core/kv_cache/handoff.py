@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ...protocol.arrays import int32_view
-from ...protocol.kv_cache_groups import AttentionKind
+from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from ...protocol.worker_messages import HeldRequest
 from ..state.request import Request, RequestKey
 from .block_pool import NULL_BLOCK
@@ -38,16 +38,16 @@ class KVHandoff:
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Hold the blocks that the workers report, before anything is allocated.
 
-        Models with a state or with cross attention recompute instead: a state is that of the last
-        computed token, which the client may not have, and cross attention has blocks of another
-        size.
+        Models with cross attention recompute instead, because it has blocks of another size.
         """
         manager = self._manager
-        without_parts = {AttentionKind.STATE_SPACE, AttentionKind.CROSS}
-        if not without_parts.isdisjoint(group.kind for group in manager.groups):
+        if any(group.kind is AttentionKind.CROSS for group in manager.groups):
             return
         for number, request in enumerate(held, 1):
-            tables = tuple(int32_view(block_ids).tolist() for block_ids in request.block_ids)
+            tables = tuple(
+                _useful_blocks(group, int32_view(block_ids).tolist())
+                for group, block_ids in zip(manager.groups, request.block_ids, strict=True)
+            )
             manager.reserved[-number] = tables
             self._held_blocks[request.request_id] = _HeldBlocks(
                 -number, request.arrival_time, request.num_computed_tokens
@@ -61,7 +61,7 @@ class KVHandoff:
         held_blocks = self._held_blocks.get(key)
         if held_blocks is None or held_blocks.arrival_time != request.arrival_time:
             return
-        if request.scores_prompt:
+        if request.computes_whole_prompt:
             return
         del self._held_blocks[key]
         reserved = self._manager.reserved
@@ -88,4 +88,16 @@ class KVHandoff:
             first = group.first_visible(num_tokens) // manager.block_size
             if NULL_BLOCK in table[first : -(-num_tokens // manager.block_size)]:
                 return 0
+            if group.kind is AttentionKind.STATE_SPACE:
+                # The state is that of the last computed token, or of an earlier one of its segment.
+                segment = max(group.size, 1)
+                if num_tokens // segment != held_blocks.num_tokens // segment:
+                    return 0
         return num_tokens
+
+
+def _useful_blocks(group: KVCacheGroup, table: list[int]) -> list[int]:
+    """Return a table without the blocks that no later token reads: of a state, only the last is needed."""
+    if group.kind is not AttentionKind.STATE_SPACE or not table:
+        return table
+    return [NULL_BLOCK] * (len(table) - 1) + table[-1:]

@@ -182,6 +182,7 @@ class KVCacheManager:
             slot = claim.request.slot
             self.tables.assign_tables(slot, claim.tables, claim.prefix.blocks)
             num_cached_blocks[slot] = count
+            self.prefix_cache.start_output(claim.request)
 
     def free_unseen_blocks(self, slots: SlotArray, *, may_be_rejected: bool) -> None:
         """Free the blocks of windowed groups that no future token of `slots` attends to.
@@ -192,7 +193,7 @@ class KVCacheManager:
         num_computed = self._slots.num_computed_tokens[slots]
         if may_be_rejected:
             num_computed = np.minimum(num_computed, self._slots.num_known_tokens(slots) - 1)
-        self.tables.advance_windows(slots, num_computed)
+        self.tables.advance_windows(slots, num_computed, self.prefix_cache.cache_output_state)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the full, hashed blocks of the first `num_tokens` tokens of a running request findable."""
@@ -297,6 +298,8 @@ class KVCacheManager:
         self.reserved[request.transfer_id] = tuple(table[:num_kept] for table in tables)
         if self.prefix_cache.may_write(request):
             self.prefix_cache.cache_blocks(request, tables, 0, num_tokens)
+            # No step computes the state any more, and the block may be released before the next step.
+            self.prefix_cache.cache_states()
 
     def release_reserved(self, transfer_id: int) -> None:
         """Release the blocks that are reserved under this id."""

@@ -43,6 +43,8 @@ class PrefixCache:
         self._hash_blocks = hash_blocks
         self.no_prefix = CachedPrefix(0, ([],) * len(groups))
         self._new_states: list[tuple[int, bytes]] = []
+        self._num_prefilled = [0] * len(slots.requests)
+        self._output_states: dict[tuple[int, int], bytes] = {}
         self.num_cached_blocks = [0] * len(slots.requests)
         """Number of first blocks of each slot that other requests can find."""
 
@@ -78,7 +80,7 @@ class PrefixCache:
 
     def may_read(self, request: Request) -> bool:
         """Return whether a request may start from cached blocks."""
-        return self.enabled and request.root_hash != b"" and not request.scores_prompt
+        return self.enabled and request.root_hash != b"" and not request.computes_whole_prompt
 
     def may_write(self, request: Request) -> bool:
         """Return whether a request's blocks may be cached for others."""
@@ -173,6 +175,35 @@ class PrefixCache:
         for block, key in self._new_states:
             self._pool.cache_blocks([block], [key])
         self._new_states.clear()
+
+    def start_output(self, request: Request) -> None:
+        """Record that a request got its slot: only its further tokens are computed one by one."""
+        self._num_prefilled[request.slot] = request.num_tokens
+        for group in range(len(self._groups)):
+            self._output_states.pop((request.slot, group), None)
+
+    def cache_output_state(self, slot: int, group: int, num_blocks: int, block: int) -> None:
+        """Make the state after the first blocks of a running request findable, in place of its previous one.
+
+        The request must have generated the last token of these blocks. The next turn of a conversation continues from
+        the last such state, so a request has one of them at a time.
+        """
+        num_tokens = num_blocks * self._block_size
+        if num_tokens <= self._num_prefilled[slot] or block == NULL_BLOCK:
+            return
+        request = self._slots.requests[slot]
+        if request is None or not self.may_write(request):
+            return
+        if request.num_prompt_tokens + self._slots.num_output_tokens[slot] < num_tokens:
+            return
+        self.hash_output(request, num_tokens)
+        key = group_key(request.block_hashes[num_blocks - 1], group)
+        previous = self._output_states.pop((slot, group), None)
+        if previous is not None:
+            self._pool.uncache_blocks([previous])
+        if not self._pool.is_cached(key):
+            self._output_states[slot, group] = key
+        self._pool.cache_blocks([block], [key])
 
     def hash_output(self, request: Request, num_tokens: int) -> None:
         """Hash the full blocks of the first `num_tokens` tokens of a running request."""

@@ -139,8 +139,8 @@ class EventLog:
         """Record outputs for clients. The parts that the decision hash covers must not change after this."""
         self._decide(event, outputs)
         for message in outputs.values():
-            if message.logprobs or message.prompt_logprobs:
-                # Log-probabilities may be large, so their messages are not kept until a later flush.
+            if message.logprobs or message.prompt_logprobs or message.pooled:
+                # Log-probabilities and vectors may be large, so their messages are not kept until a later flush.
                 self.flush()
                 return
 

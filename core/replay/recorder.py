@@ -157,7 +157,6 @@ class RecordedScheduler(SchedulerInterface):
         )
         if setup.kv_transfer is not None and kv_connector is None:
             kv_connector = create_connector(setup.kv_transfer)
-        self._kv_connector = kv_connector
         self.scheduler = setup.make_scheduler(
             structured_output and RecordedGrammars(structured_output, log),
             log.record_hashes(block_hasher(setup.cache_config.prefix_hash)),
@@ -261,12 +260,13 @@ class RecordedScheduler(SchedulerInterface):
         model_runner_output: ModelRunnerOutput,
         now: float,
     ) -> dict[int, EngineCoreOutputs]:
-        """Record and forward the call; log-probabilities are not recorded."""
+        """Record and forward the call; log-probabilities and pooled vectors are not recorded."""
         log = self.log
         result = model_runner_output
-        if result.logprobs or result.prompt_logprobs or result.drafts is not None:
+        if result.logprobs or result.prompt_logprobs or result.pooled or result.drafts is not None:
             result = copy(result)
             result.logprobs = result.prompt_logprobs = []
+            result.pooled = []
             result.drafts = result.drafts and without_tokens(result.drafts)
         event = Update(now, result)
         log.add_update(event)
@@ -308,10 +308,6 @@ class RecordedScheduler(SchedulerInterface):
     def take_kv_events(self) -> list[KVCacheEvent]:
         """Return the KV-cache events since the last call."""
         return self.scheduler.take_kv_events()
-
-    def get_kv_connector(self) -> KVConnector | None:
-        """Return the unwrapped KV connector, if there is one."""
-        return self._kv_connector
 
     def has_requests(self) -> bool:
         """Return whether any request is unfinished."""

@@ -145,6 +145,7 @@ def _redact_new_request(data: NewRequestData) -> NewRequestData:
         num_computed_tokens=data.num_computed_tokens,
         block_ids=data.block_ids,
         sampling_params=_NO_PARAMS,
+        pooling_params=data.pooling_params,
     )
 
 
@@ -167,6 +168,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         is_resubmitted=message.is_resubmitted,
         is_suspect=message.is_suspect,
         was_index=message.was_index,
+        pooling_params=message.pooling_params,
         encoder_inputs=[
             msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
             for item in message.encoder_inputs

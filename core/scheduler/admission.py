@@ -12,6 +12,7 @@ from ..state.batch import ScheduledRow
 from ..state.request import Request
 from .features.encoder_inputs import EncoderInputs, EncoderPlan
 from .features.speculative import Drafts
+from .features.state_checkpoints import StateCheckpoints
 from .kv_transfers import KVTransfers
 from .lifecycle import RequestLifecycle, Start
 from .queues.admission_delay import AdmissionDelay
@@ -83,6 +84,7 @@ class Admission:
         *,
         running_scheduler: RunningScheduler,
         partial_prefills: PartialPrefills,
+        checkpoints: StateCheckpoints,
         encoders: EncoderInputs,
         drafts: Drafts | None,
         delay: AdmissionDelay | None,
@@ -98,6 +100,7 @@ class Admission:
         self._in_flight = lifecycle.in_flight
         self._running_scheduler = running_scheduler
         self._partial_prefills = partial_prefills
+        self._checkpoints = checkpoints
         self._encoders = encoders
         self._num_lookahead_tokens = drafts.num_lookahead_tokens if drafts is not None else 0
         self._delay = delay
@@ -286,6 +289,7 @@ class Admission:
                 return None
         if not granted:
             return end_if_none
+        granted = self._checkpoints.cut(num_computed, granted, request.num_tokens)
         is_partial = granted < wanted
         is_long = is_partial and limits.is_long(request.num_tokens)
         if is_partial and limits.are_at_limit(room.num_partial):

@@ -16,6 +16,7 @@ from ...protocol.messages import (
     EventKind,
     FinishedRequest,
     FinishReason,
+    PooledVector,
     RequestEvents,
     SchedulerStats,
     TokenLogprobs,
@@ -62,6 +63,7 @@ class Outbox:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prediction_counts: list[tuple[int, int, int]] = []
+        self.pooled: list[PooledVector] = []
         self._sequence = 0
 
     def get_event_batch(self, kind: EventKind, now: float) -> _EventBatch:
@@ -92,6 +94,8 @@ class Outbox:
         if self.prediction_counts:
             outputs.prediction_counts = int32_bytes(self.prediction_counts)
             self.prediction_counts = []
+        if self.pooled:
+            outputs.pooled, self.pooled = self.pooled, []
         return outputs
 
 

@@ -13,7 +13,6 @@ from ...protocol.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from ..kv_cache.connector import KVConnector
 from ..state.request import RequestKey
 from .features.poison_isolation import CrashSuspects
 
@@ -146,10 +145,6 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def make_stats(self) -> SchedulerStats:
         """Return current gauges, and counts since the last call."""
-
-    @abstractmethod
-    def get_kv_connector(self) -> KVConnector | None:
-        """Return the scheduler's half of the KV connector, if there is one."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -108,7 +108,7 @@ class KVTransfers:
 
         Return None if the connector has no answer yet, or if the request failed.
         """
-        if prefix.is_reserved or request.computes_locally or request.scores_prompt:
+        if prefix.is_reserved or request.computes_locally or request.computes_whole_prompt:
             return NOTHING_TO_LOAD
         try:
             match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)

@@ -312,6 +312,7 @@ class RequestLifecycle:
                 encoder_inputs=request.encoder_inputs,
                 arrival_time=request.arrival_time,
                 predicted_token_ids=request.predicted_token_ids,
+                pooling_params=request.pooling_params,
             )
             for request, claim, tokens, cached in zip(
                 requests, claims, token_ids, num_cached, strict=True

@@ -46,11 +46,11 @@ def check_config(
             f"kv_connector={kv_transfer.kv_connector!r} supports only full attention without CPU "
             "KV offload; remove the connector or --kv-host-gib, or use another model"
         )
-    has_state = any(group.kind is AttentionKind.STATE_SPACE for group in kv_cache_groups)
-    if config.speculative is not None and has_state:
+    has_states = any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups)
+    if config.speculative is not None and config.speculative.num_lookahead_tokens and has_states:
         raise ConfigError(
-            f"num_speculative_tokens={config.speculative.num_speculative_tokens}: a state-space "
-            "layer cannot undo a rejected draft; set it to 0 for this model"
+            f"method={config.speculative.method.value!r} is not supported for models with "
+            "recurrent layers; use 'ngram'"
         )
 
 
@@ -120,6 +120,7 @@ class Requirements(msgspec.Struct, frozen=True):
                 max(config.max_num_batched_tokens, max_uncertain_tokens),
                 block_size,
                 max_model_len,
+                max_uncertain_tokens,
             ),
         )
 
@@ -143,7 +144,7 @@ class Requirements(msgspec.Struct, frozen=True):
         if problem is not None:
             return Refusal(FinishReason.ERROR, problem)
         num_tokens = (len(request.prompt_token_ids) + len(request.output_token_ids)) // 4
-        problem = self._find_misfit(num_tokens)
+        problem = self._find_misfit(num_tokens, generates=request.pooling_params is None)
         if request.encoder_inputs and problem is None:
             problem = self._find_encoder_misfit(request)
         if problem is not None:
@@ -173,13 +174,14 @@ class Requirements(msgspec.Struct, frozen=True):
             )
         return None
 
-    def _find_misfit(self, num_tokens: int) -> str | None:
+    def _find_misfit(self, num_tokens: int, *, generates: bool) -> str | None:
         if num_tokens == 0:
             return "the prompt is empty"
-        if num_tokens >= self.max_model_len:
+        longest = self.max_model_len - generates
+        if num_tokens > longest:
             return (
                 f"the prompt has {num_tokens} tokens, and max_model_len={self.max_model_len} "
-                f"leaves room for {self.max_model_len - 1}"
+                f"leaves room for {longest}"
             )
         if num_tokens > self.max_computed_tokens:
             return (

@@ -13,6 +13,7 @@ from ..kv_cache.block_tables import Growth
 from ..state.slots import SlotArray
 from .features.encoder_inputs import EncoderInputs, EncoderPlan
 from .features.speculative import Drafts
+from .features.state_checkpoints import StateCheckpoints
 from .lifecycle import RequestLifecycle
 from .micro_batches import MicroBatches
 from .queues.partial_prefills import PartialPrefills
@@ -51,6 +52,7 @@ class RunningScheduler:
         lifecycle: RequestLifecycle,
         *,
         partial_prefills: PartialPrefills,
+        checkpoints: StateCheckpoints,
         encoders: EncoderInputs,
         drafts: Drafts | None,
         micro_batches: MicroBatches | None,
@@ -62,6 +64,7 @@ class RunningScheduler:
         self._slots = lifecycle.running.slots
         self._queue = lifecycle.queue
         self._partial_prefills = partial_prefills
+        self._checkpoints = checkpoints
         self._encoders = encoders
         self._drafts = drafts
         self._micro_batches = micro_batches
@@ -83,9 +86,8 @@ class RunningScheduler:
         needed -= computed
         if self._drafts is not None:
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
-            wanted = needed + self._drafts.count_drafts(
-                slots, is_decoding, most - computed - needed
-            )
+            room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
+            wanted = needed + self._drafts.count_drafts(slots, is_decoding, room - needed)
         granted, share = self._limit(slots, wanted)
         encoders = None
         if self._encoders.are_in_use:
@@ -100,6 +102,8 @@ class RunningScheduler:
                 possible = np.where(is_cut, fitted, possible)
                 granted, share = self._limit(slots, possible)
             granted = fitted
+        if self._checkpoints.are_in_use and self._running.prefilling:
+            granted = self._end_on_blocks(slots, computed, granted)
         computed += granted
         to_hold = computed
         if self._drafts is not None:
@@ -164,6 +168,17 @@ class RunningScheduler:
             fitted[row] = end - start
             spare += count - (end - start)
         return fitted
+
+    def _end_on_blocks(
+        self, slots: SlotArray, computed: Int64Array, granted: Int64Array
+    ) -> Int64Array:
+        """End each prompt's chunk where its state can be cached."""
+        cut = granted.copy()
+        for slot, num_tokens in self._running.prefilling.items():
+            for row in (slots == slot).nonzero()[0].tolist():
+                start, count = int(computed[row]), int(granted[row])
+                cut[row] = self._checkpoints.cut(start, count, num_tokens)
+        return cut
 
     def _is_prefilling(self, slots: SlotArray) -> BoolArray:
         return np.isin(slots, list(self._running.prefilling))

@@ -49,6 +49,7 @@ from .features.encoder_inputs import EncoderInputs
 from .features.grammars import GrammarBackend, Grammars
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
+from .features.state_checkpoints import StateCheckpoints
 from .interface import SchedulerInterface
 from .invariants import check_invariants
 from .kv_transfers import KVTransfers
@@ -159,10 +160,12 @@ class Scheduler(SchedulerInterface):
             )
         partial_prefills = PartialPrefills(config, cache_config, max_model_len)
         self._queue.long_prompt_tokens = partial_prefills.long_prompt_tokens
+        checkpoints = StateCheckpoints(config, cache_config, kv_cache_groups)
         self._running_scheduler = RunningScheduler(
             config,
             lifecycle,
             partial_prefills=partial_prefills,
+            checkpoints=checkpoints,
             encoders=self._encoders,
             drafts=self._drafts,
             micro_batches=micro_batches,
@@ -175,6 +178,7 @@ class Scheduler(SchedulerInterface):
             lifecycle,
             running_scheduler=self._running_scheduler,
             partial_prefills=partial_prefills,
+            checkpoints=checkpoints,
             encoders=self._encoders,
             drafts=self._drafts,
             delay=self._delay,
@@ -467,10 +471,6 @@ class Scheduler(SchedulerInterface):
             or self._running.has_removed
             or (self._transfers is not None and self._transfers.are_outstanding)
         )
-
-    def get_kv_connector(self) -> KVConnector | None:
-        """Return the scheduler's half of the KV connector, or None."""
-        return self._transfers.connector if self._transfers is not None else None
 
     def shutdown(self) -> None:
         """Shut the KV connector down."""

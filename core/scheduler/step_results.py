@@ -13,6 +13,7 @@ from ...protocol.messages import (
     EngineCoreOutputs,
     EventKind,
     FinishReason,
+    PooledVector,
     SchedulerStats,
     SpecDecodingStats,
     TokenLogprobs,
@@ -124,6 +125,7 @@ class StepResults:
             or output.failed_slots
             or output.logprobs
             or output.prompt_logprobs
+            or output.pooled
             or output.nan_slots
             or output.drafts is not None
             or step.num_drafts is not None
@@ -178,6 +180,7 @@ class StepResults:
         if (
             output.logprobs
             or output.prompt_logprobs
+            or output.pooled
             or output.nan_slots
             or output.prediction_counts
         ):
@@ -329,6 +332,10 @@ class StepResults:
             if (request := owners.get(row.slot)) is not None and not request.has_sampled:
                 request.prompt_logprobs = request.prompt_logprobs or []
                 request.prompt_logprobs.append(_token_logprobs(request, row))
+        for vector in output.pooled:
+            if (request := owners.get(vector.slot)) is not None:
+                outbox = self._clients[request.client_index]
+                outbox.pooled.append(PooledVector(request.request_index, vector.vector))
         predictions = int32_view(output.prediction_counts).reshape(-1, 3).tolist()
         for slot, num_accepted, num_rejected in predictions:
             if (request := owners.get(slot)) is not None:

@@ -93,6 +93,7 @@ class Request:
         "num_tokens",
         "output_token_ids",
         "params",
+        "pooling_params",
         "predicted_token_ids",
         "priority",
         "prompt_block_hashes",
@@ -129,6 +130,7 @@ class Request:
         self.lora_name = message.lora_name
         self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
+        self.pooling_params = message.pooling_params
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids) // 4
         self.output_token_ids = message.output_token_ids
@@ -161,8 +163,10 @@ class Request:
         return self.arrival
 
     @property
-    def scores_prompt(self) -> bool:
-        """True if prompt log-probabilities are still due, which requires computing the whole prompt."""
+    def computes_whole_prompt(self) -> bool:
+        """True if the result needs every token's hidden state: no cached or loaded prefix may be used."""
+        if self.pooling_params is not None:
+            return self.pooling_params.computes_whole_prompt
         return self.params.prompt_logprobs is not None and not self.has_sampled
 
     @property

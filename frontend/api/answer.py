@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from ..client.engine_client import Delta, Sequence
+from ..http.json_pieces import EncodedJSON, encode_list
 from .logprobs import Json, LogprobsRenderer
 from .schema import GenerationRequest
 from .serving import Serving
@@ -48,6 +49,16 @@ class Answer(ABC, Generic[Request]):
         """The number of generated sequences, including `best_of` candidates that are not shown."""
         return len(self._group.sequences)
 
+    @property
+    def shows_prompt(self) -> bool:
+        """True if every choice has the tokens or the text of its prompt."""
+        return bool(self.request.return_token_ids)
+
+    @property
+    def prompt_weight(self) -> int:
+        """The number of prompt tokens that the complete response shows."""
+        return self.shows_prompt * sum(s.num_prompt_tokens for s in self._group.sequences)
+
     @abstractmethod
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
@@ -56,7 +67,18 @@ class Answer(ABC, Generic[Request]):
     def chunks(self) -> ChunkEncoder:
         """Return the encoder that writes the response as stream chunks."""
 
-    def best_positions(self, outputs: list[Delta]) -> Iterable[int]:
+    def render_choices(
+        self, outputs: list[Delta], render: Callable[[int, int], Json]
+    ) -> list[Json] | EncodedJSON:
+        """Return the choices of a whole answer. Several are encoded one by one, because all together may be large.
+
+        `render` gets the index of a choice and the position of its output.
+        """
+        positions = self.best_positions(outputs)
+        choices = (render(index, position) for index, position in enumerate(positions))
+        return list(choices) if len(positions) == 1 else encode_list(choices, at_once=1)
+
+    def best_positions(self, outputs: list[Delta]) -> range | list[int]:
         """Return the positions of the outputs to show: the likeliest `best_of` candidates, or all outputs."""
         num_shown = self.request.num_outputs
         return find_likeliest(outputs, self.request.best_of or num_shown, num_shown)
@@ -66,13 +88,22 @@ class Answer(ABC, Generic[Request]):
         return self.usage_so_far()
 
     def usage_so_far(self) -> Json:
-        """Return the usage of the tokens read so far."""
+        """Return the usage of the tokens read so far. This is slow for many sequences."""
         return self._count_usage()
+
+    def first_positions(self) -> set[int]:
+        """Return the position of the first sequence of each prompt."""
+        return {outputs[0].position for outputs in self._group.outputs_by_prompt()}
 
     def add_to_usage(self, usage: Json, num_tokens: int) -> None:
         """Add newly generated tokens to a usage that `usage_so_far` returned."""
         usage["completion_tokens"] += num_tokens
         usage["total_tokens"] += num_tokens
+
+    def add_cached_tokens(self, usage: Json, num_tokens: int) -> None:
+        """Add the cached tokens of a prompt to a usage that `usage_so_far` returned."""
+        if (details := usage.get("prompt_tokens_details")) is not None:
+            details["cached_tokens"] += num_tokens
 
     def _count_usage(
         self,
@@ -114,7 +145,7 @@ class Answer(ABC, Generic[Request]):
         return counts
 
 
-def find_likeliest(outputs: list[Delta], num_candidates: int, num_shown: int) -> Iterable[int]:
+def find_likeliest(outputs: list[Delta], num_candidates: int, num_shown: int) -> range | list[int]:
     """Return the positions of the outputs with the largest mean logprobs, `num_shown` of each `num_candidates`."""
     if num_candidates == num_shown:
         return range(len(outputs))

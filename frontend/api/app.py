@@ -13,12 +13,15 @@ from .bodies.intake import Intake
 from .docs_page import HEADERS, render_docs
 from .edge import Edge
 from .openapi import describe_routes
+from .pooling import Pooling
 from .routes.chat_batch import ChatBatch
 from .routes.chat_completions import ChatCompletions
 from .routes.completions import Completions
+from .routes.embeddings import Embeddings
 from .routes.invocations import Invocations
 from .routes.management import Management
 from .routes.replicas import Replicas
+from .routes.scores import Scores
 from .routes.tokenization import Tokenization
 from .serving import Serving
 
@@ -42,6 +45,9 @@ def make_routes(serving: Serving) -> list[Route]:
     replicas = Replicas(serving)
     intake = Intake(serving)
     tokenization = Tokenization(serving, intake)
+    pooling = Pooling(serving)
+    embeddings = Embeddings(serving, intake, pooling)
+    scores = Scores(serving, intake, pooling)
     completions = Completions(serving, intake)
     chat_completions = ChatCompletions(serving, intake)
     openai_routes = [
@@ -49,6 +55,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/models/{name:path}", management.model),
         Route("/completions", completions, methods=["POST"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
+        Route("/embeddings", embeddings.embed, methods=["POST"]),
+        Route("/score", scores.score, methods=["POST"]),
+        Route("/rerank", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
     ]
     routes = [
@@ -63,6 +72,8 @@ def make_routes(serving: Serving) -> list[Route]:
             Invocations(serving, intake, completions, chat_completions),
             methods=["POST"],
         ),
+        Route("/v2/rerank", scores.rerank, methods=["POST"]),
+        Route("/pooling", embeddings.pool, methods=["POST"]),
         Route("/tokenizer_info", tokenization.tokenizer_info),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
@@ -79,6 +90,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
     ]
+
+    if serving.config.model.classifier is not None:
+        routes.append(Route("/classify", embeddings.classify, methods=["POST"]))
 
     async def openapi(request: Request) -> Response:
         return json_response(document)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..http.errors import APIError, bad_request, redact
-from .prompts import verify_characters
+from .prompts import max_characters, verify_num_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
 
@@ -26,7 +26,7 @@ class RenderedChat:
     """A prompt as text and as token ids."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 async def render_chat(
@@ -56,32 +56,61 @@ async def render_chat(
     if messages is None:
         raise bad_request("messages", "messages is required")
     kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
-    for name in _RESERVED:
-        if name in kwargs:
-            param = f"chat_template_kwargs.{name}"
-            raise bad_request(param, f"{param} is not allowed; {name} is a field of the request")
+    verify_template_kwargs(kwargs)
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final
 
+    max_model_len = serving.config.model.max_model_len
+    documents = request.documents
+    given = {
+        "messages": messages,
+        "tools": list(tools),
+        "documents": documents,
+        "chat_template_kwargs": kwargs,
+    }
+
     def render() -> RenderedChat:
+        # Rendering blocks all other threads in proportion to the text. A string has no more characters than its body.
+        if body_size > max_characters(max_model_len):
+            counts = {name: _num_characters(value) for name, value in given.items()}
+            longest = max(counts, key=counts.__getitem__)
+            verify_num_characters(counts[longest], longest, max_model_len)
+            verify_num_characters(sum(counts.values()), "messages", max_model_len)
         text = template.render(
             messages,
             serving.special_tokens,
             tools=tools,
-            documents=request.documents,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final,
             **kwargs,
         )
-        verify_characters(text, "messages", serving.config.model.max_model_len)
+        verify_num_characters(len(text), "messages", max_model_len)
         return RenderedChat(*serving.special_tokens.encode(text, add_special_tokens))
 
     try:
         return await serving.executor.run(body_size, render)
     except ValueError as error:  # Includes ChatTemplateError and ParameterError.
         raise _template_error(str(error)) from None
+
+
+def verify_template_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raise APIError 400 if one of the variables for a template is a field of its own."""
+    for name in _RESERVED:
+        if name in kwargs:
+            param = f"chat_template_kwargs.{name}"
+            raise bad_request(param, f"{param} is not allowed; {name} is a field of the request")
+
+
+def _num_characters(value: Any) -> int:
+    """Return the length of all strings in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(len, value)) + _num_characters(list(value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
 
 
 def _template_error(message: str) -> APIError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import UnionType
 from typing import Generic
 
@@ -12,15 +13,19 @@ from starlette.types import Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
+from ..client.beam_search import BeamSearch
+from ..client.engine_client import RequestGroup
 from ..http.deadline import read_deadline
-from ..http.errors import json_response, rename_parameter
+from ..http.errors import APIError, json_response, rename_parameter
 from ..http.trace_headers import read_trace_headers
 from .answer import Answer, Outputs, Request
-from .bodies.body import BodyDecoder
+from .bodies.body import BodyDecoder, ClientDisconnected
 from .bodies.intake import Intake
 from .bodies.request_memory import MemoryLease
 from .generation import (
+    ClientWatch,
     PreparedPrompt,
+    beam_search_params,
     find_data_parallel_rank,
     find_tenant,
     read_outputs,
@@ -66,7 +71,8 @@ class Endpoint(ABC, Generic[Request]):
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         request_id = state["request_id"]
-        group = await submit(
+        start = partial(
+            submit,
             serving,
             request,
             prompts,
@@ -77,6 +83,14 @@ class Endpoint(ABC, Generic[Request]):
             data_parallel_rank=rank,
             trace_headers=read_trace_headers(scope),
         )
+        max_logprobs = serving.config.frontend.max_logprobs
+        beams = beam_search_params(request, prompts, max_logprobs)
+        if beams is None:
+            group = await start()
+        else:
+            end_token_ids = serving.config.model.eos_token_ids
+            search = BeamSearch(serving.engine, beams, end_token_ids, request_id)
+            group = await _finish_search(search, start, receive)
         try:
             answer = new_answer(
                 group,
@@ -84,7 +98,7 @@ class Endpoint(ABC, Generic[Request]):
                     "id": f"{self._id_prefix_of(request)}-{request_id}",
                     "object": self._object_name(request),
                     "created": int(time.time()),
-                    "model": serving.served_name,
+                    "model": serving.find_lora(request.model) or serving.served_name,
                     "system_fingerprint": serving.fingerprint,
                 },
             )
@@ -94,7 +108,8 @@ class Endpoint(ABC, Generic[Request]):
             else:
                 await wait_for_end(group, receive)
                 response = await serving.executor.run(
-                    group.weight, lambda: json_response(answer.whole(read_outputs(group)))
+                    group.weight + answer.prompt_weight,
+                    lambda: json_response(answer.whole(read_outputs(group))),
                 )
                 await response(scope, receive, send)
         finally:
@@ -131,3 +146,21 @@ class Endpoint(ABC, Generic[Request]):
             APIError: The request is invalid (400).
             ParameterError: A parameter is invalid.
         """
+
+
+async def _finish_search(
+    search: BeamSearch, start: Callable[..., Awaitable[RequestGroup]], receive: Receive
+) -> RequestGroup:
+    """Return the results of a beam search.
+
+    Raises:
+        APIError: A step failed.
+        ClientDisconnected: The client closed the connection first.
+    """
+    with ClientWatch(receive, search) as watch:
+        try:
+            return await start(search=search)
+        except APIError:
+            if watch.disconnected:
+                raise ClientDisconnected from None
+            raise

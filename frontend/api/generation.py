@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
 
-from ...protocol.errors import POISON_REQUEST
+from ...protocol.errors import POISON_REQUEST, ParameterError
+from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
+from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams
 from ..client.engine_client import (
     Delta,
     EngineDead,
@@ -21,12 +23,12 @@ from ..client.engine_client import (
     RequestGroup,
     SequenceRequest,
 )
-from ..client.request_group import STREAMED_AT_ONCE
 from ..http.errors import (
     bad_request,
     deadline_exceeded,
     internal_error,
     redact,
+    rename_parameter,
     too_many_requests,
     unavailable,
 )
@@ -34,17 +36,34 @@ from .bodies.body import ClientDisconnected
 from .prompts import verify_num_sequences
 from .routes.replicas import parse_rank
 from .sampling import params_for_output
-from .schema import GenerationRequest, StreamOptions
+from .schema import GenerationRequest, PoolingFields, StreamOptions
 from .serving import Serving
 
 MAX_USER_CHARACTERS: Final = 256
 """Maximum length of a request's `user`."""
 
-MAX_STREAMED_LOGPROBS: Final = 1 << 13
-"""Maximum log-probabilities that a stream writes at once, because it writes them on the event loop."""
+MAX_STREAMED_LOGPROBS: Final = 1 << 11
+"""Maximum log-probabilities of a streamed token, because the event loop encodes them at once."""
 
 SEQUENCES_AT_ONCE: Final = 512
 """Sequences of a request that are created before other tasks run; takes about 2 ms."""
+
+_NOT_IN_BEAM_SEARCH: Final = (
+    "stream",
+    "best_of",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "prediction",
+)
+"""Fields that a beam search, which compares the model's own log-probabilities, cannot honor."""
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
@@ -54,13 +73,15 @@ _RANK_HEADER = RANK_HEADER.lower().encode()
 class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
-    `predicted_token_ids` is the client's prediction of the output; None without one.
+    `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling` nothing
+    is generated.
     """
 
     token_ids: npt.NDArray[np.int32]
     params: SamplingParams
     text: str | None = None
     predicted_token_ids: npt.NDArray[np.int32] | None = None
+    pooling: PoolingParams | None = None
 
 
 def verify_streaming(request: GenerationRequest) -> None:
@@ -75,13 +96,42 @@ def verify_streaming(request: GenerationRequest) -> None:
         raise bad_request("stream_options", "stream_options is only allowed with stream=true")
 
 
+def beam_search_params(
+    request: GenerationRequest, prompts: list[PreparedPrompt], max_logprobs: int
+) -> BeamSearchParams | None:
+    """Return the parameters of a beam search, or None if the request does not ask for one.
+
+    Raises:
+        APIError: A field is not supported in a beam search, or has no meaning without one (400).
+    """
+    if not request.use_beam_search:
+        if request.length_penalty not in (None, 1.0):
+            raise bad_request("length_penalty", "length_penalty needs use_beam_search=true")
+        return None
+    params = prompts[0].params
+    for name in _NOT_IN_BEAM_SEARCH:
+        if getattr(request, name, None):
+            raise bad_request(name, f"{name} is not supported with use_beam_search")
+    if params.structured_output is not None or params.logprobs is not None:
+        name = "structured_outputs" if params.logprobs is None else "logprobs"
+        raise bad_request(name, f"{name} is not supported with use_beam_search")
+    max_tokens = min(each.params.max_tokens or 1 for each in prompts)
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    search = BeamSearchParams(params.n, max_tokens, params.ignore_eos, penalty)
+    try:
+        search.verify(max_logprobs)
+    except ParameterError as error:
+        raise rename_parameter(error, "n" if error.param == "beam_width" else error.param) from None
+    return search
+
+
 def verify_streamed_logprobs(
     request: GenerationRequest, prompts: list[PreparedPrompt], serving: Serving
 ) -> None:
-    """Verify that a step of the stream has few enough log-probabilities to be written at once.
+    """Verify that each token of the stream has few enough log-probabilities.
 
     Raises:
-        APIError: A step may have more than `MAX_STREAMED_LOGPROBS` (400).
+        APIError: A token may have more than `MAX_STREAMED_LOGPROBS` (400).
     """
     params = prompts[0].params
     if not request.stream or params.logprobs is None:
@@ -89,18 +139,15 @@ def verify_streamed_logprobs(
     num_entries = 1 + (
         serving.config.model.vocab_size if params.logprobs == -1 else params.logprobs
     )
-    num_running = min(
-        len(prompts) * params.n, serving.config.scheduler.max_num_seqs, STREAMED_AT_ONCE
-    )
-    if num_entries * num_running > MAX_STREAMED_LOGPROBS:
+    if num_entries > MAX_STREAMED_LOGPROBS:
         raise bad_request(
             "logprobs",
-            f"{num_entries} log-probabilities for each of {num_running} sequences are too many for a stream; "
-            f"at most {MAX_STREAMED_LOGPROBS} per step are allowed; use stream=false or request fewer",
+            f"{num_entries} log-probabilities of each token are too many for a stream; "
+            f"at most {MAX_STREAMED_LOGPROBS} are allowed; use stream=false or request fewer",
         )
 
 
-def find_tenant(request: GenerationRequest, key_tenant: str) -> str:
+def find_tenant(request: GenerationRequest | PoolingFields, key_tenant: str) -> str:
     """Return the tenant whose limits apply: the tenant of the API key, else the request's `user`.
 
     Raises:
@@ -128,7 +175,7 @@ def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
 
 async def submit(
     serving: Serving,
-    request: GenerationRequest,
+    request: GenerationRequest | PoolingFields,
     prompts: list[PreparedPrompt],
     request_id: str,
     *,
@@ -137,10 +184,12 @@ async def submit(
     deadline: float,
     data_parallel_rank: int | None,
     trace_headers: dict[str, str] | None,
+    search: BeamSearch | None = None,
 ) -> RequestGroup:
     """Start every output of every prompt; sequence `i * n + j` is output j of prompt i.
 
-    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica.
+    `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica. With a
+    `search`, wait for its results.
 
     Raises:
         APIError: The request has too many sequences (400), or the engine cannot accept them now (503).
@@ -148,9 +197,11 @@ async def submit(
     """
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
+    num_requests = 1 if search is not None else n
     priority = request.priority or 0
     if not -(2**31) <= priority < 2**31:
         raise bad_request("priority", f"priority must fit in 32 bits, got {priority}")
+    lora_name = serving.find_lora(request.model)
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
@@ -166,13 +217,20 @@ async def submit(
                 data_parallel_rank=data_parallel_rank,
                 trace_headers=trace_headers,
                 predicted_token_ids=prompt.predicted_token_ids,
+                pooling=prompt.pooling,
+                lora_name=lora_name,
             )
-            for j in range(n)
+            for j in range(num_requests)
         )
         if len(sequences) // SEQUENCES_AT_ONCE > num_before // SEQUENCES_AT_ONCE:
             await asyncio.sleep(0)
     try:
+        if search is not None:
+            return await search.run(sequences)
         return await serving.engine.submit(sequences, request_id=request_id)
+    except BeamSearchFailed as error:
+        raise_if_failed(error.output)
+        raise
     except Overloaded as error:
         raise unavailable(str(error), error.retry_after_s) from None
     except ReplicaUnavailable as error:
@@ -186,7 +244,7 @@ async def submit(
 class ClientWatch:
     """A context that aborts `group` as soon as the client disconnects, and in any case on exit."""
 
-    def __init__(self, receive: Receive, group: RequestGroup) -> None:
+    def __init__(self, receive: Receive, group: RequestGroup | BeamSearch) -> None:
         self._receive = receive
         self._group = group
         self.disconnected = False

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..http.errors import bad_request, echo
-from .prompts import context_exceeded, verify_characters
+from .prompts import context_exceeded, verify_num_characters
 from .serving import Serving
 
 
@@ -24,7 +24,7 @@ async def encode_prediction(
         return np.empty(0, np.int32)
     text = _text_of(prediction)
     limit = serving.config.model.max_model_len
-    verify_characters(text, "prediction", limit)
+    verify_num_characters(len(text), "prediction", limit)
     if serving.config.scheduler.speculative is None:
         return np.empty(0, np.int32)
     [token_ids] = await serving.encode([text], add_special_tokens=False)
@@ -34,7 +34,7 @@ async def encode_prediction(
             f"prediction has {len(token_ids)} tokens, but this model's maximum context length is "
             f"{limit} tokens; send only the part of the answer that you expect",
         )
-    return np.array(token_ids, np.int32)
+    return np.asarray(token_ids, np.int32)
 
 
 def _text_of(prediction: dict[str, Any]) -> str:

@@ -20,35 +20,51 @@ BYTES_PER_TOKEN_ID = 6
 MAX_CHARACTERS_PER_TOKEN = 256
 """Upper bound on a token's characters, so that a prompt that cannot fit is rejected before it is tokenized."""
 
+MAX_CHARACTERS = 1 << 22
+"""Characters of a prompt that may be handled at once, which blocks all other threads in proportion."""
+
+CHARACTERS_PER_TOKEN = 8
+"""Characters that are allowed for each token of a very long context; a token of any language has fewer on average."""
+
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt. `text` is None if it was given as token ids; `param` names it in errors."""
+    """One prompt. `text` is None if it was given as token ids; `param` names it in errors.
+
+    `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
+    pair of texts, `second_param` names the other one, and tokens from `second_segment` on have the second type.
+    """
 
     param: str
     text: str | None
     token_ids: npt.NDArray[np.int32]
+    instruction: str | None = None
+    second: str | None = None
+    second_param: str = ""
+    second_segment: int = 0
 
 
-def parse_prompts(prompt: Any, vocab_size: int) -> list[Prompt]:
+def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:
     """Return the prompts of a request; texts are not encoded yet, so their `token_ids` are empty.
+
+    `name` is that of the field.
 
     Raises:
         APIError: A prompt has a wrong type or an invalid token id, or there are too many (400).
     """
     if prompt is None:
-        raise bad_request("prompt", "prompt is required")
+        raise bad_request(name, f"{name} is required")
     if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
+        return [_text(prompt, name)]
     if not len(prompt):
-        raise bad_request("prompt", "prompt must not be an empty array")
+        raise bad_request(name, f"{name} must not be an empty array")
     if isinstance(prompt, np.ndarray) or isinstance(prompt[0], int):
-        return [Prompt("prompt", None, parse_token_ids(prompt, "prompt", vocab_size))]
-    verify_num_sequences(len(prompt))
+        return [Prompt(name, None, parse_token_ids(prompt, name, vocab_size))]
+    verify_num_sequences(len(prompt), name)
     kind = type(prompt[0])
     prompts = []
     for i, entry in enumerate(prompt):
-        param = f"prompt[{i}]"
+        param = f"{name}[{i}]"
         if type(entry) is not kind:
             expected = "a string" if kind is str else "an array of token ids"
             raise bad_request(
@@ -98,14 +114,21 @@ def parse_token_ids(
     return ids.astype(np.int32)
 
 
-def verify_characters(text: str, param: str, max_model_len: int) -> None:
-    """Raise APIError 400 for a text that is too long for the context, whatever its tokens are."""
-    limit = max_model_len * MAX_CHARACTERS_PER_TOKEN
-    if len(text) > limit:
+def max_characters(max_model_len: int) -> int:
+    """Return the maximum number of characters of a prompt for a context of `max_model_len` tokens."""
+    return min(
+        max_model_len * MAX_CHARACTERS_PER_TOKEN,
+        max(max_model_len * CHARACTERS_PER_TOKEN, MAX_CHARACTERS),
+    )
+
+
+def verify_num_characters(count: int, param: str, max_model_len: int) -> None:
+    """Raise APIError 400 for a text of `count` characters that is too long for the context."""
+    if count > (limit := max_characters(max_model_len)):
         raise context_exceeded(
             param,
-            f"{param} has {len(text)} characters, more than {limit}, "
-            f"and cannot fit into the maximum context length of {max_model_len} tokens",
+            f"{param} has {count} characters, but at most {limit} are allowed "
+            f"for the maximum context length of {max_model_len} tokens",
         )
 
 
@@ -151,7 +174,8 @@ def fit_context(
                 f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, got {truncate}",
             )
         keep = max(max_model_len - (max_tokens or 1) if truncate == -1 else truncate, 1)
-        token_ids = token_ids[:keep] if truncation_side == "right" else token_ids[-keep:]
+        # A view would keep all tokens of the text.
+        token_ids = (token_ids[:keep] if truncation_side == "right" else token_ids[-keep:]).copy()
     num_tokens = len(token_ids)
     if num_tokens == 0:
         raise bad_request(param, f"{param} must have at least one token")

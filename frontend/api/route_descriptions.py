@@ -14,6 +14,18 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/completions": (CLIENTS, "Complete one or more prompts."),
     "/v1/chat/completions": (CLIENTS, "Answer a conversation."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
+    "/v1/embeddings": (CLIENTS, "Embed one or more texts."),
+    "/v1/score": (CLIENTS, "Return a score for each pair of texts."),
+    "/v1/rerank": (CLIENTS, "Sort documents by their relevance to a query."),
+    "/pooling": (
+        CLIENTS,
+        "Return the embedding, or the probabilities of the classes, of each input.",
+    ),
+    "/classify": (
+        CLIENTS,
+        "Return the class of each input. Only models with a classification head have this route.",
+    ),
+    "/v2/rerank": (CLIENTS, "The same as /v1/rerank."),
     "/invocations": (CLIENTS, "Answer a chat, completion or tokenization body (SageMaker)."),
     "/tokenizer_info": (CLIENTS, "Describe the tokenizer and its chat template."),
     "/tokenize": (CLIENTS, "Return the token ids of a text or a conversation."),

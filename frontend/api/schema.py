@@ -45,6 +45,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[Int] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
+    # `n` is the number of beams.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
@@ -90,8 +93,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     # Rejected (see REFUSED), because an answer that ignored them would be wrong.
     guided_whitespace_pattern: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
     logits_processors: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
@@ -181,6 +182,73 @@ class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
     messages: list[list[dict[str, Any]]] | None = None  # type: ignore[assignment]
 
 
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """The fields that all requests share which embed, compare or classify texts."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    # The tenant, unless the server has several API keys.
+    user: str | None = None
+
+    # Accepted because clients send them; they have no effect.
+    request_id: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(PoolingFields, kw_only=True):
+    """The body of `POST /v1/embeddings`."""
+
+    input: str | list[str | Int | list[Int]] | None = None
+    encoding_format: str | None = None
+    dimensions: Int | None = None
+    normalize: bool | None = None
+    # One of the model's prompts, which is put before every text.
+    prompt_name: str | None = None
+
+
+class PoolingRequest(EmbeddingRequest, kw_only=True):
+    """The body of `POST /pooling`."""
+
+    task: str | None = None
+    use_activation: bool | None = None
+
+
+class ClassificationRequest(PoolingFields, kw_only=True):
+    """The body of `POST /classify`."""
+
+    input: str | list[str | Int | list[Int]] | None = None
+    use_activation: bool | None = None
+
+
+class ComparisonFields(PoolingFields, kw_only=True):
+    """The fields that all requests share which compare texts."""
+
+    use_activation: bool | None = None
+    # Variables of the template that pairs of texts are put into.
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ScoreRequest(ComparisonFields, kw_only=True):
+    """The body of `POST /v1/score`."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+
+
+class RerankRequest(ComparisonFields, kw_only=True):
+    """The body of `POST /v1/rerank`."""
+
+    query: str | None = None
+    documents: list[str | dict[str, Any]] | None = None
+    top_n: Int | None = None
+    return_documents: bool | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`."""
 
@@ -221,8 +289,6 @@ _NOT_SUPPORTED = "is not supported"
 
 REFUSED: dict[str, str] = {
     "guided_whitespace_pattern": "is not supported; use structured_outputs.grammar",
-    "use_beam_search": _NOT_SUPPORTED,
-    "length_penalty": "is not supported, it belongs to beam search",
     "logits_processors": "is not supported; use logit_bias",
     "kv_transfer_params": _NOT_SUPPORTED,
     "vllm_xargs": _NOT_SUPPORTED,
@@ -251,8 +317,6 @@ WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
 """Accepted fields of any size that the server never reads."""
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "suffix": ("",),
     "vllm_xargs": ({},),

@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import uvicorn
@@ -23,7 +23,7 @@ from ...protocol.messages import FinishReason
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
-from ..chat import ChatTemplateError, ModelTemplates
+from ..chat import ChatTemplateError, ModelTemplates, choose_formats
 from ..client.engine_client import EngineClient, Overloaded, SequenceRequest
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
@@ -46,6 +46,19 @@ NO_ROOM_S = 0.5
 
 SWITCH_INTERVAL_S = 0.001
 """Maximum seconds that the event loop waits for a thread running Python code, each time it wakes up."""
+
+COLLECT_S: Final = 2.0
+"""Seconds between garbage collections of the oldest generation, if few and small requests are in flight."""
+COLLECT_ANYWAY_S: Final = 60.0
+"""Seconds after which it is collected in any case."""
+FEW_SEQUENCES: Final = 512
+"""Sequences whose objects a collection visits in a few milliseconds."""
+FEW_BLOCKS: Final = 100_000
+"""Pieces of memory beyond those of the start whose objects a collection visits in a few milliseconds.
+
+An answer that is being written may have many more, although its sequences have ended.
+"""
+NEVER: Final = 1_000_000_000
 
 PUBLISH_METRICS_S = 1.0
 """Seconds between publications of this frontend's metrics."""
@@ -72,11 +85,12 @@ def _model_templates(config: EngineConfig, tokenizer: Tokenizer) -> ModelTemplat
 
 def _warn_of_hidden_tools(config: EngineConfig, templates: ModelTemplates) -> None:
     template = templates.choose(with_tools=True)
-    if config.frontend.tool_call_parser and template is not None and not template.shows_tools:
+    parser = config.frontend.tool_call_parser
+    if parser not in ("auto", "none") and template is not None and not template.shows_tools:
         logger.warning(
             "the chat template does not show tools to the model, so --tool-call-parser %s finds calls only if the "
             "messages explain the tools; set another template with --chat-template",
-            config.frontend.tool_call_parser,
+            parser,
         )
 
 
@@ -96,15 +110,19 @@ class Frontend:
     ) -> None:
         self._config = config
         self._listener = listener
+        self._num_blocks = sys.getallocatedblocks()
         self._reporter = reporter
         self._heartbeats = heartbeats
         tokenizer = load_tokenizer(config.model.verified_tokenizer_path())
+        tokenizer.move_long_texts()
         journal = ParseJournal(journal_path(config.run_dir, f"frontend {client_index}"))
         self._engine = EngineClient(config, client_index, tokenizer, journal)
         templates = _model_templates(config, tokenizer)
+        formats = choose_formats(config.frontend, templates.choose(with_tools=True))
         if client_index == 0 and config.epoch == FIRST_EPOCH:
+            logger.info("chat formats: %s", formats)
             _warn_of_hidden_tools(config, templates)
-        self._serving = Serving(config, tokenizer, templates, self._engine)
+        self._serving = Serving(config, tokenizer, templates, formats, self._engine)
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -119,6 +137,7 @@ class Frontend:
         start_task = asyncio.create_task(self._start())
         http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
         publish_task = asyncio.create_task(self._publish_metrics())
+        collect_task = asyncio.create_task(self._collect_garbage())
         watch = LoopWatch(self._heartbeats, self._num_dropped_frames)
         try:
             await asyncio.wait(
@@ -131,6 +150,7 @@ class Frontend:
             await self._drain()
         finally:
             publish_task.cancel()
+            collect_task.cancel()
             watch.close()
             self._engine.fail("the server has stopped")
             http.should_exit = True
@@ -152,6 +172,7 @@ class Frontend:
             await self._engine.watch_status()
         gc.collect()
         gc.freeze()
+        self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
         if self._config.model.has_tokenizer:
             await self._serving.grammar_checks.warm_up()
@@ -173,6 +194,7 @@ class Frontend:
         request = SequenceRequest(
             prompt_token_ids=np.zeros(1, np.int32),
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            pooling=None if self._config.model.generates else self._config.model.pooling_params,
         )
         try:
             group = await self._engine.submit([request], request_id="warm-up")
@@ -199,6 +221,26 @@ class Frontend:
         while True:
             await asyncio.sleep(PUBLISH_METRICS_S)
             self._engine.metrics.publish()
+
+    async def _collect_garbage(self) -> None:
+        """Collect the oldest generation while few and small requests are in flight: this visits all their objects.
+
+        Python would do it after some number of allocations, often in the middle of the largest request.
+        """
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, NEVER)
+        collected_at = time.monotonic()
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            now = time.monotonic()
+            is_cheap = (
+                self._engine.num_inflight <= FEW_SEQUENCES
+                and self._serving.request_memory.num_bytes == 0
+                and sys.getallocatedblocks() < self._num_blocks + FEW_BLOCKS
+            )
+            if is_cheap or now - collected_at > COLLECT_ANYWAY_S:
+                collected_at = now
+                gc.collect()
 
     def _num_dropped_frames(self) -> int:
         watch = self._engine.watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.types import Receive
@@ -15,23 +15,25 @@ from ...protocol.grammars.process import GrammarProcesses
 from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
+    CallFormat,
+    CallParser,
+    ChatFormats,
     ChatTemplate,
-    JsonToolParser,
     ModelTemplates,
+    PairTemplate,
+    Parameters,
     ReasoningParser,
     SpecialTokenGuard,
-    ToolParser,
     call_rules,
     openai_call_id,
-    reasoning_parser,
     text_or_calls,
-    tool_parser,
 )
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from .bodies.disconnection import while_connected
+from .bodies.request_memory import RequestMemory
 from .structured.constraint import Constraint
 
 
@@ -46,6 +48,7 @@ class Serving:
         config: EngineConfig,
         tokenizer: Tokenizer,
         templates: ModelTemplates,
+        formats: ChatFormats,
         engine: EngineClient,
     ) -> None:
         self.config = config
@@ -57,11 +60,9 @@ class Serving:
         self._drain_deadline = 0.0
         self.stage = Stage.STARTING
         self.detail = "waiting for the model"
-        tools_name = config.frontend.tool_call_parser
-        self._tool_parser = tool_parser(tools_name) if tools_name else None
-        self.new_call_id = self._tool_parser().new_id if self._tool_parser else openai_call_id
-        reasoning_name = config.frontend.reasoning_parser
-        self._reasoning_parser = reasoning_parser(reasoning_name) if reasoning_name else None
+        self._call_format = formats.call_format
+        self.new_call_id = self._call_format.new_id if self._call_format else openai_call_id
+        self._reasoning_parser = formats.reasoning_parser
         policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
         self.served_name = config.model.served_names[0]
@@ -69,6 +70,10 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.executor = engine.executor
+        limits = config.frontend
+        self.request_memory = RequestMemory(
+            max(limits.max_request_memory, 2 * limits.max_body_bytes)
+        )
         model = config.model
         self.grammar_checks = GrammarChecks(
             GrammarProcesses(model.verified_tokenizer_path, model.vocab_size, model.eos_token_ids),
@@ -81,9 +86,8 @@ class Serving:
         reasoning = self.new_reasoning_parser("")
         if reasoning is not None:
             marks.update(reasoning.marks)
-        tools = self._tool_parser and self._tool_parser()
-        if isinstance(tools, JsonToolParser):
-            marks.update(tools.marks)
+        if self._call_format is not None:
+            marks.update(self._call_format.markers)
         return marks
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
@@ -136,14 +140,23 @@ class Serving:
         Raises:
             APIError: It is not (404).
         """
-        if name and name not in self.config.model.served_names:
+        if name and name not in self.served_models:
             raise APIError(
                 404,
                 f"The model {echo(name)} does not exist; available models: "
-                f"{', '.join(self.config.model.served_names)}",
+                f"{', '.join(self.served_models)}",
                 param="model",
                 code="model_not_found",
             )
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """The names that clients may use: those of the model, then those of its LoRA adapters."""
+        return (*self.config.model.served_names, *self.config.model.loras)
+
+    def find_lora(self, name: str | None) -> str:
+        """Return the LoRA adapter of this name; "" if the name is not that of an adapter."""
+        return name if name and name in self.config.model.loras else ""
 
     def verify_tokenizer(
         self, param: str, instead: str = "send token ids to /v1/completions"
@@ -171,34 +184,49 @@ class Serving:
             )
         return template
 
-    def new_tool_parser(self) -> ToolParser:
-        """Return a parser for the tool calls of one answer.
+    @property
+    def pair_template(self) -> PairTemplate | None:
+        """The template for pairs of texts: a classifier's that was given by --chat-template."""
+        template = self._templates.choose(False)
+        if (
+            template is None
+            or self.config.model.classifier is None
+            or self.config.frontend.chat_template is None
+        ):
+            return None
+        return PairTemplate(template, self.special_tokens)
+
+    @property
+    def call_format(self) -> CallFormat:
+        """The format of the model's tool calls.
 
         Raises:
             APIError: The server was started without one (400).
         """
-        if self._tool_parser is None:
+        if self._call_format is None:
             raise bad_request(
                 "tools",
-                "tools with tool_choice auto need a parser for this model's calls: start the server "
-                "with --enable-auto-tool-choice --tool-call-parser NAME, or use tool_choice "
+                "tools with tool_choice auto need a parser for this model's calls, and its chat template shows no "
+                "format that the server knows: start the server with --tool-call-parser NAME, or use tool_choice "
                 "required, none or a named function",
             )
-        return self._tool_parser()
+        return self._call_format
 
-    def call_rules(self, names: Sequence[str], *, parallel: bool) -> str | None:
-        """Return grammar rules for the model's calls of these functions; None if no grammar describes its format."""
-        parser = self.new_tool_parser()
-        if not isinstance(parser, JsonToolParser):
-            return None
-        return call_rules(parser.format, names, self.tokenizer, parallel=parallel)
+    def new_tool_parser(self, functions: Mapping[str, Parameters]) -> CallParser:
+        """Return a parser for the calls of these functions in one answer.
 
-    def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint | None:
-        """Return the constraint that allows calls of these tools only; None if no grammar describes the format."""
-        parser = self.new_tool_parser()
-        if not isinstance(parser, JsonToolParser):
-            return None
-        grammar = text_or_calls(parser.format, names, self.tokenizer, parallel=parallel)
+        Raises:
+            APIError: The server was started without one (400).
+        """
+        return CallParser(self.call_format, functions)
+
+    def call_rules(self, names: Sequence[str], *, parallel: bool) -> str:
+        """Return grammar rules for the model's calls of these functions."""
+        return call_rules(self.call_format, names, self.tokenizer, parallel=parallel)
+
+    def limit_calls(self, names: Sequence[str], *, parallel: bool) -> Constraint:
+        """Return the constraint that allows calls of these tools only."""
+        grammar = text_or_calls(self.call_format, names, self.tokenizer, parallel=parallel)
         return Constraint("tool_choice", StructuredOutput(GrammarKind.LARK, grammar))
 
     def new_reasoning_parser(
@@ -263,10 +291,10 @@ class Serving:
         spec = output.spec if verdict.spec is None else verdict.spec
         return msgspec.structs.replace(output, spec=spec, is_isolated=verdict.is_isolated)
 
-    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[Sequence[int]]:
         """Return the token ids of each text."""
 
-        def encode_all() -> list[list[int]]:
+        def encode_all() -> list[Sequence[int]]:
             return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
 
         return await self.executor.run(sum(map(len, texts)), encode_all)
@@ -274,7 +302,9 @@ class Serving:
 
 def _fingerprint(config: EngineConfig) -> str:
     """Return `system_fingerprint`: servers with equal fingerprints give equal answers for equal seeds."""
-    model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=())
+    model = msgspec.structs.replace(
+        config.model, weight_files=(), tokenizer_files=(), lora_files=()
+    )
     identity = (model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
     return f"engine-{__version__}-{digest[:8]}"

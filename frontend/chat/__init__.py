@@ -1,30 +1,46 @@
 """Chat support: templates, special tokens, tool calls and reasoning."""
 
-from .call_grammar import call_rules, text_or_calls
-from .json_tools import JsonToolParser
+from .detection import ChatFormats, choose_formats, reasoning_parser
 from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
-from .reasoning import ReasoningParser, reasoning_parser
+from .pair_template import PairTemplate
+from .reasoning import ReasoningParser
 from .special_tokens import SpecialTokenGuard
 from .template import ChatTemplate, ChatTemplateError, load_chat_template
-from .tool_parsers import tool_parser
-from .tools import ToolCallDelta, ToolParser, openai_call_id
+from .tool_calls import (
+    FORMATS,
+    CallFormat,
+    CallParser,
+    Parameters,
+    ToolCallDelta,
+    ToolDelta,
+    ToolParser,
+    call_rules,
+    openai_call_id,
+    text_or_calls,
+)
 
 __all__ = [
+    "FORMATS",
+    "CallFormat",
+    "CallParser",
+    "ChatFormats",
     "ChatOutputParser",
     "ChatTemplate",
     "ChatTemplateError",
-    "JsonToolParser",
     "MessageDelta",
     "ModelTemplates",
+    "PairTemplate",
+    "Parameters",
     "ReasoningParser",
     "SpecialTokenGuard",
     "ToolCallDelta",
+    "ToolDelta",
     "ToolParser",
     "call_rules",
+    "choose_formats",
     "load_chat_template",
     "openai_call_id",
     "reasoning_parser",
     "text_or_calls",
-    "tool_parser",
 ]

@@ -17,13 +17,17 @@ def may_begin(text: str, markers: Sequence[str]) -> bool:
     return any(marker.startswith(text) for marker in markers)
 
 
-def start_of_held(text: str, markers: Sequence[str]) -> int:
-    """Return where the held-back end of `text` starts: whitespace and the possible beginning of a marker."""
+def start_of_marker(text: str, markers: Sequence[str]) -> int:
+    """Return where the possible beginning of a marker at the end of `text` starts; its length if there is none."""
     end = len(text)
     first_chars = {marker[0] for marker in markers}
     longest = max((len(marker) for marker in markers), default=1)
     for at in range(max(0, end - longest + 1), end):
         if text[at] in first_chars and may_begin(text[at:], markers):
-            end = at
-            break
-    return len(text[:end].rstrip())
+            return at
+    return end
+
+
+def start_of_held(text: str, markers: Sequence[str]) -> int:
+    """Return where the held-back end of `text` starts: whitespace and the possible beginning of a marker."""
+    return len(text[: start_of_marker(text, markers)].rstrip())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .reasoning import ReasoningParser
-from .tools import ToolCallDelta, ToolParser
+from .tool_calls import ToolCallDelta, ToolParser
 
 
 @dataclass(slots=True)

@@ -1,11 +1,13 @@
 """Separates a model's reasoning from its answer."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import accumulate
+from typing import Final, Protocol
 
 import msgspec
 
@@ -36,6 +38,45 @@ class ReasoningDelta:
         return bool(self.reasoning or self.content)
 
 
+class ReasoningParser(Protocol):
+    """A parser that splits one text, fed in pieces, into reasoning and content."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts that start or end the reasoning."""
+        ...
+
+    def feed(self, text: str) -> ReasoningDelta:
+        """Return what the next piece of text adds to the message."""
+        ...
+
+    def finish(self) -> ReasoningDelta:
+        """Return the held-back text at the end."""
+        ...
+
+    def has_special_marks(self, tokenizer: Tokenizer) -> bool:
+        """Return whether a text without special tokens lacks the markers of reasoning."""
+        ...
+
+    def allow_reasoning_before(
+        self, constraint: StructuredOutput, tokenizer: Tokenizer
+    ) -> StructuredOutput:
+        """Return the constraint extended so that unconstrained reasoning may precede the answer."""
+        ...
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+        """Return how many of `token_ids` come before the end of the reasoning."""
+        ...
+
+
+class ReasoningParserFactory(Protocol):
+    """Creates the parsers of one format."""
+
+    def __call__(self, prompt: str, *, constrained: bool = False) -> ReasoningParser:
+        """Return a parser for the answer to a rendered prompt; `constrained` if a grammar applies to the answer."""
+        ...
+
+
 class _State(Enum):
     START = auto()
     REASONING_START = auto()
@@ -45,8 +86,8 @@ class _State(Enum):
     CONTENT = auto()
 
 
-class ReasoningParser:
-    """Splits one text, fed in pieces, into reasoning and content.
+class MarkedReasoningParser:
+    """Splits a text in which reasoning comes first, between two markers.
 
     Whitespace around the reasoning is dropped, except before content that is `constrained`, where it is part of the
     answer. `prompt` is the rendered chat, because templates may open or even close the reasoning themselves.
@@ -96,7 +137,7 @@ class ReasoningParser:
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
         """Return whether a text without special tokens lacks the markers of reasoning."""
-        return not tokenizer.special_ids.isdisjoint(_token_ids(self.marks, tokenizer))
+        return has_special_tokens(self.marks, tokenizer)
 
     def allow_reasoning_before(
         self, constraint: StructuredOutput, tokenizer: Tokenizer
@@ -108,7 +149,7 @@ class ReasoningParser:
         reasoning = FreeReasoning(
             starts,
             ends,
-            _token_ids(starts, tokenizer),
+            _first_token_ids(starts, tokenizer),
             _token_ids(ends, tokenizer),
             is_open=self._begins_opened,
         )
@@ -118,15 +159,12 @@ class ReasoningParser:
         """Return how many of `token_ids` come before the end of the reasoning."""
         if self._begins_closed:
             return 0
-        pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
-        text = b"".join(pieces)
-        starts = tuple(start.encode() for start in self._format.starts)
-        if not (self._begins_opened or text.lstrip().startswith(starts)):
-            return 0
-        ends = [at for end in self._format.ends if (at := text.find(end.encode())) >= 0]
-        if not ends:
-            return len(pieces)
-        return bisect_left([0, *accumulate(map(len, pieces))], min(ends))
+        if not self._begins_opened:
+            beginning = b"".join(map(tokenizer.token_bytes, token_ids[:_MAX_START_TOKENS]))
+            starts = tuple(start.encode() for start in self._format.starts)
+            if not beginning.lstrip().startswith(starts):
+                return 0
+        return num_tokens_before(self._format.ends, token_ids, tokenizer)
 
     def _read_start(self) -> None:
         text = self._buffer.lstrip()
@@ -156,22 +194,58 @@ class ReasoningParser:
         self._state = self._after_end
 
 
+def has_special_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> bool:
+    """Return whether one of the texts begins with a special token."""
+    return not tokenizer.special_ids.isdisjoint(_first_token_ids(texts, tokenizer))
+
+
+def num_tokens_before(texts: Sequence[str], token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many tokens come before the first of the texts; all if there is none."""
+    pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    whole = b"".join(pieces)
+    found = [at for text in texts if (at := whole.find(text.encode())) >= 0]
+    if not found:
+        return len(pieces)
+    return bisect_left([0, *accumulate(map(len, pieces))], min(found))
+
+
 def _token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the IDs of those texts that are a single token."""
     found = map(tokenizer.token_to_id, texts)
     return tuple(token_id for token_id in found if token_id is not None)
 
 
-_PARSERS: dict[ReasoningParserName, ReasoningFormat] = {
+def _first_token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the IDs of the texts that are a single token, or of the tags with which they begin."""
+    tags = [match[0] if (match := _TAG.match(text)) else text for text in texts]
+    return tuple(dict.fromkeys(_token_ids((*texts, *tags), tokenizer)))
+
+
+_TAG: Final = re.compile(r"<[^<>]+>")
+_MAX_START_TOKENS: Final = 64
+
+_THINK: Final = ReasoningFormat()
+
+REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "deepseek_r1": ReasoningFormat(implied=True),
-    "qwen3": ReasoningFormat(),
+    "qwen3": _THINK,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "kimi_k2": _THINK,
+    "minimax_m2": _THINK,
     "granite": ReasoningFormat(
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),
     ),
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "kimi_vl": ReasoningFormat(("◁think▷",), ("◁/think▷",)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
+    "gemma4": ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+    "openai_gptoss": None,
 }
+"""The formats by the names of `--reasoning-parser`; None for one that is not reasoning between two markers."""
 
 
-def reasoning_parser(name: ReasoningParserName) -> partial[ReasoningParser]:
-    """Return a factory, which takes the rendered prompt, for the parsers of `--reasoning-parser NAME`."""
-    return partial(ReasoningParser, _PARSERS[name])
+def marked_reasoning_parser(format: ReasoningFormat) -> ReasoningParserFactory:
+    """Return a factory for the parsers of a format."""
+    return partial(MarkedReasoningParser, format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ...protocol.config.frontend import SpecialTokenPolicy
@@ -80,7 +80,7 @@ class SpecialTokenGuard:
         except RecursionError:
             raise ParameterError(where, "is nested too deeply; use fewer levels") from None
 
-    def encode(self, prompt: str, add_special_tokens: bool) -> tuple[str, list[int]]:
+    def encode(self, prompt: str, add_special_tokens: bool) -> tuple[str, Sequence[int]]:
         """Return the text and the tokens of a prompt that was rendered from protected messages.
 
         Raises:

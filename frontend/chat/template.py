@@ -109,6 +109,20 @@ class ChatTemplate:
         )
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
+    def render_call(self, question: str, name: str, arguments: dict[str, Any]) -> str:
+        """Return a chat in which the question is answered by one call; "" if the template cannot show it."""
+        properties = {key: {"type": "string", "description": key} for key in arguments}
+        schema = {"type": "object", "properties": properties}
+        function = {"name": name, "description": name, "parameters": schema}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        messages: list[Message] = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c12345678", **call}]},
+        ]
+        chat = normalize_messages(messages, self._traits)
+        tools = [{"type": "function", "function": function}]
+        return self._try_render(chat, tools, add_generation_prompt=False) or ""
+
     def _render(self, more: Mapping[str, Any], **variables: Any) -> str:
         limit = {_DEADLINE: time.monotonic() + MAX_RENDER_SECONDS}
         try:
@@ -159,11 +173,19 @@ class ChatTemplate:
         return False
 
     def _try_render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str | None:
         try:
             return self._render(
-                {}, messages=messages, tools=tools, documents=None, add_generation_prompt=True
+                {},
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
             )
         except ChatTemplateError:
             return None

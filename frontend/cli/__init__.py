@@ -1,0 +1,1 @@
+"""The command line: `engine serve`, `engine status` and the other commands."""

@@ -82,6 +82,7 @@ def unread_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine serve`. It stores only the options that are given."""
     parser = _Parser(
         prog="engine serve",
         description="Serve a language model over HTTP with an OpenAI-compatible API.",
@@ -237,8 +238,11 @@ def _closest(name: str, names: Iterable[str], hint: str) -> str:
 
 def _checked(given: dict[str, Any]) -> Settings:
     """Return the settings by section. Raises ConfigError if they contradict each other."""
-    if given.get("launch.enable_auto_tool_choice") and "frontend.tool_call_parser" not in given:
-        raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser NAME")
+    if (
+        given.get("launch.enable_auto_tool_choice")
+        and given.get("frontend.tool_call_parser") == "none"
+    ):
+        raise ConfigError("--enable-auto-tool-choice needs another --tool-call-parser than none")
     keys = given.get("frontend.api_keys", ())
     admin_key = given.get("frontend.admin_api_key")
     if "" in (*keys, admin_key):
@@ -253,7 +257,7 @@ def _checked(given: dict[str, Any]) -> Settings:
         raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
     if given.get("model.skip_tokenizer_init"):
         for key in _NEED_TOKENIZER:
-            if given.get(key):
+            if given.get(key) not in (None, "auto", "none", False):
                 raise ConfigError(
                     f"{flag_of(key)} needs the tokenizer that --skip-tokenizer-init leaves out"
                 )

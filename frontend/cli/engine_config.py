@@ -39,6 +39,8 @@ from .options import cpu_defaults
 
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
+_BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
+"""Bytes of a number of the dtypes that do not have 2."""
 
 
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
@@ -49,11 +51,24 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     """
     device = DeviceConfig(**settings["device"])
     parallel = _as_first_node(make_parallel_config(settings))
-    cache = _make_cache_config(settings, parallel)
+    cache = _make_cache_config(settings, parallel, model, device.device)
     _check_prefix_hash(cache)
     scheduler = _make_scheduler_config(
-        settings, device.device, model.config.max_model_len, parallel.pipeline_parallel_size
+        settings,
+        device.device,
+        model.config.max_model_len,
+        parallel.pipeline_parallel_size,
+        is_encoder=model.config.is_encoder,
     )
+    if model.config.is_encoder and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: {model.config.served_names[0]} is an encoder, "
+            "which is not divided into stages; remove it"
+        )
+    if model.config.loras and (parallel.nnodes > 1 or has_gpu(device.device)):
+        raise ConfigError(
+            "--lora-modules needs --device cpu and one machine; remove it or change --device and --nnodes"
+        )
     _check_cpu_offload(cache, scheduler)
     frontend = make_frontend_config(settings, model.default_sampling)
     if model.dimensions is not None:
@@ -134,13 +149,22 @@ def _resolve(host: str) -> str:
 def make_frontend_config(
     settings: Settings, default_sampling: dict[str, float | int] | None = None
 ) -> FrontendConfig:
+    """Return the frontend's configuration; `default_sampling` is what the model's generation config recommends."""
     return FrontendConfig(**settings["frontend"], default_sampling=default_sampling or {})
 
 
 def _make_scheduler_config(
-    settings: Settings, device: Device, max_model_len: int, num_stages: int
+    settings: Settings,
+    device: Device,
+    max_model_len: int,
+    num_stages: int,
+    *,
+    is_encoder: bool,
 ) -> SchedulerConfig:
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
+    if is_encoder:
+        # Every token sees the whole sequence, so it is computed in one step.
+        given |= {"enable_chunked_prefill": False, "speculative": None}
     given["speculative"] = _speculation(given, device, num_stages)
     chunked = given.get("enable_chunked_prefill", True)
     # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
@@ -162,8 +186,27 @@ def _make_scheduler_config(
     return config
 
 
-def _make_cache_config(settings: Settings, parallel: ParallelConfig) -> CacheConfig:
+def _make_cache_config(
+    settings: Settings, parallel: ParallelConfig, model: ResolvedModel, device: Device
+) -> CacheConfig:
     given = dict(settings["cache"])
+    if model.config.is_encoder:
+        # A token's keys and values depend on the tokens after it.
+        given["enable_prefix_caching"] = False
+    if model.recurrent is not None and "block_size" not in given:
+        dtype = model.config.dtype
+        # Native programs on the CPU keep the inputs of a state in float32.
+        input_bytes = _BYTES.get(dtype, 2) if has_gpu(device) else 4
+        kv_dtype = given.get("kv_cache_dtype", "auto")
+        needed = model.recurrent.smallest_block_size(
+            parallel.tensor_parallel_size,
+            input_bytes,
+            _BYTES.get(dtype if kv_dtype == "auto" else kv_dtype, 2),
+        )
+        # A larger block has fewer states that prefixes can end with. The kernels require these multiples.
+        unit = CacheConfig().block_size
+        rounded = 1 << (needed - 1).bit_length() if has_gpu(device) else -(-needed // unit) * unit
+        given["block_size"] = max(rounded, unit)
     if isinstance(given.get("host_gib"), PerReplica):
         given["host_gib"] /= parallel.workers_per_core
     return CacheConfig(**given)
@@ -194,8 +237,9 @@ def _check_cpu_offload(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 def _speculation(
     given: dict[str, Any], device: Device, num_stages: int
 ) -> SpeculativeConfig | None:
-    """Return the given setting, or the default: enabled where supported, because text without repetition costs nothing
-    extra.
+    """Return the given setting, or the default for this device.
+
+    By default, speculation is enabled where it is supported, because text without repetition costs nothing extra.
     """
     is_possible = num_stages == 1 and not has_gpu(device)
     if "speculative" not in given:

@@ -33,8 +33,10 @@ def serve_headless(
 
 
 def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Run `engine worker ARGV`: one worker whose rank comes from torchrun's environment variables. Return the exit
-    code.
+    """Run `engine worker ARGV`: one worker whose rank comes from torchrun's environment variables.
+
+    Returns:
+        The exit code.
     """
     parser = argparse.ArgumentParser(
         prog="engine worker",

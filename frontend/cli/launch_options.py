@@ -22,7 +22,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     ] = None
     enable_auto_tool_choice: Annotated[
         bool,
-        option("Accepted for compatibility; --tool-call-parser already enables it", group="chat"),
+        option("Accepted for compatibility; calls are parsed without it", group="chat"),
     ] = False
     node_rank: Annotated[
         int,

@@ -31,6 +31,7 @@ class PerReplica(float):
 
 
 def parse_boolean(text: str) -> bool:
+    """Return the value of true, yes, on, 1, false, no, off or 0, in any case of letters."""
     value = _BOOLEANS.get(text.lower())
     if value is None:
         raise ValueError(f"must be true or false, got {text!r}")
@@ -54,6 +55,7 @@ def parse_integer(text: str, low: float | None = None, high: float | None = None
 
 
 def parse_number(text: str, low: float | None = None, high: float | None = None) -> float:
+    """Return a finite number within the limits."""
     try:
         value = float(text)
     except ValueError:

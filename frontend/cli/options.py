@@ -63,18 +63,15 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--guided-decoding-backend": ("auto", "guidance"),
     "--kv-offloading-backend": ("native",),
     "--logprobs-mode": ("raw_logprobs",),
-    "--model-impl": ("auto",),
     "--n-gpu-layers": ("99", "999", "-1", "all", "auto"),
-    "--no-trust-remote-code": (),
     "--runner": ("generate", "auto"),
     "--task": ("generate", "auto"),
     "--tokenizer-mode": ("auto", "hf"),
-    "--trust-remote-code": (),
     "-ngl": ("99", "999", "-1", "all", "auto"),
 }
 """Flags of other servers that match Engine's behavior -> the values that do. One without values takes none.
 
-Code from a model repository never runs, there is no access log, and a GPU computes all layers.
+There is no access log, and a GPU computes all layers.
 """
 
 _MEBI: Final = 1 << 20
@@ -100,14 +97,17 @@ class Option:
 
     @property
     def key(self) -> str:
+        """The section and the field, such as `cache.block_size`."""
         return f"{self.section}.{self.field}"
 
     @property
     def flag(self) -> str:
+        """The flag, such as `--block-size`."""
         return self.spec.name or "--" + self.field.removesuffix("_s").replace("_", "-")
 
     @property
     def aliases(self) -> list[str]:
+        """Other names of the flag, which are also accepted."""
         return self.spec.aliases.split()
 
     @property
@@ -125,14 +125,17 @@ class Option:
 
     @property
     def group(self) -> str:
+        """The heading of the option in help."""
         return self.spec.group or _TITLES.get(self.section, self.section)
 
     @property
     def is_list(self) -> bool:
+        """True if the option takes several values."""
         return get_origin(self.type) is tuple
 
     @property
     def choices(self) -> tuple[str, ...]:
+        """The values that are accepted; empty if any value of the type is."""
         item: Any = get_args(self.type)[0] if self.is_list else self.type
         if get_origin(item) is Literal:
             return get_args(item)
@@ -140,7 +143,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """What stands for a value in help."""
+        """The placeholder for a value in help, such as `N`."""
         if self.spec.metavar or self.choices:
             return self.spec.metavar or f"{{{','.join(self.choices)}}}"
         if self.spec.parse.endswith("file"):

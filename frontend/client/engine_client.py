@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Final
@@ -27,8 +28,6 @@ from ..metrics.metrics import Metrics
 from ..supervisor.parse_journal import ParseJournal
 from ..tokenizer import Tokenizer
 from ..tokenizer.detokenizer import IncrementalDetokenizer
-from .core_connection import CoreConnection, CoreEvents
-from .core_load import Overloaded
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .input_processor import InputProcessor
@@ -36,9 +35,11 @@ from .isolation_queue import IsolationQueue
 from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
 from .poison_cache import PoisonCache
+from .replicas.core_connection import CoreConnection, CoreEvents
+from .replicas.core_load import Overloaded
+from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import MAX_SILENT_CRASHES, RequestGroup, Sequence
-from .routing import ReplicaUnavailable, Router
-from .sequence_io import Delta, SequenceRequest
+from .sequence_io import SEQUENCES_AT_ONCE, Delta, SequenceRequest
 
 __all__ = [
     "Delta",
@@ -55,9 +56,6 @@ __all__ = [
 
 HASHED_AT_ONCE: Final = 4096
 """Prompt tokens hashed before other tasks run; takes well under a millisecond."""
-
-SEQUENCES_AT_ONCE: Final = 128
-"""Sequences of a request that are created before other tasks run; takes about 2 ms."""
 
 ENDED_AT_ONCE: Final = 128
 """Sequences of a request that are aborted before other tasks run."""
@@ -126,7 +124,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether some core accepts requests."""
+        """True if some core accepts requests."""
         return self.dead_reason is None and any(self._router.open_cores())
 
     @property
@@ -222,14 +220,15 @@ class EngineClient:
             if len(started) % SEQUENCES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         is_poison = any(request in self._poison_cache for request in requests)
+        cores = await self._router.route(sequences, requests)
         self._check_open()
-        cores = self._router.route(sequences, requests)
         group = RequestGroup(
             request_id,
             started,
             [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))],
             stream_interval=self._config.frontend.stream_interval,
             on_abort=self._abort_group,
+            wake_soon=self._output.wake_soon,
         )
         for sequence, core in zip(started, cores, strict=True):
             self._register(sequence, core)
@@ -239,6 +238,36 @@ class EngineClient:
         if is_poison:
             # No core has received this group.
             self._end_group(group, FinishReason.ERROR, POISON_REQUEST)
+        return group
+
+    def finished_sequence(
+        self,
+        wanted: SequenceRequest,
+        first: Sequence,
+        token_ids: array[int],
+        reason: FinishReason,
+    ) -> Sequence:
+        """Return a sequence that has ended with these tokens. `first` was computed for its prompt."""
+        sequence = self._new_sequence(wanted, first.request)
+        sequence.token_ids, sequence.finish_reason = token_ids, reason
+        for name in ("num_cached_tokens", "queued_time", "scheduled_time", "first_token_time"):
+            setattr(sequence, name, getattr(first, name))
+        sequence.finish_time = sequence.last_token_time = time.monotonic()
+        return sequence
+
+    def finished_group(
+        self, request_id: str, sequences: list[Sequence], num_outputs: list[int]
+    ) -> RequestGroup:
+        """Return a group of sequences that have ended, with `num_outputs` of them per prompt."""
+        group = RequestGroup(
+            request_id,
+            sequences,
+            num_outputs,
+            stream_interval=self._config.frontend.stream_interval,
+            on_abort=self._abort_group,
+            wake_soon=self._output.wake_soon,
+        )
+        group.num_unfinished = 0
         return group
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -286,12 +315,13 @@ class EngineClient:
         """Set the hashes of the full prompt blocks. Equal prompts (the same object) are hashed once."""
         if not self._config.cache.enable_prefix_caching:
             return
-        hashed: dict[tuple[int, str | None, bytes], tuple[bytes, bytes]] = {}
+        hashed: dict[tuple[int, str | None, bytes, str], tuple[bytes, bytes]] = {}
         num_hashed = 0
         for sequence, request in zip(sequences, requests, strict=True):
-            key = (id(sequence.prompt_token_ids), sequence.cache_salt, sequence.cache_owner)
+            salt, owner, lora_name = sequence.cache_salt, sequence.cache_owner, sequence.lora_name
+            key = (id(sequence.prompt_token_ids), salt, owner, lora_name)
             if key not in hashed:
-                root = root_hash(cache_salt=sequence.cache_salt, owner=sequence.cache_owner)
+                root = root_hash(cache_salt=salt, lora_name=lora_name or None, owner=owner)
                 prompt = int32_view(request.prompt_token_ids)
                 hashed[key] = root, await self._hash_blocks(prompt, root)
                 num_hashed += len(prompt) + MIN_TOKENS_HASHED

@@ -113,7 +113,7 @@ class EngineWatch:
 
     @property
     def is_supervisor_silent(self) -> bool:
-        """Whether the supervisor, which restarts all other processes, sends no status itself."""
+        """True if the supervisor, which restarts all other processes, sends no status itself."""
         return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
 
     def _read(self) -> float:

@@ -133,7 +133,7 @@ class _Checker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process waits for a grammar. A message without one means that it has exited."""
+        """True if the process waits for a grammar. A message without one means that it has exited."""
         try:
             self._process.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

@@ -22,7 +22,7 @@ from ..http.shown_values import echo
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from ..tokenizer.token_ids import token_id_array
 from .executor import ThreadExecutor
-from .sequence_io import SequenceRequest, TokenIds
+from .sequence_io import SEQUENCES_AT_ONCE, SequenceRequest, TokenIds
 
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -32,11 +32,10 @@ MAX_ENTRIES_IN_ALL: Final = 1 << 22
 MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
 """Maximum total characters of a request's schema or grammar, counted once per sequence."""
 
-MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 22
-"""Maximum total entries of a request's prompt logprobs."""
-
-SEQUENCES_AT_ONCE: Final = 128
-"""Sequences of a request that are processed before other tasks run; takes about 2 ms."""
+MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 21
+"""Maximum total entries of a request's prompt logprobs. They arrive in one message, which blocks all other requests
+while it is decoded.
+"""
 
 CHARACTERS_PER_WORD: Final = 32
 """The cost of encoding one word, as a number of characters of text."""
@@ -73,7 +72,7 @@ class InputProcessor:
                 await asyncio.sleep(0)
             prompt, params = sequence.prompt_token_ids, sequence.params
             if id(prompt) not in prompts:
-                token_ids = self._prompt(prompt)
+                token_ids = self._prompt(prompt, generates=sequence.pooling is None)
                 prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
             lists = _lists_of(params)
             if lists not in bad_words:
@@ -117,7 +116,9 @@ class InputProcessor:
             stop=(),
             bad_words=(),
             bad_words_token_ids=bad_words,
-            max_tokens=self._max_tokens(num_prompt_tokens, params.max_tokens),
+            max_tokens=1
+            if request.pooling is not None
+            else self._max_tokens(num_prompt_tokens, params.max_tokens),
             seed=self._seeds.draw() if params.seed is None else params.seed,
         )
         params.verify_numbers(vocab_size=self._model.vocab_size, max_logprobs=self._max_logprobs)
@@ -132,9 +133,18 @@ class InputProcessor:
             deadline=request.deadline,
             trace_headers=request.trace_headers,
             predicted_token_ids=predicted,
+            pooling_params=request.pooling,
+            lora_name=request.lora_name,
         )
 
-    def _prompt(self, token_ids: TokenIds) -> Int32Array:
+    def _prompt(self, token_ids: TokenIds, *, generates: bool) -> Int32Array:
+        if generates and not self._model.generates:
+            name = self._model.served_names[0]
+            if self._model.classifier is not None:
+                problem = f"{name} is a classifier; use /classify or /v1/score"
+            else:
+                problem = f"{name} is an encoder, which only embeds text; use /v1/embeddings"
+            raise ParameterError("prompt", f"cannot be continued: {problem}")
         if isinstance(token_ids, np.ndarray):
             prompt: npt.NDArray[Any] = token_ids
         else:
@@ -160,7 +170,12 @@ class InputProcessor:
                 f"outside the vocabulary [0, {self._model.vocab_size})",
             )
         limit = self._model.max_model_len
-        if len(prompt) >= limit:
+        if not generates and len(prompt) > self._model.max_pooled_tokens:
+            raise ParameterError(
+                "prompt",
+                f"is too long: it has {len(prompt)} tokens, and at most {self._model.max_pooled_tokens} fit",
+            )
+        if generates and len(prompt) >= limit:
             raise ParameterError(
                 "prompt",
                 f"is too long: it has {len(prompt)} tokens. This model's maximum context length is "

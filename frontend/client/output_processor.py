@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from typing import Final, NamedTuple
@@ -24,10 +25,13 @@ from ...protocol.messages import (
 )
 from ..metrics.metrics import Metrics
 from ..metrics.names import REJECTIONS
-from .core_load import CoreLoad
+from .replicas.core_load import CoreLoad
 from .request_group import FAILURES, RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
+
+WAKE_S: Final = 0.005
+"""Seconds that the readers of all requests write before other callbacks run. A reader takes turns of `WRITE_S`."""
 
 DEADLINE: Final = "deadline"
 """The stop reason of a sequence that was cut short by its deadline."""
@@ -51,7 +55,8 @@ class OutputProcessor:
         self.sequences: dict[int, Sequence] = {}
         self._metrics = metrics
         self._abort = abort
-        self._woken: list[RequestGroup] = []
+        self._woken: deque[RequestGroup] = deque()
+        self._is_wake_scheduled = False
         self._last_rows: dict[int, _Rows] = {}
         """The rows of each core's last message, because the next one usually has the same rows.
 
@@ -78,6 +83,9 @@ class OutputProcessor:
         for message in outputs.prompt_logprobs:
             if (sequence := self.sequences.get(message.request_index)) is not None:
                 sequence.prompt_logprob_messages.append(message)
+        for vector in outputs.pooled:
+            if (sequence := self.sequences.get(vector.request_index)) is not None:
+                sequence.pooled = vector.vector
         for request_index, num_accepted, num_rejected in predictions:
             if (sequence := self.sequences.get(request_index)) is not None:
                 sequence.num_accepted_predictions += num_accepted
@@ -175,22 +183,41 @@ class OutputProcessor:
 
     def _schedule_wake(self, sequences: list[Sequence]) -> None:
         """Schedule a wake-up of the sequences' readers after the whole message has been applied."""
-        if sequences and not self._woken:
-            asyncio.get_running_loop().call_soon(self._wake_readers)
         for sequence in sequences:
             group = sequence.group
             if not sequence.has_updates:
                 sequence.has_updates = True
                 group.updates.append(sequence)
+            if not group.is_woken:
+                self.wake_soon(group)
+
+    def wake_soon(self, group: RequestGroup) -> None:
+        """Wake a group's reader after other callbacks have run."""
+        if not group.is_woken:
+            group.is_woken = True
             self._woken.append(group)
+        self._schedule_readers()
+
+    def _schedule_readers(self) -> None:
+        if not self._is_wake_scheduled:
+            self._is_wake_scheduled = True
+            asyncio.get_running_loop().call_soon(self._wake_readers)
 
     def _wake_readers(self) -> None:
-        woken, self._woken = self._woken, []
-        for group in woken:
-            if group.on_update is not None:
-                group.on_update()
-            else:
+        """Wake readers in turn for `WAKE_S`, and the others after other callbacks have run."""
+        self._is_wake_scheduled = False
+        end = time.monotonic() + WAKE_S
+        while self._woken:
+            group = self._woken.popleft()
+            group.is_woken = False
+            if group.on_update is None:
                 group.wake()
+            elif group.on_update():
+                self.wake_soon(group)
+            if time.monotonic() > end:
+                break
+        if self._woken:
+            self._schedule_readers()
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
         rows = self._last_rows.get(outputs.core_index)

@@ -48,5 +48,6 @@ def _digest(request: EngineCoreRequest) -> bytes:
         lora_name=request.lora_name,
         encoder_inputs=request.encoder_inputs,
         predicted_token_ids=request.predicted_token_ids,
+        pooling_params=request.pooling_params,
     )
     return blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()

@@ -17,8 +17,8 @@ import msgspec
 from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
-from .core_load import CoreLoad
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
+from .replicas.core_load import CoreLoad
 from .sequence_io import Delta
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
@@ -29,9 +29,6 @@ TOKENS_AT_ONCE: Final = 4096
 """Maximum tokens that a stream reads from one sequence at once."""
 LOGPROBS_AT_ONCE: Final = 128
 """Maximum logprob entries that a stream reads from one sequence at once."""
-
-STREAMED_AT_ONCE: Final = 64
-"""Maximum sequences that a stream reads at once."""
 
 SUSPICIOUS_SILENT_CRASHES: Final = 2
 """Silent core crashes after which a sequence is computed alone."""
@@ -92,6 +89,7 @@ class Sequence:
         "num_rejected_predictions",
         "num_silent_crashes",
         "params",
+        "pooled",
         "position",
         "prompt_logprob_messages",
         "queued_time",
@@ -137,6 +135,7 @@ class Sequence:
         self.has_updates = False
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []
+        self.pooled = b""
 
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -167,7 +166,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the sequence has finished."""
+        """True if the sequence has finished."""
         return self.finish_reason is not None
 
     @property
@@ -218,12 +217,12 @@ class Sequence:
 
     @property
     def is_silent_suspect(self) -> bool:
-        """Whether the sequence is computed alone because cores crashed after receiving it."""
+        """True if the sequence is computed alone because cores crashed after receiving it."""
         return self.num_silent_crashes >= SUSPICIOUS_SILENT_CRASHES
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the sequence got a token since it was last sent, or has finished."""
+        """True if the sequence got a token since it was last sent, or has finished."""
         return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
 
     def lose_outputs(self) -> bool:
@@ -382,14 +381,16 @@ class RequestGroup:
     """The sequences of one request, with `num_outputs` of them per prompt.
 
     It has a single reader: either a task that calls `wait_for_updates` or `result`, or the callback `on_update`, which
-    calls `take_updates`.
+    calls `take_updates` and returns whether it wants another turn for the updates that it gave back.
     """
 
     __slots__ = (
         "_num_outputs",
         "_on_abort",
         "_waiter",
+        "_wake_soon",
         "deadline_timer",
+        "is_woken",
         "num_unfinished",
         "on_update",
         "request_id",
@@ -406,6 +407,7 @@ class RequestGroup:
         *,
         stream_interval: int,
         on_abort: Callable[[RequestGroup], None],
+        wake_soon: Callable[[RequestGroup], None],
     ) -> None:
         self.request_id = request_id
         self.sequences = sequences
@@ -413,9 +415,11 @@ class RequestGroup:
         self.stream_interval = stream_interval
         self.num_unfinished = len(sequences)
         self.updates: list[Sequence] = []
-        self.on_update: Callable[[], None] | None = None
+        self.on_update: Callable[[], bool] | None = None
+        self.is_woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_abort = on_abort
+        self._wake_soon = wake_soon
         self.deadline_timer: asyncio.TimerHandle | None = None
         for position, sequence in enumerate(sequences):
             sequence.group = self
@@ -437,15 +441,16 @@ class RequestGroup:
             if not self.num_unfinished:
                 return []
             await self._wait()
-        return self.take_updates(STREAMED_AT_ONCE)
+        return self.take_updates()
 
-    def take_updates(self, limit: int = UNLIMITED) -> list[Sequence]:
-        """Return at most `limit` sequences with new output. The caller must read all of them now."""
-        if len(self.updates) > limit:
-            taken, self.updates = self.updates[:limit], self.updates[limit:]
-        else:
-            taken, self.updates = self.updates, []
+    def take_updates(self) -> list[Sequence]:
+        """Return all sequences with new output. The caller must read them now or give them back."""
+        taken, self.updates = self.updates, []
         return taken
+
+    def give_back(self, unread: list[Sequence]) -> None:
+        """Take back sequences that were not read, before those that have got output since."""
+        self.updates = unread + self.updates
 
     async def result(self) -> list[Delta]:
         """Wait until every sequence has finished. Return one Delta per sequence with everything not read before."""
@@ -479,6 +484,10 @@ class RequestGroup:
         self.num_unfinished -= 1
         if not self.num_unfinished and self.deadline_timer is not None:
             self.deadline_timer.cancel()
+
+    def wake_soon(self) -> None:
+        """Schedule a turn of the reader."""
+        self._wake_soon(self)
 
     def wake(self) -> None:
         """Wake the waiting reader task."""

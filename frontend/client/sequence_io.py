@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
 from .logprobs import PositionLogprobs
+
+SEQUENCES_AT_ONCE: Final = 128
+"""Sequences of a request that are processed before other tasks run; takes about 2 ms."""
 
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
 
@@ -29,6 +33,8 @@ class SequenceRequest:
         data_parallel_rank: The replica to use; None for any.
         trace_headers: The W3C trace context of the request.
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
+        pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
+        lora_name: The LoRA adapter to use; "" for the base model.
     """
 
     prompt_token_ids: TokenIds
@@ -41,6 +47,8 @@ class SequenceRequest:
     data_parallel_rank: int | None = None
     trace_headers: dict[str, str] | None = None
     predicted_token_ids: npt.NDArray[np.int32] | None = None
+    pooling: PoolingParams | None = None
+    lora_name: str = ""
 
 
 class Delta(msgspec.Struct, gc=False):

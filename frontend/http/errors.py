@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def json_response(
 
 
 class _LongResponse(Response):
-    """A JSON response that waits for a slow client between its pieces."""
+    """A JSON response that waits for a slow client, and lets other tasks run, between its pieces."""
 
     media_type = "application/json"
 
@@ -135,6 +136,7 @@ class _LongResponse(Response):
         )
         for piece in self._pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
 
 

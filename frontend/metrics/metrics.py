@@ -149,12 +149,19 @@ class Metrics(Collector):
 
     def record_group(self, outputs_by_prompt: Iterable[Sequence[MeasuredSequence]]) -> None:
         """Record a finished group. The sequences of each prompt are one request in vLLM's metrics."""
-        for outputs in outputs_by_prompt:
-            observed = self._cores[outputs[0].core_index].histograms
-            observed["request_params_n"].observe(len(outputs))
-            observed["request_max_num_generation_tokens"].observe(
-                max(sequence.num_generated_tokens for sequence in outputs)
+        # A group may have thousands of prompts, and most of them are alike.
+        requests = Counter(
+            (
+                outputs[0].core_index,
+                len(outputs),
+                max([sequence.num_generated_tokens for sequence in outputs]),
             )
+            for outputs in outputs_by_prompt
+        )
+        for (core_index, num_outputs, num_tokens), times in requests.items():
+            observed = self._cores[core_index].histograms
+            observed["request_params_n"].observe(num_outputs, times)
+            observed["request_max_num_generation_tokens"].observe(num_tokens, times)
 
     def record_rejection(self, core_index: int, reason: str) -> None:
         """Record that a core did not admit a request."""

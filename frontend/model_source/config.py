@@ -8,17 +8,27 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classifier
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
+from ...protocol.checkpoint.embedding import ENCODERS, OFFSET_POSITIONS, read_embedding_files
+from ...protocol.checkpoint.field_names import with_common_names
 from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
-from ...protocol.checkpoint.gguf_config import GGUFFields, gguf_to_hf_config
-from ...protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3, ModelDimensions
+from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
+from ...protocol.checkpoint.gguf_config.fields import GGUFFields
+from ...protocol.checkpoint.model_dimensions import (
+    DEFAULTS_OF_GEMMA3,
+    EXPERT_COUNTS,
+    ModelDimensions,
+)
+from ...protocol.checkpoint.recurrent_layers import RecurrentModel, read_recurrent_layer
 from ...protocol.config import ModelConfig
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
-from ..tokenizer import TokenizerConfig
+from ..tokenizer import TokenizerConfig, load_tokenizer
+from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .source import find_checkpoint, find_tokenizer, find_tokenizer_directory
 
@@ -28,6 +38,7 @@ LENGTH_FIELDS = (
     "max_sequence_length",
     "seq_length",
     "n_ctx",
+    "model_max_length",
 )
 SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -59,38 +70,77 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         CheckpointError: The checkpoint cannot be served.
     """
     name, path = find_checkpoint(options, console)
+    served_names = options.served_model_name or (name,)
+    loras = find_loras(options, served_names, console)
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
-    config = checkpoint_config.with_values(options.hf_overrides)
-    text = _text_config(config)
     tokenizer_directory = find_tokenizer_directory(options, tokenizer_path)
+    overrides = _with_token_ids(
+        checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory
+    )
+    config = checkpoint_config.with_values(overrides)
+    text = _text_config(config)
     vocab_size = text.integer("vocab_size")
+    is_encoder = text.text("model_type", "") in ENCODERS
+    embedding = read_embedding_files(path, text)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     return ResolvedModel(
         config=ModelConfig(
             model=name,
             path=str(path),
             tokenizer_path=str(tokenizer_directory or ""),
-            served_names=options.served_model_name or (name,),
+            served_names=served_names,
             architecture=text.text("model_type"),
             vocab_size=vocab_size,
-            max_model_len=_max_model_len(text, options.max_model_len),
+            max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
-            dtype=options.dtype,
+            dtype="float32" if is_encoder and options.dtype == "auto" else options.dtype,
             load_format=options.load_format,
             quantization=_quantization_at_load(options.quantization, config, path),
             seed=options.seed,
-            hf_overrides=options.hf_overrides,
+            hf_overrides=overrides,
+            model_impl=options.model_impl,
+            trust_remote_code=options.trust_remote_code,
             weight_files=identify_files(find_weight_files(path)),
             tokenizer_files=identify_files(
                 find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []
             ),
+            is_encoder=is_encoder,
+            pooler=embedding.pooler,
+            classifier=read_classifier(text),
+            loras=loras,
+            lora_files=identify_files(
+                Path(adapter) / file for adapter in loras.values() for file in ADAPTER_FILES
+            ),
+            max_lora_rank=options.max_lora_rank,
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),
         dimensions=_dimensions(text),
+        recurrent=_recurrent(text),
     )
+
+
+def _with_token_ids(
+    config: ConfigFields, options: ModelOptions, tokenizer_directory: Path | None
+) -> dict[str, Any]:
+    """Return the overrides, with the ids of the tokens that a classifier was made of.
+
+    Raises:
+        ConfigError: The tokenizer has no such token.
+    """
+    tokens = config.texts(TOKENS)
+    if not tokens:
+        return options.hf_overrides
+    tokenizer = load_tokenizer(tokenizer_directory or "")
+    ids: list[int] = []
+    for token in tokens:
+        found = tokenizer.encode(token, add_special_tokens=False)
+        if len(found) != 1:
+            raise ConfigError(f"--hf-overrides: {TOKENS}: {token!r} is not one token of this model")
+        ids += found
+    return options.hf_overrides | {TOKEN_IDS: ids}
 
 
 def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:
@@ -133,6 +183,7 @@ def _text_config(config: ConfigFields) -> ConfigFields:
     """Return the language model's part of a config, with the defaults that its family omits."""
     nested = config.section("text_config")
     text = config if nested is None else config.with_values(nested.config)
+    text = with_common_names(text)
     is_gemma3 = text.text("model_type").startswith("gemma3")
     return text.with_defaults(**DEFAULTS_OF_GEMMA3) if is_gemma3 else text
 
@@ -146,13 +197,26 @@ def _dimensions(config: ConfigFields) -> ModelDimensions | None:
             config.optional_integer("num_key_value_heads"),
             config.integer("intermediate_size"),
             config.integer("vocab_size"),
+            max(config.integer(name, 0, minimum=0) for name in EXPERT_COUNTS),
+            recurrent.num_units if (recurrent := read_recurrent_layer(config)) else 0,
         )
     except CheckpointError:
         return None
 
 
-def _max_model_len(config: ConfigFields, wanted: int | None) -> int:
+def _recurrent(config: ConfigFields) -> RecurrentModel | None:
+    """Return the model's recurrent layers; None if it has none or the worker will reject it."""
+    try:
+        return RecurrentModel.read(config)
+    except CheckpointError:
+        return None
+
+
+def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None = None) -> int:
+    """Return the context length: `wanted`, or by default that of texts in training, or the model's limit."""
     limit = _length_limit(config)
+    if wanted is None and trained is not None:
+        return trained if limit is None else min(trained, limit)
     if limit is None:
         if wanted is None:
             raise config.error("there is no context length; set --max-model-len")
@@ -172,6 +236,8 @@ def _length_limit(config: ConfigFields) -> int | None:
     if not lengths:
         return None
     limit = min(lengths)
+    if config.text("model_type") in OFFSET_POSITIONS:
+        limit -= config.integer("pad_token_id", 1, minimum=0) + 1
     rope = config.first_section("rope_scaling", "rope_parameters")
     rope = rope.section("full_attention") or rope
     kind = rope.text("rope_type", rope.text("type", "default"))

@@ -65,6 +65,18 @@ def fetch_tokenizer(
         return _snapshot(repo, TOKENIZER_FILES, IGNORED_FILES, revision, cache_dir, console)
 
 
+def fetch_adapter(
+    repo: str, files: tuple[str, ...], *, cache_dir: str | None, console: Console
+) -> Path:
+    """Return the directory of a LoRA adapter's files.
+
+    Raises:
+        ConfigError: The repository does not exist, or the hub cannot be reached and the files are not cached.
+    """
+    with _readable_errors(repo, None):
+        return _snapshot(repo, files, (), None, cache_dir, console)
+
+
 def _file_names(repo: str, revision: str | None, cache_dir: str | None) -> list[str]:
     """Return the files of the repository; only the cached ones if the hub cannot be reached."""
     try:

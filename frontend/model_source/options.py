@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
-from ...protocol.config import LoadFormat, ModelConfig
+from ...protocol.checkpoint.recurrent_layers import RecurrentModel
+from ...protocol.config import LoadFormat, ModelConfig, ModelImpl
 from ...protocol.config.option import option
 
 CHECKPOINT_QUANTIZATIONS = {
@@ -16,6 +17,7 @@ CHECKPOINT_QUANTIZATIONS = {
     "gptq": "gptq",
     "gptq_marlin": "gptq",
     "fp8": "fp8",
+    "mxfp4": "mxfp4",
     "compressed-tensors": "compressed-tensors",
 }
 """The `quant_method` that a checkpoint must have, by the value of `--quantization`."""
@@ -67,6 +69,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             choices=("int8", "int4", *CHECKPOINT_QUANTIZATIONS),
         ),
     ] = None
+    model_impl: Annotated[
+        ModelImpl, option("Engine's own layers or transformers' module; auto prefers Engine's")
+    ] = ModelImpl.AUTO
+    trust_remote_code: Annotated[
+        bool, option("Run Python code of the checkpoint (with --model-impl transformers)")
+    ] = False
     seed: Annotated[
         int,
         option("Default seed for requests that set none; 0 picks random ones", ge=0, le=2**63 - 1),
@@ -94,6 +102,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, float | int],
         option("Overrides of --generation-config; max_new_tokens caps every request"),
     ] = {}
+    enable_lora: Annotated[bool, option("Serve LoRA adapters; needs --lora-modules")] = False
+    lora_modules: Annotated[
+        tuple[str, ...],
+        option("LoRA adapters: NAME=PATH or JSON with name and path", metavar="NAME=PATH"),
+    ] = ()
+    max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):
@@ -103,9 +117,11 @@ class ResolvedModel(msgspec.Struct, frozen=True):
         default_sampling: Sampling parameters for requests that set none.
         size_bytes: Total size of the weight files.
         dimensions: None if the checkpoint's config omits them.
+        recurrent: The model's recurrent layers; None if it has none.
     """
 
     config: ModelConfig
     default_sampling: dict[str, float | int]
     size_bytes: int
     dimensions: ModelDimensions | None = None
+    recurrent: RecurrentModel | None = None

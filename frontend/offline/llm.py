@@ -5,74 +5,48 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...protocol.errors import ParameterError
+import msgspec
+
+from ...protocol.errors import EngineError, ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
-from ..chat import ChatTemplate, ModelTemplates, SpecialTokenGuard
+from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard
+from ..client.beam_search import BeamSearch, BeamSearchParams
+from ..client.embeddings import (
+    DOCUMENT,
+    QUERY,
+    class_scores,
+    cosines,
+    embedding_params,
+    find_prompt,
+    finish_vector,
+    verify_compares,
+    verify_dimensions,
+    verify_embeds,
+)
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
-from ..client.logprobs import PositionLogprobs
+from ..tokenizer.text_pairs import TextPair
 from .local_engine import LocalEngine
+from .outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """Text, token IDs, or a mapping with `prompt` or `prompt_token_ids`."""
 
 Message: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One of the n outputs of a prompt. `error` is the reason if `finish_reason` is "error" or "ignored"."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    error: str | None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The logprob of the whole output; None if logprobs were not requested."""
-        return None if self.logprobs is None else sum(p.logprob for p in self.logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """The times of one prompt in CLOCK_MONOTONIC seconds; 0.0 for events that did not happen.
-
-    With several outputs, the first start and the last end are given. `scheduler_time` is the number of seconds that the
-    scheduler worked while the prompt was running, or 0.0 if a stop string ended it.
-    """
-
-    arrival_time: float
-    queued_time: float
-    first_scheduled_time: float
-    first_token_time: float
-    last_token_time: float
-    finished_time: float
-    scheduler_time: float
-
-    @property
-    def time_in_queue(self) -> float:
-        """Seconds from queueing the prompt until it was first scheduled."""
-        return max(self.first_scheduled_time - self.queued_time, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The outputs of one prompt. `prompt` is None if it was given as token IDs."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    metrics: RequestMetrics
 
 
 class LLM:
@@ -98,21 +72,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
             sampling_params: For all prompts, or one per prompt. The default is the model's own.
+            lora_request: The name of the LoRA adapter to use, one of `lora_modules`, for all prompts, or one per
+                prompt. The default is none.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
-        several = isinstance(prompts, list | tuple) and not (
-            prompts and isinstance(prompts[0], int)
-        )
-        wanted: list[Prompt] = list(prompts) if several else [prompts]  # type: ignore[arg-type, list-item]
-        return self._generate([self._encoded(prompt) for prompt in wanted], sampling_params)
+        wanted = _as_list(prompts)
+        encoded = [self._encoded(prompt) for prompt in wanted]
+        return self._generate(encoded, sampling_params, lora_request)
 
     def chat(
         self,
@@ -124,6 +100,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, and return the outputs in their order.
 
@@ -135,6 +112,7 @@ class LLM:
             continue_final_message: Whether the model continues the last message.
             tools: Function definitions in OpenAI's format.
             chat_template_kwargs: Extra variables for the template.
+            lora_request: As for `generate`.
 
         Raises:
             ParameterError: There is no chat template, or a parameter is invalid.
@@ -154,8 +132,212 @@ class LLM:
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            prompts.append(self._special_tokens.encode(text, add_special_tokens=False))
-        return self._generate(prompts, sampling_params)
+            text, token_ids = self._special_tokens.encode(text, add_special_tokens=False)
+            prompts.append((text, list(token_ids)))
+        return self._generate(prompts, sampling_params, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed every prompt and return the vectors in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list of them.
+            dimensions: The number of first elements to keep, for models trained for it; None for all.
+            normalize: Whether vectors have length 1. The default is the model's own.
+            prompt_name: The model's prompt to put before every text. The default is the model's own.
+
+        Raises:
+            ParameterError: A prompt or parameter is invalid; nothing was embedded.
+            EngineError: A prompt failed.
+        """
+        model = self._engine.config.model
+        verify_embeds(model)
+        verify_dimensions(dimensions, model.pooler)
+        instruction = find_prompt(prompt_name, model.pooler)
+        wanted = [self._encoded(prompt, instruction)[1] for prompt in _as_list(prompts)]
+        request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
+        outputs = []
+        for token_ids, vector in zip(wanted, pooled, strict=True):
+            embedding = finish_vector(
+                vector, model.pooler, dimensions=dimensions, normalize=normalize
+            )
+            outputs.append(
+                EmbeddingRequestOutput(request_id, token_ids, EmbeddingOutput(embedding.tolist()))
+            )
+        return outputs
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """Classify every prompt with the model's head and return the classes in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list of them.
+            use_activation: False for the scores that probabilities are made of.
+
+        Raises:
+            ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
+            EngineError: A prompt failed.
+        """
+        model = self._engine.config.model
+        if model.classifier is None:
+            raise ParameterError("model", f"{model.served_names[0]} has no classification head")
+        wanted = [self._encoded(prompt)[1] for prompt in _as_list(prompts)]
+        request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
+        outputs = []
+        for token_ids, vector in zip(wanted, pooled, strict=True):
+            scores = class_scores(vector, model.classifier, activate=use_activation)
+            label = model.classifier.labels[int(scores.argmax())]
+            result = ClassificationOutput(scores.tolist(), label)
+            outputs.append(ClassificationRequestOutput(request_id, token_ids, result))
+        return outputs
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score how well each second text fits its first one, and return the scores in the order of the second texts.
+
+        A model with a classification head of one class reads both texts together. Of any other model the score is the
+        cosine of the texts' embeddings.
+
+        Args:
+            text_1: One text for all, or as many as there are second ones.
+            text_2: One text or a list of them.
+            use_activation: False for the scores that probabilities are made of.
+            chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
+            chat_template_kwargs: Extra variables for the template.
+
+        Raises:
+            ParameterError: The model has several classes, or a text is invalid; nothing was scored.
+            EngineError: A pair failed.
+        """
+        model = self._engine.config.model
+        verify_compares(model)
+        firsts, seconds = _as_texts(text_1), _as_texts(text_2)
+        if len(firsts) not in (1, len(seconds)):
+            raise ParameterError("text_1", f"has {len(firsts)} texts for {len(seconds)} of text_2")
+        if model.classifier is None:
+            prompts = [
+                *((text, QUERY) for text in firsts),
+                *((text, DOCUMENT) for text in seconds),
+            ]
+            wanted = [
+                TextPair(self._encoded(text, model.pooler.prompts.get(name, ""))[1], 0)
+                for text, name in prompts
+            ]
+            request_id, pooled = self._pool(wanted)
+            scores = cosines(pooled, len(firsts), model.pooler)
+            wanted = wanted[len(firsts) :]
+        else:
+            firsts *= 1 if len(firsts) == len(seconds) else len(seconds)
+            pairs = zip(firsts, seconds, strict=True)
+            tokenizer = self._engine.tokenizer
+            chat_template = chat_template or self._engine.config.frontend.chat_template
+            if chat_template is None:
+                wanted = [
+                    tokenizer.pair_joiner.join(
+                        tokenizer.encode(first, add_special_tokens=False),
+                        tokenizer.encode(second, add_special_tokens=False),
+                    )
+                    for first, second in pairs
+                ]
+            else:
+                template = PairTemplate(self._template(chat_template, False), self._special_tokens)
+                kwargs = chat_template_kwargs or {}
+                wanted = [TextPair(list(template.encode(*pair, kwargs)), 0) for pair in pairs]
+            request_id, pooled = self._pool(wanted)
+            scores = [
+                class_scores(vector, model.classifier, activate=use_activation).item()
+                for vector in pooled
+            ]
+        return [
+            ScoringRequestOutput(request_id, pair.token_ids, ScoringOutput(score))
+            for pair, score in zip(wanted, scores, strict=True)
+        ]
+
+    def _pool(self, prompts: list[TextPair]) -> tuple[str, list[bytes]]:
+        """Return the ID of a request and the pooled vector of each of its prompts."""
+        pooling, params = self._engine.config.model.pooling_params, embedding_params()
+        sequences = [
+            SequenceRequest(
+                prompt.token_ids,
+                params,
+                pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
+            )
+            for prompt in prompts
+        ]
+        request_id = str(next(self._numbers))
+        if not sequences:
+            return request_id, []
+        return request_id, self._engine.run(self._run_pooling(sequences, request_id))
+
+    async def _run_pooling(self, sequences: list[SequenceRequest], request_id: str) -> list[bytes]:
+        group = await self._engine.client.submit(sequences, request_id=request_id)
+        try:
+            for delta in await group.result():
+                if delta.error is not None:
+                    raise EngineError(delta.error)
+        finally:
+            group.abort()
+        return [sequence.pooled for sequence in group.sequences]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: str | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest continuations of every prompt, in the order of the prompts.
+
+        Args:
+            prompts: One prompt or a list of them.
+            params: The parameters of the search.
+            lora_request: The name of the LoRA adapter to use. The default is none.
+
+        Raises:
+            ParameterError: A prompt or parameter is invalid.
+            EngineError: A step of the search failed.
+        """
+        self._verify_loras([lora_request])
+        params.verify(self._engine.config.frontend.max_logprobs)
+        wanted = [self._encoded(prompt)[1] for prompt in _as_list(prompts)]
+        return self._engine.run(self._beam_search(wanted, params, lora_request or ""))
+
+    async def _beam_search(
+        self, prompts: list[list[int]], params: BeamSearchParams, lora_name: str
+    ) -> list[BeamSearchOutput]:
+        engine = self._engine
+        search = BeamSearch(
+            engine.client, params, engine.config.model.eos_token_ids, str(next(self._numbers))
+        )
+        results = SamplingParams(max_tokens=params.max_tokens)
+        requests = [SequenceRequest(prompt, results, lora_name=lora_name) for prompt in prompts]
+        group = await search.run(requests)
+        outputs = zip(group.read_all(), search.logprobs, strict=True)
+        return [
+            BeamSearchOutput(
+                [
+                    BeamSearchSequence(
+                        [*prompt, *delta.token_ids], delta.text, logprob, delta.finish_reason
+                    )
+                    for delta, logprob in itertools.islice(outputs, len(results))
+                ]
+            )
+            for prompt, results in zip(prompts, group.outputs_by_prompt(), strict=True)
+        ]
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters in the model's generation config."""
@@ -176,13 +358,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the text, if there is one, and the token IDs of a prompt."""
+    def _encoded(self, prompt: Prompt, instruction: str = "") -> tuple[str | None, list[int]]:
+        """Return the text, if there is one, after `instruction`, and the token IDs of a prompt."""
         given: Any = prompt
         if isinstance(prompt, Mapping):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(given, str):
-            return given, self._engine.tokenizer.encode(given)
+            text = instruction + given
+            return text, list(self._engine.tokenizer.encode(text))
         return None, list(given)
 
     def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
@@ -199,7 +382,15 @@ class LLM:
         self,
         prompts: list[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
+        if lora_request is None or isinstance(lora_request, str):
+            lora_request = [lora_request] * len(prompts)
+        if len(lora_request) != len(prompts):
+            raise ParameterError(
+                "lora_request", f"has {len(lora_request)} entries for {len(prompts)} prompts"
+            )
+        self._verify_loras(lora_request)
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -208,16 +399,30 @@ class LLM:
             raise ParameterError(
                 "sampling_params", f"has {len(sampling_params)} entries for {len(prompts)} prompts"
             )
-        return self._engine.run(self._collect(prompts, sampling_params))
+        names = [name or "" for name in lora_request]
+        return self._engine.run(self._collect(prompts, sampling_params, names))
+
+    def _verify_loras(self, names: Iterable[str | None]) -> None:
+        loras = self._engine.config.model.loras
+        for name in names:
+            if name and name not in loras:
+                raise ParameterError(
+                    "lora_request",
+                    f"{name!r} is not served; adapters: {', '.join(loras) or 'none'}",
+                )
 
     async def _collect(
-        self, prompts: list[tuple[str | None, list[int]]], params: Sequence[SamplingParams]
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        lora_names: Sequence[str],
     ) -> list[RequestOutput]:
         groups: list[RequestGroup] = []
         try:
-            for (_, token_ids), each in zip(prompts, params, strict=True):
+            for (_, token_ids), each, lora_name in zip(prompts, params, lora_names, strict=True):
                 sequences = [
-                    SequenceRequest(token_ids, params_for_output(each, j)) for j in range(each.n)
+                    SequenceRequest(token_ids, params_for_output(each, j), lora_name=lora_name)
+                    for j in range(each.n)
                 ]
                 request_id = str(next(self._numbers))
                 groups.append(await self._engine.client.submit(sequences, request_id=request_id))
@@ -228,6 +433,16 @@ class LLM:
         finally:
             for group in groups:
                 group.abort()
+
+
+def _as_texts(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list."""
+    several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
+    return list(prompts) if several else [prompts]  # type: ignore[arg-type, list-item]
 
 
 def _request_output(

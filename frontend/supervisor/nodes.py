@@ -38,7 +38,7 @@ LOST: Final = -signal.SIGKILL
 GREETING_S: Final = 1.0
 """Maximum seconds for a node to answer a welcome."""
 
-FAREWELL_S: Final = 2.0
+FAREWELL_S: Final = 5.0
 """Maximum seconds for nodes to stop their processes at shutdown."""
 
 
@@ -187,17 +187,32 @@ class Nodes:
         self._check_nodes()
 
     def close(self, reason: str) -> None:
-        """Stop every node. Pass a `reason` if the engine has failed."""
-        for rank in self._nodes:
-            self.send(rank, EndNode(reason))
-        # Closing a socket with unread messages may discard those that were sent last.
+        """Stop every node. Pass a `reason` if the engine has failed.
+
+        A node that is lost or about to join, but still sends messages, is stopped too. Otherwise it would wait for
+        another engine.
+        """
+        end = EndNode(reason)
         remaining = {node.identity for node in self._nodes.values()}
-        deadline = time.monotonic() + FAREWELL_S
-        while remaining and (wait_s := deadline - time.monotonic()) > 0:
+        told = set(remaining)
+        for identity in remaining:
+            self._hub.send(identity, end)
+        began = time.monotonic()
+        # Closing a socket with unread messages may discard those that were sent last.
+        while True:
+            is_whole = len(told) >= self._config.parallel.num_remote_nodes
+            limit_s = FAREWELL_S if remaining else 0.0 if is_whole else BEAT_INTERVAL_S
+            if (wait_s := began + limit_s - time.monotonic()) <= 0:
+                break
             self._hub.socket.poll(int(wait_s * 1000) + 1)
             while (received := self._hub.receive()) is not None:
-                if isinstance(received[1], NodeLeft):
-                    remaining.discard(received[0])
+                identity, message = received
+                if isinstance(message, NodeLeft):
+                    remaining.discard(identity)
+                elif identity not in told:
+                    told.add(identity)
+                    remaining.add(identity)
+                    self._hub.send(identity, end)
         self._hub.close()
 
     def _admit(self, identity: bytes, hello: NodeHello) -> None:

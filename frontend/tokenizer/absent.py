@@ -22,6 +22,9 @@ class AbsentTokenizer(Tokenizer):
         backend.decoder = tokenizers.decoders.ByteLevel()
         super().__init__(backend, Path())
 
+    def move_long_texts(self) -> None:
+        """Do nothing, because no text is encoded."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raise ParameterError, because there is no tokenizer."""
         raise ParameterError("prompt", f"must be token ids: {NO_TOKENIZER}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...protocol.checkpoint.gguf_config import GGUFFields
+from ...protocol.checkpoint.gguf_config.fields import GGUFFields
 from ...protocol.errors import CheckpointError
 from .pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -87,6 +87,10 @@ def convert(
         case "llama":
             parts, add_bos, add_eos = _sentencepiece(vocabulary), True, False
             bos, eos = vocabulary.special("bos", 1), vocabulary.special("eos", 2)
+        case "gemma4":
+            merges = vocabulary.strings("merges")
+            parts, add_bos, add_eos = _sentencepiece(vocabulary, merges), True, False
+            bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
         case "t5":
             parts, add_bos, add_eos = _unigram(vocabulary), False, True
             bos, eos = vocabulary.special("bos"), vocabulary.special("eos", 1)
@@ -94,7 +98,7 @@ def convert(
             raise CheckpointError(path, "it contains no tokenizer (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
-                path, f"its tokenizer is of kind {kind!r}; supported are gpt2, llama and t5"
+                path, f"its tokenizer is of kind {kind!r}; supported are gemma4, gpt2, llama and t5"
             )
     add_bos = vocabulary.flag("add_bos_token", add_bos)
     add_eos = vocabulary.flag("add_eos_token", add_eos)
@@ -177,11 +181,12 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
         ) from None
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _sentencepiece(vocabulary: _Vocabulary, merges: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the parts for `merges` and texts as they are, or for merges of the scores after a space."""
     to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     normalizers, decoders = [to_space], [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.flag("add_space_prefix", merges is None):
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
@@ -190,7 +195,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             vocabulary,
-            _merges_of_scores(vocabulary),
+            _merges_of_scores(vocabulary) if merges is None else merges,
             unk_token=vocabulary.special("unknown", 0),
             fuse_unk=True,
             byte_fallback=TokenType.BYTE in vocabulary.types,

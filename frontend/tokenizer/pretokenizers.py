@@ -10,23 +10,31 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
-_CASED_WORD = rf"{_LEAD}{_UPPER}*{_LOWER}+", rf"{_LEAD}{_UPPER}+{_LOWER}*"
+_NOT_HAN = r"&&[^\p{Han}]"
 
 
 def _cl100k(digits: str, letters: str = r"\p{L}+", others: str = _PUNCTUATION) -> str:
     return rf"{_CONTRACTION}|{_LEAD}{letters}|{digits}|{others}|{_SPACES}"
 
 
+def _cased_words(contraction: str, excluded: str = "") -> str:
+    upper, lower = f"[{_UPPER}{excluded}]", f"[{_LOWER}{excluded}]"
+    return f"{_LEAD}{upper}*{lower}+{contraction}|{_LEAD}{upper}+{lower}*{contraction}"
+
+
 def _o200k(digits: str, contraction: str) -> str:
-    words = "|".join(word + contraction for word in _CASED_WORD)
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    return rf"{_cased_words(contraction)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 _LLAMA3 = _cl100k(r"\p{N}{1,3}")
 _QWEN2 = _cl100k(r"\p{N}")
 _O200K = _o200k(r"\p{N}{1,3}", _CONTRACTION + "?")
+_KIMI_K2 = (
+    rf"\p{{Han}}+|{_cased_words(_CONTRACTION + '?', _NOT_HAN)}|\p{{N}}{{1,3}}"
+    rf"|{_PUNCTUATION}|{_SPACES}"
+)
 # Letters that have case, but not the styled alphabets of mathematics.
 _CASED_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{1D400}-\x{1D7FF}]]+"
 _CJK = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
@@ -91,6 +99,7 @@ _SCHEMES: dict[PreTokenizer, str] = {
             r"\p{N}+",
         )
     ): "deepseek-llm",
+    PreTokenizer((_KIMI_K2,), ignore_merges=True): "kimi-k2",
     PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): "deepseek-coder",
     _DEEPSEEK_V3: "deepseek-v3 hunyuan-dense joyai-llm",
     PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",

@@ -7,6 +7,7 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -34,6 +35,13 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def _word_piece_bytes(prefix: str, token: str) -> bytes:
+    """Return the bytes of a piece of a word, which continues the previous one if it starts with `prefix`."""
+    if token.startswith(prefix):
+        return token.removeprefix(prefix).encode()
+    return f" {token}".encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """The rules that convert a vocabulary's tokens to text."""
@@ -55,6 +63,8 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
         match step:
             case {"type": "ByteLevel"}:
                 return Decoding(byte_level_bytes, strips_leading_space=False)
+            case {"type": "WordPiece", "prefix": str(prefix)}:
+                return Decoding(partial(_word_piece_bytes, prefix), strips_leading_space=True)
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
                 replacements.append((pattern, content))
             case {"type": "ByteFallback"}:

@@ -10,6 +10,8 @@ from typing import Any
 import tokenizers
 
 from ...protocol.checkpoint.config_fields import ConfigFields
+from .long_texts import LONG_TEXT, LongTexts
+from .text_pairs import PairJoiner
 from .token_bytes import TokenBytes, TokenTexts, parse_decoding
 
 
@@ -54,6 +56,8 @@ class Tokenizer:
             backend.id_to_token, decoding.to_bytes, hidden=self.special_ids
         )
 
+        self._long_texts: LongTexts | None = None
+        self._pair_joiner: PairJoiner | None = None
         self._texts = TokenTexts(self._bytes)
         self._visible_texts = TokenTexts(self._visible_bytes)
 
@@ -64,11 +68,28 @@ class Tokenizer:
     def _named(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token IDs of `text`. Special tokens in it are recognized."""
+    def move_long_texts(self) -> None:
+        """From now on, encode long texts in other processes. Call this before `literal_encoder`."""
+        self._long_texts = LongTexts(self.path.parent)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """Return the token IDs of `text`. Special tokens in it are recognized.
+
+        Raises:
+            ParameterError: The text is long and needs too much memory.
+        """
+        if self._long_texts is not None and len(text) > LONG_TEXT:
+            return self._long_texts.encode(text, add_special_tokens=add_special_tokens)
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    @property
+    def pair_joiner(self) -> PairJoiner:
+        """What joins the tokens of two texts, which are encoded without special tokens."""
+        if self._pair_joiner is None:
+            self._pair_joiner = PairJoiner(self._backend)
+        return self._pair_joiner
 
     def special_tokens(self) -> list[str]:
         """Return the tokens that are special anywhere in a text."""
@@ -78,7 +99,7 @@ class Tokenizer:
 
     def literal_encoder(self) -> LiteralEncoder:
         """Return an encoder that can encode special tokens as ordinary text."""
-        return LiteralEncoder(self._backend, self.special_tokens())
+        return LiteralEncoder(self._backend, self.special_tokens(), self._long_texts)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD."""
@@ -118,7 +139,13 @@ class LiteralEncoder:
     have the flags of their tokens, so text is split at them in the same way.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Sequence[str]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Sequence[str],
+        long_texts: LongTexts | None = None,
+    ) -> None:
+        self._long_texts = long_texts
         content = json.loads(backend.to_str())
         for added in content["added_tokens"]:
             added["special"] |= added["content"] in special_tokens
@@ -151,12 +178,17 @@ class LiteralEncoder:
         """Return the text that `encode` recognizes as the token."""
         return self._spellings[special_token]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> Sequence[int]:
         """Return the token IDs of a text.
 
         Raises:
+            ParameterError: The text is long and needs too much memory.
             ValueError: The tokenizer produces a special token for ordinary text, as some word-level models do.
         """
+        if self._long_texts is not None and len(text) > LONG_TEXT:
+            return self._long_texts.encode(
+                text, add_special_tokens=add_special_tokens, special_is_text=True
+            )
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         for token_id, is_added in zip(token_ids, encoding.special_tokens_mask, strict=True):

@@ -14,13 +14,22 @@ DEFAULTS_OF_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 1
 
 
 class ModelDimensions(msgspec.Struct, frozen=True):
-    """Sizes of a model. None means that the model's family determines the size."""
+    """Sizes of a model. None means that the model's family determines the size.
+
+    `num_recurrent_units` is the number of parts into which a recurrent layer can be divided; 0 without such layers.
+    """
 
     num_layers: int
     num_heads: int
     num_kv_heads: int | None
     intermediate_size: int
     vocab_size: int
+    num_experts: int = 0
+    num_recurrent_units: int = 0
+
+
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names that families give to the number of a layer's experts."""
 
 
 def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
@@ -35,10 +44,18 @@ def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
             f"--pipeline-parallel-size {stages}: the model has only {model.num_layers} layers, and every stage "
             f"needs at least one; use at most {model.num_layers}"
         )
+    if parallel.enable_expert_parallel and model.num_experts < ranks:
+        raise ConfigError(
+            f"--enable-expert-parallel: {ranks} workers cannot divide the {model.num_experts} experts of a layer; "
+            "remove the option"
+            if model.num_experts
+            else "--enable-expert-parallel: the model has no experts; remove the option"
+        )
     flag = f"--tensor-parallel-size {ranks}"
     for count, what in (
         (model.num_heads, "attention heads"),
         (model.intermediate_size, "elements of the MLP (intermediate_size)"),
+        (model.num_recurrent_units, "heads or groups of a recurrent layer"),
     ):
         if count % ranks:
             raise ConfigError(
@@ -62,6 +79,7 @@ def _sizes(model: ModelDimensions) -> str:
         for size in range(1, model.num_heads + 1)
         if model.num_heads % size == 0
         and model.intermediate_size % size == 0
+        and model.num_recurrent_units % size == 0
         and (kv_heads % size == 0 or size % kv_heads == 0)
     ]
     return " or ".join((", ".join(sizes[:-1]), sizes[-1])) if len(sizes) > 1 else sizes[0]

@@ -15,7 +15,7 @@ from ..errors import RunDirectoryError
 from .cache import CacheConfig, KVEventsConfig, KVTransferConfig, LoadFailurePolicy, PrefixHash
 from .device import CPUBackend, Device, DeviceConfig
 from .frontend import FrontendConfig
-from .model import LoadFormat, ModelConfig
+from .model import LoadFormat, ModelConfig, ModelImpl
 from .parallel import ExecutorBackend, ParallelConfig
 from .recovery import RecoveryConfig
 from .scheduler import (
@@ -42,6 +42,7 @@ __all__ = [
     "LoadFailurePolicy",
     "LoadFormat",
     "ModelConfig",
+    "ModelImpl",
     "ParallelConfig",
     "PreemptionMode",
     "PrefixHash",
@@ -53,7 +54,7 @@ __all__ = [
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1

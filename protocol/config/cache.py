@@ -43,7 +43,14 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """The blocks of the KV cache, and how much memory they may use."""
 
     block_size: Annotated[
-        int, option("Tokens per KV-cache block", "--page-size", ge=1, le=1024)
+        int,
+        option(
+            "Tokens per KV-cache block",
+            "--page-size",
+            ge=1,
+            le=65536,
+            default_text="16; more if a recurrent state needs it",
+        ),
     ] = 16
     gpu_memory_utilization: Annotated[
         float, option("Fraction of device memory to use", "--mem-fraction-static", ge=0.01, le=1)
@@ -112,7 +119,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 class LoadFailurePolicy(enum.StrEnum):
-    """What happens to a request whose blocks a KV connector could not load.
+    """The treatment of a request whose blocks a KV connector could not load.
 
     `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
     """

@@ -21,10 +21,41 @@ ToolCallParserName = Literal[
     "llama4_json",
     "mistral",
     "granite",
+    "granite4",
     "pythonic",
     "llama4_pythonic",
+    "lfm2",
+    "qwen3_coder",
+    "qwen3_xml",
+    "seed_oss",
+    "minimax_m2",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gemma4",
+    "functiongemma",
+    "openai",
 ]
-ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite"]
+ReasoningParserName = Literal[
+    "deepseek_r1",
+    "qwen3",
+    "deepseek_v3",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "granite",
+    "mistral",
+    "kimi_vl",
+    "seed_oss",
+    "gemma4",
+    "openai_gptoss",
+]
+ToolCallParserOption = Literal["auto", "none", ToolCallParserName]
+ReasoningParserOption = Literal["auto", "none", ReasoningParserName]
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):
@@ -138,10 +169,12 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         SpecialTokenPolicy,
         chat("Whether special tokens in messages are interpreted, escaped or refused"),
     ] = "allow"
-    tool_call_parser: Annotated[ToolCallParserName | None, chat("Format of tool calls")] = None
+    tool_call_parser: Annotated[
+        ToolCallParserOption, chat("Format of tool calls; auto: as the chat template shows")
+    ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserName | None, chat("Format of the model's reasoning")
-    ] = None
+        ReasoningParserOption, chat("Format of reasoning; auto: as the chat template shows")
+    ] = "auto"
     response_role: Annotated[str, chat("Role of response messages")] = "assistant"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],

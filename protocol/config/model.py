@@ -7,13 +7,55 @@ import enum
 import msgspec
 
 from ..file_identity import FileIdentity, verify_files
+from ..pooling_params import PoolingKind, PoolingParams
 
 
 class LoadFormat(enum.StrEnum):
-    """What is loaded: `AUTO` reads the checkpoint; `DUMMY` reads only its config and makes up the weights."""
+    """Format of the weights: `AUTO` reads the checkpoint; `DUMMY` reads only its config and uses random weights."""
 
     AUTO = "auto"
     DUMMY = "dummy"
+
+
+class ModelImpl(enum.StrEnum):
+    """What computes the model: Engine's own layers, transformers' module, or the first of them that can."""
+
+    AUTO = "auto"
+    ENGINE = "engine"
+    TRANSFORMERS = "transformers"
+
+
+class PoolerConfig(msgspec.Struct, frozen=True):
+    """How the model's hidden states become embeddings.
+
+    Attributes:
+        kind: The pooling that the model was trained with.
+        normalize: Whether embeddings have length 1.
+        hidden_size: The number of elements of a vector.
+        prompts: Texts that are put before inputs, by name.
+        default_prompt: The name of the prompt that inputs get by default; "" for none.
+    """
+
+    kind: PoolingKind = PoolingKind.LAST
+    normalize: bool = True
+    hidden_size: int = 0
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
+
+
+class Activation(enum.StrEnum):
+    """What turns the scores of a classification head into the numbers that clients get."""
+
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+    IDENTITY = "identity"
+
+
+class ClassifierConfig(msgspec.Struct, frozen=True):
+    """The classification head of a model: the names of its classes, and the activation of their scores."""
+
+    labels: tuple[str, ...]
+    activation: Activation
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -27,9 +69,17 @@ class ModelConfig(msgspec.Struct, frozen=True):
         eos_token_ids: The tokenizer's end token, then those of the generation config.
         dtype: The type of weights that are not quantized.
         quantization: "int8" or "int4" quantizes the weights at load.
+        model_impl: What computes the model.
+        trust_remote_code: Whether Python code of the checkpoint may run, with `ModelImpl.TRANSFORMERS`.
         hf_overrides: Fields that replace those of the checkpoint's own configuration.
         weight_files: The files that were on disk when the server started.
         tokenizer_files: The same for the tokenizer and the chat templates.
+        is_encoder: Whether the model's attention is bidirectional. It embeds text but cannot generate any.
+        pooler: How the model embeds text, or what its classification head reads.
+        classifier: The model's classification head, if it has one. It then classifies text and does nothing else.
+        loras: The directory of each LoRA adapter by the name that clients use.
+        lora_files: The adapters' files that were on disk when the server started.
+        max_lora_rank: The highest rank of an adapter.
     """
 
     model: str
@@ -45,8 +95,37 @@ class ModelConfig(msgspec.Struct, frozen=True):
     quantization: str | None = None
     seed: int = 0
     hf_overrides: dict[str, object] = {}
+    model_impl: ModelImpl = ModelImpl.AUTO
+    trust_remote_code: bool = False
     weight_files: tuple[FileIdentity, ...] = ()
     tokenizer_files: tuple[FileIdentity, ...] = ()
+    is_encoder: bool = False
+    pooler: PoolerConfig = PoolerConfig()
+    classifier: ClassifierConfig | None = None
+    loras: dict[str, str] = {}
+    lora_files: tuple[FileIdentity, ...] = ()
+    max_lora_rank: int = 16
+
+    @property
+    def generates(self) -> bool:
+        """True if the model can generate text."""
+        return not self.is_encoder and self.classifier is None
+
+    @property
+    def vector_size(self) -> int:
+        """The number of elements of a pooled vector: the scores of the classes, or an embedding."""
+        return self.pooler.hidden_size if self.classifier is None else len(self.classifier.labels)
+
+    @property
+    def pooling_params(self) -> PoolingParams:
+        """The parameters of a request for a vector. Only the last token of a decoder needs no others."""
+        kind = self.pooler.kind
+        return PoolingParams(kind, self.is_encoder or kind is not PoolingKind.LAST)
+
+    @property
+    def max_pooled_tokens(self) -> int:
+        """The maximum length of a text that is pooled. A decoder's slots keep room for a generated token."""
+        return self.max_model_len - (not self.is_encoder)
 
     @property
     def has_tokenizer(self) -> bool:

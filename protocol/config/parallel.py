@@ -14,7 +14,7 @@ machines = partial(option, group="several machines")
 
 
 class ExecutorBackend(enum.StrEnum):
-    """What starts the workers: the supervisor of each node, or torchrun and the like."""
+    """The launcher of the workers: the supervisor of each node, or torchrun and the like."""
 
     MP = "mp"
     EXTERNAL_LAUNCHER = "external_launcher"
@@ -37,6 +37,13 @@ class ParallelConfig(msgspec.Struct, frozen=True):
             "Pipeline stages that the layers are divided into", "--pp --pp-size -pp", ge=1, le=1024
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        option(
+            "Divide experts among workers, not each expert",
+            "--enable-ep -ep",
+        ),
+    ] = False
     data_parallel_size: Annotated[
         int,
         option("Model replicas, each with its own KV cache", "--dp --dp-size -dp", ge=1, le=256),

@@ -20,7 +20,7 @@ class SchedulingPolicy(enum.StrEnum):
 
 
 class PreemptionMode(enum.StrEnum):
-    """What happens to a preempted request's blocks with CPU KV offload.
+    """The treatment of a preempted request's blocks with CPU KV offload.
 
     They are dropped, copied to CPU memory at once, or copied when their GPU memory is needed.
     """
@@ -64,7 +64,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """The limits of one step and of the queue.
 
     Attributes:
-        max_loras: The maximum number of different adapters among running requests.
         max_num_encoder_input_tokens: Embeddings that are computed per step; 0 means `max_num_batched_tokens`.
         encoder_cache_size: Embeddings that are kept; 0 means `max_num_batched_tokens`.
         disable_chunked_mm_input: Whether all positions of an encoder input are computed in one step.
@@ -133,7 +132,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     tenant_weights: Annotated[
         dict[str, float], option("Shares of tenants under the fair policy; others have 1")
     ] = {}
-    max_loras: int = 1
+    max_loras: Annotated[
+        int, option("Maximum different LoRA adapters among running requests", ge=1)
+    ] = 1
     max_num_encoder_input_tokens: int = 0
     encoder_cache_size: int = 0
     disable_chunked_mm_input: bool = False

@@ -38,6 +38,7 @@ from .matcher import (
 )
 from .messages import (
     CHECK_STACK_BYTES,
+    ISOLATED_CPU_S,
     ISOLATED_STACK_BYTES,
     LENGTH_BYTES,
     MAX_CPU_S,
@@ -108,7 +109,8 @@ class _Child:
         while True:
             request = self._requests.get()
             # The kernel kills a process that takes longer, even inside the library.
-            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+            limit_s = MAX_CPU_S if isinstance(request, Check) else ISOLATED_CPU_S
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
             signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
             reply = self._answer(request)
             signal.setitimer(signal.ITIMER_PROF, 0)

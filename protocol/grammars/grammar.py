@@ -144,6 +144,8 @@ def _after_reasoning(reasoning: FreeReasoning) -> str:
     A mark that is one token, as <think> usually is, may not match as text. Marks are lazy, so that they are not
     mistaken for the beginning of an answer.
     """
+    if reasoning.grammar:
+        return reasoning.grammar
     starts = ["start_text", *_tokens(reasoning.start_token_ids)]
     ends = ["text_to_end", *(f"TEXT {token}" for token in _tokens(reasoning.end_token_ids))]
     prefix = "start_mark? reasoning" if reasoning.is_open else "(start_mark reasoning)?"

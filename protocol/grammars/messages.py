@@ -12,7 +12,13 @@ LENGTH_BYTES: Final = 4
 """Size of the big-endian length before each message, in bytes."""
 
 MAX_CPU_S: Final = 5
-"""Maximum processor time of one request to a grammar process, in seconds."""
+"""Maximum processor time of a check, in seconds."""
+
+ISOLATED_CPU_S: Final = 20
+"""Maximum processor time of a request to an isolated grammar, in seconds.
+
+Enough for every grammar that passed the check, also if the machine has become slower.
+"""
 
 MAX_WALL_S: Final = 60
 """Seconds after which a grammar process that makes no progress is killed."""

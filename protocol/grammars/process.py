@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from ..errors import EngineError
 from .messages import (
     CHECK_STACK_BYTES,
     MAX_CPU_S,
@@ -116,7 +115,3 @@ def describe_exit(exited: Exited | None) -> str:
             )
         case _:
             return "cannot be compiled: its process was lost"
-
-
-class ProcessLost(EngineError):
-    """Raised if a grammar has ended its process; the message says which limit it exceeded."""

@@ -1,4 +1,4 @@
-"""Mixed traffic on a real server of which a random process is harmed every few seconds.
+"""Run mixed traffic on a real server, and crash or stop a random process every few seconds.
 
     scripts/bench/run chaos --minutes 30 --every 20
 
@@ -44,7 +44,7 @@ class Havoc:
         self._frontends: list[psutil.Process] = []
         self.faults: Counter[str] = Counter()
         self.ports: set[int] = set()
-        """Where clients are connected from whose frontend was harmed."""
+        """Ports of the clients whose frontend was crashed or stopped."""
 
     def __enter__(self) -> Havoc:
         self._thread.start()
@@ -84,7 +84,7 @@ class Havoc:
             self._frontends.append(victim)
 
     def _note_clients(self, frontend: psutil.Process) -> bool:
-        """Whether it still runs."""
+        """Return whether the process still runs."""
         try:
             self.ports |= {c.raddr.port for c in frontend.net_connections("tcp") if c.raddr}
         except psutil.Error:
@@ -112,7 +112,7 @@ def is_idle(server: Server) -> bool:
 
 
 def becomes_idle(server: Server) -> bool:
-    """Whether every block and slot is free within the time that a recovery may take."""
+    """Return whether every block and slot becomes free within the time limit of a recovery."""
     deadline = time.monotonic() + RECOVERY_S
     while not is_idle(server):
         if time.monotonic() > deadline:

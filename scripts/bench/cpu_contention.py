@@ -1,4 +1,4 @@
-"""Throughput of the server alone, and beside processes that keep the cores busy.
+"""Measure the throughput of the server alone, and beside processes that keep the cores busy.
 
     scripts/bench/run cpu_contention [--model PATH] [-c 8] [--hogs 1] [--rounds 3] [-- serve arguments]
 

@@ -1,4 +1,4 @@
-"""How soon an evicted conversation goes on: its prefix copied back from host memory, or computed again.
+"""Measure the delay of an evicted conversation, with its prefix copied back from CPU memory or recomputed.
 
     scripts/bench/run cpu_offload [--model PATH] [--tokens 1024]
 

@@ -1,4 +1,4 @@
-"""What drafts give for prose, questions and edits, beside a server without them.
+"""Measure the speed with drafts for prose, questions and edits, compared with a server without them.
 
     scripts/bench/run drafts [--model PATH] [-c 1 4 16] [--rounds 3] [--tokens 128] [-- serve arguments]
 

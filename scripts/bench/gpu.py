@@ -1,4 +1,4 @@
-"""One GPU: decode and prefill beside what the device can do, idle time, kernels, the start.
+"""Measure one GPU: decode and prefill against the device's limits, idle time, kernels, start-up.
 
     scripts/bench/run gpu [--json FILE] [--minutes 9.5] [--only PART ...]
     scripts/bench/run gpu --only kernels "small products" "prefill tiles"
@@ -53,10 +53,10 @@ GOALS = {
     "of_torch": "at least 0.9, more than 1 for decodes",
     "s": "to be ready, at most 15 with weights",
 }
-"""What is shown once more at the end, and what it should be."""
+"""Figures that are repeated at the end, and their targets."""
 
 SHORTEST = 5
-"""Seconds without which no process is worth its start."""
+"""Seconds that must be left to start another process."""
 
 
 def parts(models: tuple[str, ...]) -> dict[str, tuple[list[str], int]]:
@@ -87,7 +87,7 @@ def run_part(
     save: Callable[[], None],
     log: Path,
 ) -> None:
-    """Run a part, and keep what it says line by line: objects, named by their `case`.
+    """Run a part, and collect the objects that it prints, one a line, by their `case`.
 
     If it ends badly, another process goes on with what this one has not come to, as long as that brings something.
     """
@@ -152,7 +152,7 @@ def run_once(
 
 
 def keep(line: str, found: dict[str, Any]) -> bool:
-    """Whether it is a figure."""
+    """Store the line if it is a figure. Return whether it is."""
     try:
         case = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The Triton attention kernels on a GPU, beside torch's flash attention on the same shapes.
+"""Measure the Triton attention kernels on a GPU, compared with torch's flash attention on the same shapes.
 
     scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--case NAME ...] [--json]
 
@@ -128,7 +128,7 @@ class Layer:
         self.build()
 
     def build(self) -> None:
-        """What depends on the tiles."""
+        """Create everything that depends on the tile sizes."""
         positions = np.arange(self.case.keys - self.case.queries, self.case.keys, dtype=np.int32)
         blocks, offsets = np.divmod(positions, self.shape.block_size)
         batch = AttentionBatch(
@@ -216,7 +216,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 def timing(case: Case, shape: Shape) -> Timing:
-    """Beside torch's flash attention."""
+    """Measure prompts, compared with torch's flash attention."""
     layer = Layer(case, shape)
     ms = milliseconds(layer.ours)
     error: float | None = None
@@ -249,7 +249,7 @@ def measurements(shape: Shape, cases: Sequence[Case]) -> Iterator[tuple[str, Cal
 
 
 def tile_ms(case: Case, shape: Shape, tile: Tile, split_keys: int | None) -> float | None:
-    """None if the tile does not fit. Decodes are split."""
+    """Measure a tile; None if it does not fit. Decodes are split."""
     from triton.runtime.errors import OutOfResources
 
     layer = Layer(case, shape)

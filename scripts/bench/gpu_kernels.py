@@ -1,4 +1,4 @@
-"""The Triton kernels around attention on a GPU, beside the roofline measured in the same run.
+"""Measure the Triton kernels other than attention on a GPU, against the roofline of the same run.
 
     scripts/bench/run gpu_kernels [--rows 14336] [--columns 4096] [--vocab 151936] [--only linear] [--json]
 
@@ -104,7 +104,7 @@ def measured_roofline() -> tuple[float, float]:
 
 
 def numbers(rows: Rows) -> torch.Tensor:
-    """What rows stand for, float32."""
+    """Return the values of quantized rows in float32."""
     if isinstance(rows, torch.Tensor):
         return rows.float()
     values_TD, scale_TG = rows

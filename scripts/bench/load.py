@@ -1,4 +1,4 @@
-"""Closed-loop load on any OpenAI-compatible server: tokens a second, first-token and inter-token times.
+"""Put closed-loop load on any OpenAI-compatible server: tokens a second, first-token and inter-token times.
 
 Prompts are token ids, so their length is exact, and each opens with ids of its own, so that no prefix
 cache helps unless `--shared-prefix` asks for one. Greedy, `ignore_eos`, streaming, with usage.

@@ -1,4 +1,4 @@
-"""Engine and the peers that are installed, side by side: the same load, in alternation, with ratios.
+"""Compare Engine with the installed peers: the same load, in alternation, with ratios.
 
     scripts/bench/run peers --json FILE [--peers DIRECTORY] [--contenders engine,llama-bf16] [--points c1,c64]
 

@@ -1,10 +1,10 @@
-"""What the native backend's arithmetic costs in quality, by weight format.
+"""Measure the loss of quality by the native backend's arithmetic, by weight format.
 
     scripts/bench/run perplexity [--formats Q4_1,Q6_K] [--tokens 2048] [--threads 2] [--json]
 
-The default model's weights, dequantised and quantised again to each format, run over prose (Python's help
+The default model's weights, dequantized and quantized again to each format, run over prose (Python's help
 topics) and code (its standard library): natively, with the KV cache in bf16 as it is served, and on plain
-torch in float32 with the very values that the quantised weights have. What `-q` makes of a float checkpoint is
+torch in float32 with the very values that the quantized weights have. What `-q` makes of a float checkpoint is
 a choice of weights as well: `-q int8` is compared with its own weights, `-q int8 in all` with those before it.
 
 What differs is printed as the change of perplexity with its standard error, the mean Kullback-Leibler
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Format:
-    """How matrices, and the embedding with the head, are stored.
+    """The storage of matrices, and of the embedding with the head.
 
     `quantization` is the loader's; with `counts_weights` the float32 model has the weights before it.
     """
@@ -86,9 +86,9 @@ _K_BLOCK = 256
 
 
 class RelabelledCheckpoint(GGUFCheckpoint):
-    """The same function in other weights: its channels are renumbered, and matrices are `form`'s.
+    """Rewrite the model as the same function with permuted channels and matrices in `form`.
 
-    In the file's own order its groups are on the levels they were quantised to, and four bits would
+    In the file's own order its groups are on the levels they were quantized to, and four bits would
     be exact again. The K types need rows of 256: some channels and heads are zero for them.
     """
 
@@ -160,7 +160,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
         return values if dtype is None else values.to(dtype)
 
     def _axes(self, name: str) -> list[tuple[NDArray[np.int64], int]]:
-        """For each axis, the new place of each old channel, and how many places there are."""
+        """Return for each axis the new place of each old channel, and the number of places."""
         hidden, inner = (self._hidden, self._sizes[0]), (self._inner, self._sizes[1])
         vocabulary = self.config["vocab_size"]
 
@@ -185,7 +185,7 @@ class RelabelledCheckpoint(GGUFCheckpoint):
 
 
 class LoadedCheckpoint(RelabelledCheckpoint):
-    """Its matrices have the values that the loader gives them when it quantises."""
+    """Return a model whose matrices have the values after quantization by the loader."""
 
     def tensor(
         self,
@@ -230,7 +230,7 @@ def windows(path: Path, num_tokens: int) -> dict[str, list[Tensor]]:
 
 
 def log_probabilities(decoder: Any, ids: Tensor) -> Tensor:
-    """Of the next token after each but the last, ``[T - 1, V]``."""
+    """Return log-probabilities of the next token after each but the last, ``[T - 1, V]``."""
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     batch = AttentionBatch(
         query_start_loc=np.array([0, len(ids)], np.int32),

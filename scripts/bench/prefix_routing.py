@@ -1,4 +1,4 @@
-"""How many prompt tokens are found in the prefix caches, with one replica and with two.
+"""Measure how many prompt tokens are found in the prefix caches, with one replica and with two.
 
     scripts/bench/run prefix_routing --streams 64 --prefixes 8
 

@@ -1,4 +1,4 @@
-"""How long streams pause when a process of a real server is killed: from the kill to the next token.
+"""Measure how long streams pause when a process of a real server is killed, up to the next token.
 
     scripts/bench/run recovery --streams 32 --kills 5 [-- serve arguments]
 

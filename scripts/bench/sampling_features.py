@@ -1,4 +1,4 @@
-"""What penalties, biases, log-probabilities and grammars cost, beside requests without.
+"""Measure the cost of penalties, biases, log-probabilities and grammars, compared with plain requests.
 
     scripts/bench/run sampling_features [--model PATH] [-c 1 8] [--rounds 3] [--tokens 128] [-- serve arguments]
 

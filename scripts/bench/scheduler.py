@@ -1,4 +1,4 @@
-"""What a step costs in the core, without a model.
+"""Measure the cost of a step in the core, without a model.
 
     scripts/bench/run scheduler [--running 1,16,64] [--steps 300] [--prompt 512] [--json] [--vllm-python PATH]
 
@@ -38,7 +38,7 @@ EOS = VOCAB_SIZE - 1
 TURNS = 5
 
 RECORDED = True
-"""Whether the scheduler keeps its event log, as it always does in the core."""
+"""True if the scheduler records its event log, as it always does in the core."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
@@ -154,7 +154,7 @@ def steady_decode(num_seqs: int, steps: int, prompt: int) -> dict[str, Any]:
 
 
 class VLLMScheduler:
-    """In a process of its own, which waits while something else is measured."""
+    """Run in a separate process, which waits while something else is measured."""
 
     def __init__(self, python: str) -> None:
         program = Path(__file__).parent / "side_by_side" / "vllm_scheduler.py"
@@ -200,7 +200,7 @@ def beside_vllm(vllm: VLLMScheduler, num_seqs: int, steps: int, prompt: int) -> 
 
 
 def churn(num_seqs: int, steps: int, events: int) -> dict[str, Any]:
-    """In every step `events` requests arrive and as many end, which the scheduler hears of a step later."""
+    """In every step, `events` requests arrive and as many end, which the scheduler receives one step later."""
     lifetime = num_seqs // events
     loop = Loop(num_seqs + 2 * events, 64 + lifetime + 2 * BLOCK_SIZE)
     arrivals = [[loop.request(32, lifetime) for _ in range(events)] for _ in range(50 + steps)]
@@ -271,7 +271,7 @@ def long_prompt(length: int, repeats: int) -> dict[str, Any]:
 
 
 def snapshot(num_running: int, num_waiting: int) -> dict[str, Any]:
-    """What the event log does once in a segment of some thousand steps: freeze the whole state."""
+    """Measure freezing of the whole state, which the event log does once in some thousand steps."""
     loop = Loop(num_running, 2048)
     for _ in range(num_running):
         loop.add(512, 1024)

@@ -1,4 +1,4 @@
-"""How well `engine simulate` predicts a real server.
+"""Compare the predictions of `engine simulate` with a real server.
 
     scripts/bench/run simulate [--requests 40] [--rate 3] [--model PATH]
 
@@ -31,7 +31,7 @@ from support.server import Server, default_model
 
 
 class Answer(msgspec.Struct):
-    """When a request was sent, and when its tokens came."""
+    """The times when a request was sent and when its tokens arrived."""
 
     sent: float
     token_times: list[float] = []

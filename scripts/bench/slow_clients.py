@@ -1,4 +1,4 @@
-"""What slow clients cost the others: latency of streams beside them, the frontend's memory.
+"""Measure the effect of slow clients on others: latency of their streams, and the frontend's memory.
 
     scripts/bench/run slow_clients [--idle 10000] [--tricklers 200] [--sleepers 50] [--rounds 3]
 
@@ -29,8 +29,8 @@ def request_bytes(max_tokens: int) -> bytes:
     body = json.dumps(
         {"prompt": [300], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-    return (head % len(body)).encode() + body
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    return (head + f"Content-Length: {len(body)}\r\n\r\n").encode() + body
 
 
 async def measure(host: str, port: int, seconds: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Random traffic against the scheduler alone, every invariant checked after every step.
+"""Run random traffic against the scheduler alone, and check every invariant after every step.
 
     scripts/bench/run soak [--steps 1000000] [--seconds N] [--first-seed 0]
 

@@ -1,4 +1,4 @@
-"""How long `engine --help` and a cold start take, and the memory of the processes once ready.
+"""Measure the time of `engine --help` and of a cold start, and the memory of the processes once ready.
 
     scripts/bench/run startup [--model PATH] [--runs 5]
 

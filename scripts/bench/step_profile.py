@@ -1,4 +1,4 @@
-"""Where a step's time goes: the native program's operations, the worker around them, and what serving adds.
+"""Measure the parts of a step: the native program's operations, the worker around them, and serving.
 
     scripts/bench/run step_profile [--model PATH] [--streams 1,64] [--context 192]
 
@@ -40,6 +40,14 @@ AFTER = {
     "rotate_store": "rope, KV write",
     "attention": "attention",
     "gated_linear": "gate, up, activation",
+    "route": "router",
+    "gated_experts": "experts: gate, up, activation",
+    "expert_outputs": "experts: down",
+    "combine_experts": "experts: sum",
+    "short_convolution": "recurrent layers",
+    "convolve": "recurrent layers",
+    "scan": "recurrent layers",
+    "gate_mixed": "recurrent layers",
     "norm_add": "norms",
     "final_norm": "norms",
     "head": "head",
@@ -97,16 +105,17 @@ class Decoding:
 
 
 def named_operations(profile: list[tuple[str, float]]) -> dict[str, float]:
-    """Seconds by what the operations are for; products take their name from what they follow."""
+    """Seconds by what the operations are for; products take their name from what they lie between."""
     seconds: dict[str, float] = defaultdict(float)
-    previous = ""
-    for kind, spent in profile:
-        if kind == "linear":
-            name = {"attention": "attention output", "gated_linear": "down"}.get(previous, "qkv")
-        else:
+    kinds = ["", *(kind for kind, _ in profile), ""]
+    for (kind, spent), previous, following in zip(profile, kinds, kinds[2:], strict=False):
+        if kind != "linear":
             name = AFTER[kind]
+        elif following == "route":
+            name = "router"
+        else:
+            name = {"attention": "attention output", "gated_linear": "down"}.get(previous, "qkv")
         seconds[name] += spent
-        previous = kind
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""What a streamed token costs apart from the model: CPU time of the frontends and of the core.
+"""Measure the cost of a streamed token without the model: CPU time of the frontends and of the core.
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
 
@@ -35,7 +35,7 @@ SETTLE_S = 0.5
 
 
 class Counts:
-    """What one client process has seen, for another process to read."""
+    """The counts of one client process, for another process to read."""
 
     def __init__(self) -> None:
         self.begun: Synchronized[int] = multiprocessing.Value("q", 0, lock=False)
@@ -83,7 +83,7 @@ def run_client(url: str, streams: int, counts: Counts) -> None:
                 }
             ).encode()
             request = (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
                 b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
                 % (len(body), body)
             )
@@ -133,7 +133,7 @@ def cpu_ns(pid: int) -> int:
 
 
 def count_tokens(url: str) -> int:
-    """As the frontends have counted them; all but the one that answers are up to a second behind."""
+    """Return the counts of the frontends; all but the one that answers are up to a second old."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     found = re.findall(r"^engine:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A worker whose memory is damaged, so that its answers make no sense, costs nobody a token."""
+"""A worker that returns invalid tokens does not change the outputs of streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEED_LOGITS = ("logprobs", "prompt_logprobs", "structured_outputs")
 REQUESTS = [{**body, **dict.fromkeys(NEED_LOGITS), "max_tokens": 200} for body in bodies(10)]
 
 
-def test_streams_end_as_if_the_worker_had_been_sane() -> None:
+def test_streams_are_unchanged_by_invalid_outputs_of_a_worker() -> None:
     args = (default_model(), "--device", "null", "--null-step-ms", "5")
     with Server(*args, env=ENVIRONMENT) as server:
         undisturbed = Streams(server, REQUESTS).answers()

@@ -1,4 +1,4 @@
-"""A replica of several workers outlives its core; when a worker dies all of it starts anew. Streams do not notice."""
+"""A replica of several workers keeps them when its core crashes, and restarts all when one of them crashes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from support.faults import ENVIRONMENT, fail
 from support.mixed_streams import Streams, bodies, undisturbed_answers
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import qwen3_directory
+from support.tiny_checkpoints import mixture_directory, qwen3_directory
 
-# Without log-probabilities: their last digits depend on the batch where torch multiplies.
+# No log-probabilities, because their last digits depend on the batch where torch multiplies.
 REQUESTS = [
     {**body, "max_tokens": 300, "logprobs": None, "prompt_logprobs": None} for body in bodies(10)
 ]
@@ -24,7 +24,8 @@ REQUESTS = [
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    path: Path = qwen3_directory(tmp_path_factory.mktemp("tiny"))[0]
+    make = mixture_directory if request.param == "-tp" else qwen3_directory
+    path: Path = make(tmp_path_factory.mktemp("tiny"))[0]
     args = ("--dtype", "float32", request.param, "2", "--heartbeat-timeout", "3")
     with Server(str(path), *args, "--kv-host-gib", "0.01", env=ENVIRONMENT) as server:
         yield server
@@ -46,7 +47,7 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_streams_survive_and_the_message_names_who_died_first(
+def test_streams_survive_and_the_error_names_the_first_crash(
     server: Server,
     undisturbed: list[dict[str, Any]],
     title: str,
@@ -60,9 +61,9 @@ def test_streams_survive_and_the_message_names_who_died_first(
     harm(before[title])
     wait_until(lambda: not any(p.is_running() for p in before.values()), what="all restarted")
     assert streams.answers() == undisturbed
-    told = [line for line in server.output[num_lines:] if "restarting it" in line]
-    assert cause in told[0]
-    assert len(told) == 1, told
+    restarts = [line for line in server.output[num_lines:] if "restarting it" in line]
+    assert cause in restarts[0]
+    assert len(restarts) == 1, restarts
     assert_nothing_is_held(server)
 
 
@@ -73,11 +74,11 @@ def has_been_heard(server: Server) -> bool:
 
 
 @pytest.mark.parametrize("harm", [psutil.Process.kill, psutil.Process.suspend, fail])
-def test_workers_outlive_their_core(
+def test_workers_survive_a_core_crash(
     server: Server, undisturbed: list[dict[str, Any]], harm: Callable[[psutil.Process], None]
 ) -> None:
     workers = [server.child(name) for name in ("worker 0", "worker 1")]
-    # One that dies before its heart has told of a token takes its workers along.
+    # A core that crashes before reporting a token also restarts its workers.
     wait_until(
         lambda: has_been_heard(server), what="steps of the core that the supervisor knows of"
     )
@@ -91,7 +92,7 @@ def test_workers_outlive_their_core(
     assert all(worker.is_running() for worker in workers)
 
 
-def test_a_core_that_can_write_nothing_down_goes_on(
+def test_a_core_without_a_writable_step_log_continues(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     core = server.child("core 0")

@@ -1,4 +1,4 @@
-"""A request whose presence kills the worker is found, and the others do not suffer."""
+"""A request that crashes the worker is identified, and the others are not affected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask_all(server: Server, numbers: list[int], poison: int = POISON) -> dict[in
     return answers
 
 
-def test_a_poison_among_100_is_found_within_two_crashes() -> None:
+def test_a_poison_request_among_100_is_found_within_two_crashes() -> None:
     args = (default_model(), "--max-model-len", "256", "--inject-crash", str(POISON))
     with Server(*args) as server:
         everyone = list(range(OTHERS + 1))
@@ -75,10 +75,10 @@ def several_sequences(poison: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("poison", "death"),
-    [(49_001, KILLED), (49_002, KILLED), (49_003, RAISED), (49_004, RAISED)],
-    ids=[f"{how} {when}" for how in ("killed", "raising") for when in ("at arrival", "in a step")],
+    [(49_002, KILLED), (49_003, RAISED)],
+    ids=["killed in a step", "raising at arrival"],
 )
-def test_a_poison_of_which_the_core_dies_and_names_nobody_fails_alone(
+def test_a_poison_request_that_crashes_the_core_silently_fails_alone(
     poison: int, death: str
 ) -> None:
     env = environment_with("poisonous_core")
@@ -96,7 +96,7 @@ def test_a_poison_of_which_the_core_dies_and_names_nobody_fails_alone(
             assert answer["choices"] == undisturbed[number][1]["choices"]
         assert server.log.count(death) == 4, server.log
         assert_nothing_is_held(server)
-        # Nobody else is there to make progress meanwhile.
+        # No other request can make progress meanwhile.
         asked = several_sequences(poison)
         for fields in asked:
             status, answer = server.post("/v1/completions", {"max_tokens": 8, **fields})
@@ -106,7 +106,7 @@ def test_a_poison_of_which_the_core_dies_and_names_nobody_fails_alone(
         assert server.stop() == 0, server.log
 
 
-def test_a_request_that_the_core_cannot_read_fails_and_nobody_dies() -> None:
+def test_a_request_that_the_core_cannot_process_fails_without_a_crash() -> None:
     with Server(*NO_MODEL, env=environment_with("poisonous_core")) as server:
         pid = server.child("core 0").pid
         answers = ask_all(server, list(range(OTHERS + 1)), 49_005)
@@ -118,7 +118,7 @@ def test_a_request_that_the_core_cannot_read_fails_and_nobody_dies() -> None:
         assert server.stop() == 0, server.log
 
 
-def test_a_poison_costs_two_workers_however_it_is_asked_for_and_how_often() -> None:
+def test_a_poison_request_crashes_two_workers_however_often_it_is_sent() -> None:
     with (
         Server(*NO_MODEL, "--inject-crash", str(POISON)) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="unused") as client,
@@ -136,7 +136,7 @@ def test_a_poison_costs_two_workers_however_it_is_asked_for_and_how_often() -> N
                 assert raised.value.response.headers["x-should-retry"] == "false"
             wait_until(
                 lambda deaths=2 * number: server.log.count("SIGSEGV") >= deaths,
-                what="every death is told of",
+                what="every crash is reported",
             )
         assert client.completions.create(model=model, prompt=[9, 9]).choices
         assert server.log.count("was killed by SIGSEGV") == 2 * len(requests), server.log
@@ -144,7 +144,7 @@ def test_a_poison_costs_two_workers_however_it_is_asked_for_and_how_often() -> N
         assert server.stop() == 0
 
 
-def test_an_engine_that_dies_of_whatever_it_is_asked_for_ends() -> None:
+def test_an_engine_that_crashes_on_every_request_exits() -> None:
     args = (*NO_MODEL, "--inject-crash", str(POISON), "--max-restarts", "2")
     with Server(*args) as server:
         for prompt in range(3):
@@ -154,7 +154,7 @@ def test_an_engine_that_dies_of_whatever_it_is_asked_for_ends() -> None:
         assert "Stopping the server: core 0 crashed 3 times in a row" in server.log
 
 
-def test_a_life_that_gave_a_token_has_done_its_work_however_short_it_was() -> None:
+def test_a_crash_after_a_token_does_not_count_as_consecutive() -> None:
     with Server(*NO_MODEL, "--null-step-ms", "50", "--max-restarts", "1") as server:
         request = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
         streams = Streams(server, [request])

@@ -1,4 +1,4 @@
-"""A request that ends its frontend is refused from then on, and the server goes on."""
+"""A request that crashes its frontend is rejected from then on, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOOD = {"prompt": [5, 6], "max_tokens": 2}
 
 
 def post_until_answered(server: Server, body: dict[str, Any]) -> tuple[int, Any]:
-    """What a client gets that tries again after every lost connection."""
+    """Return the answer for a client that retries after every lost connection."""
     answer: list[tuple[int, Any]] = []
 
     def has_answer() -> bool:
@@ -29,7 +29,7 @@ def post_until_answered(server: Server, body: dict[str, Any]) -> tuple[int, Any]
     return answer[0]
 
 
-def test_requests_that_end_their_frontend_are_refused_and_never_end_the_server() -> None:
+def test_bodies_that_crash_their_frontend_are_rejected_and_the_server_continues() -> None:
     args = ("--device", "null", "--max-restarts", "1")
     with Server(default_model(), *args, env=environment_with("crashing_parser")) as server:
         for number in range(4):

@@ -1,4 +1,4 @@
-"""Whatever process dies or hangs, the streams end as if nothing had happened."""
+"""Streams are unchanged by a crash or hang of any process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_streams_end_as_if_nothing_had_happened(
+def test_streams_are_unchanged_by_a_crash_or_hang(
     server: Server,
     undisturbed: list[dict[str, Any]],
     title: str,
@@ -58,7 +58,7 @@ def test_streams_end_as_if_nothing_had_happened(
     assert_nothing_is_held(server)
 
 
-def test_a_core_that_has_waited_goes_on_where_the_one_before_was(
+def test_a_standby_core_continues_the_streams_of_its_predecessor(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     def count_tokens() -> tuple[float, float]:
@@ -79,17 +79,17 @@ def test_a_core_that_has_waited_goes_on_where_the_one_before_was(
     assert server.child("core 0").pid == spare.pid
 
     def is_little_computed_twice() -> bool:
-        # Of a stream a token or two that nobody had heard of, instead of three hundred.
+        # Each stream computes again the one or two tokens that no client received, not three hundred.
         computed_now, asked_for_now = count_tokens()
         return computed_now - computed < asked_for_now - asked_for + 20 * len(prompts)
 
-    # What a frontend has counted is in its metrics a little later.
+    # A frontend's counts appear in its metrics with a short delay.
     wait_until(is_little_computed_twice, what="no more was computed than was asked for")
     assert Streams(server, REQUESTS).answers() == undisturbed
     assert_nothing_is_held(server)
 
 
-def test_a_core_that_waits_is_replaced_when_it_dies_and_needed_when_it_was_stopped(
+def test_a_standby_core_is_replaced_after_a_crash_or_hang(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     first = server.child("spare core 0")
@@ -106,7 +106,7 @@ def test_a_core_that_waits_is_replaced_when_it_dies_and_needed_when_it_was_stopp
 
 
 @pytest.mark.parametrize("title", ["core 0", "worker 0", "frontend 0"])
-def test_a_process_without_memory_is_replaced_or_needs_none(
+def test_a_process_that_cannot_allocate_memory_is_replaced_or_continues(
     server: Server, undisturbed: list[dict[str, Any]], title: str
 ) -> None:
     streams = Streams(server, REQUESTS)
@@ -127,7 +127,7 @@ def test_a_process_without_memory_is_replaced_or_needs_none(
         assert answer == right or is_cut, answer
 
 
-def test_a_second_core_may_die_before_the_first_one_is_replaced(
+def test_a_second_core_may_crash_before_the_first_is_replaced(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     streams = Streams(server, REQUESTS)
@@ -138,7 +138,7 @@ def test_a_second_core_may_die_before_the_first_one_is_replaced(
     assert_nothing_is_held(server)
 
 
-def test_connections_wait_for_frontends_in_the_place_of_others(
+def test_connections_wait_for_restarted_frontends(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     victims = [server.child("frontend 0"), server.child("frontend 1")]
@@ -154,13 +154,13 @@ def num_connections(frontend: psutil.Process) -> int:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
-def test_a_dead_frontend_takes_only_its_own_connections_along(
+def test_a_frontend_crash_closes_only_its_own_connections(
     server: Server, undisturbed: list[dict[str, Any]], signum: signal.Signals
 ) -> None:
     server.wait_until_whole()
     streams = Streams(server, REQUESTS)
     streams.wait_for_events(40)
-    # Whoever is awake first may have accepted most of them.
+    # The frontend that wakes up first may have accepted most of them.
     title = min(
         ("frontend 0", "frontend 1"), key=lambda title: num_connections(server.child(title))
     )
@@ -179,7 +179,7 @@ def test_a_dead_frontend_takes_only_its_own_connections_along(
     assert Streams(server, REQUESTS).answers() == undisturbed
 
 
-def test_an_exception_in_a_frontend_hurts_no_stream_but_the_one_it_was_busy_with(
+def test_an_exception_in_a_frontend_ends_at_most_one_stream(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:
     server.wait_until_whole()
@@ -193,19 +193,19 @@ def test_an_exception_in_a_frontend_hurts_no_stream_but_the_one_it_was_busy_with
     assert len(hurt) <= 1, [answers[index] for index in hurt]
     assert all(streams.streams[index].port in ports for index in hurt)
     assert_nothing_is_held(server)
-    # The exception may have ended something that is missed later.
+    # The exception may have ended a task whose absence shows only later.
     victim.kill()
     wait_until(lambda: not victim.is_running(), what="the frontend is gone")
 
 
-def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None:
+def test_a_frontend_becomes_ready_while_another_fails(server: Server) -> None:
     server.wait_until_whole()
     victim = server.child("frontend 0")
     victim.suspend()
 
     def is_replaced() -> bool:
         status, health = server.get("/readyz")
-        # On a slow machine the new one answers before it is ready.
+        # On a slow machine, the new frontend answers before it is ready.
         assert status == 200 or health["stage"] != "ready", health
         processes = server.get("/engine/status")[1]["processes"]
         stages = {process["pid"]: process["stage"] for process in processes}
@@ -214,7 +214,7 @@ def test_a_frontend_is_ready_whatever_becomes_of_another(server: Server) -> None
     wait_until(is_replaced, 40, what="there is another one")
 
 
-def test_health_names_what_hangs_until_it_is_replaced(server: Server) -> None:
+def test_health_names_a_hanging_process_until_it_is_replaced(server: Server) -> None:
     server.wait_until_whole()
     victim = server.child("worker 0")
     victim.suspend()

@@ -1,4 +1,4 @@
-"""Requests that were there when a worker died are tried one by one, and a death meanwhile convicts only the one."""
+"""Suspected requests run one at a time after a worker crash, and only the one that crashes again fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
 
-def test_a_second_death_convicts_the_suspect_that_was_tried_and_nobody_else() -> None:
+def test_a_second_crash_fails_only_the_suspected_request_that_ran() -> None:
     body = {"prompt": [5, 6], "max_tokens": 1, "seed": 7, "return_token_ids": True}
     with Server(default_model(), "--device", "null", "--null-step-ms", "1500") as server:
-        # Afterwards the same would be refused, as what was convicted.
+        # Afterwards the same request would be rejected as a known poison request.
         undisturbed = server.post("/v1/completions", body)[1]["choices"]
         answers: list[tuple[int, Any]] = []
 
@@ -31,7 +31,7 @@ def test_a_second_death_convicts_the_suspect_that_was_tried_and_nobody_else() ->
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()
-        # Two steps are on their way; who came too late for them waits, and is not suspected.
+        # Two steps are in flight. Requests that arrived too late for them wait, and are not suspected.
         await_running(2, 3)
         server.child("worker 0").kill()
         await_running(1)

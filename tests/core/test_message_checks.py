@@ -20,7 +20,7 @@ def is_valid(**fields: Any) -> bool:
     return is_valid_output(ModelRunnerOutput(1, **fields), VOCAB_SIZE, max_num_seqs=8)
 
 
-def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
+def test_an_output_with_valid_tokens_and_slots_is_accepted() -> None:
     drafts = DraftTokenIds(1, slots=int32_bytes([7]), token_ids=ONE, num_tokens=ONE)
     assert is_valid()
     assert is_valid(
@@ -56,7 +56,7 @@ def test_an_output_whose_numbers_name_tokens_and_slots_is_sound() -> None:
         {"drafts": DraftTokenIds(1, slots=ONE, token_ids=ONE, num_tokens=int32_bytes([2]))},
     ],
 )
-def test_an_output_with_other_numbers_is_not(fields: dict[str, Any]) -> None:
+def test_an_output_with_out_of_range_numbers_is_rejected(fields: dict[str, Any]) -> None:
     assert not is_valid(**fields)
 
 
@@ -65,7 +65,7 @@ def test_an_output_with_other_numbers_is_not(fields: dict[str, Any]) -> None:
     numbers=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8),
     repeats=st.sampled_from([1, 2000]),
 )
-def test_numbers_are_below_a_limit_if_every_single_one_is(
+def test_every_number_is_compared_with_the_limit(
     limit: int, numbers: list[int], repeats: int
 ) -> None:
     numbers += [limit - 1, limit]

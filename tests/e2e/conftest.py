@@ -11,7 +11,7 @@ MODEL_NAME = "smollm2"
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One server of the default model for every test that leaves it as it was."""
+    """A server of the default model, shared by tests that leave it unchanged."""
     with Server(default_model(), "--served-model-name", MODEL_NAME, "--max-model-len", "2048") as s:
         yield s
         assert s.stop() == 0, s.log

@@ -1,4 +1,4 @@
-"""Other models than the default one, served from files: the tokens are those of transformers."""
+"""Models other than the default one, served from files, give the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.quantized_checkpoints import quantize_directory
 from support.server import Server, default_model
-from support.tiny_checkpoints import TEXT, gemma3_gguf, qwen3_directory
+from support.tiny_checkpoints import TEXT, gemma3_gguf, mixture_directory, qwen3_directory
 
 EXACT = ("--dtype", "float32", "--served-model-name", "tiny")
 
@@ -39,7 +39,7 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -
 def shortfalls(
     model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]
 ) -> torch.Tensor:
-    """How far each token's logit lies below the largest there, given those before it: float32 [T]."""
+    """Return how far each token's logit lies below the largest at its position: float32 [T]."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
@@ -62,8 +62,8 @@ def serve_greedy(server: Server, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("make", [gemma3_gguf, qwen3_directory])
-def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) -> None:
+@pytest.mark.parametrize("make", [gemma3_gguf, mixture_directory, qwen3_directory])
+def test_tokens_equal_those_of_transformers(tmp_path: Path, make, backend: str) -> None:
     path, model = make(tmp_path)
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(12)]
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, make, backend: str) ->
         ("compressed-int4", ("--cpu-backend", "torch", "--tensor-parallel-size", "2")),
     ],
 )
-def test_a_quantised_checkpoint_serves_the_values_it_stands_for(
+def test_a_quantized_checkpoint_gives_the_tokens_of_its_values(
     tmp_path: Path, name: str, flags: tuple[str, ...]
 ) -> None:
     path, model = qwen3_directory(tmp_path)
@@ -97,7 +97,7 @@ def test_a_quantised_checkpoint_serves_the_values_it_stands_for(
         assert serve_greedy(server, prompt, 40) == greedy(model, prompt, 40)
 
 
-def test_int8_activations_decide_only_near_ties(tmp_path: Path) -> None:
+def test_int8_activations_change_only_near_ties(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     model.load_state_dict(quantize_directory(path, "awq"), strict=False)
     prompt = [random.Random(9).randrange(4, 300) for _ in range(40)]
@@ -107,7 +107,7 @@ def test_int8_activations_decide_only_near_ties(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_a_window_keeps_few_blocks(tmp_path: Path, backend: str) -> None:
+def test_a_sliding_window_holds_few_blocks(tmp_path: Path, backend: str) -> None:
     path, model = gemma3_gguf(tmp_path)
     rng = random.Random(7)
     prompt = [rng.randrange(4, 300) for _ in range(330)]
@@ -121,7 +121,7 @@ def test_a_window_keeps_few_blocks(tmp_path: Path, backend: str) -> None:
         assert server.metric("engine:num_preemptions_total") == 0
 
 
-def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
+def test_preempted_requests_resume_with_the_same_tokens(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]
@@ -136,7 +136,7 @@ def test_preempted_requests_give_the_same_tokens(tmp_path: Path) -> None:
         assert server.metric("engine:kv_cache_usage_perc") == 0
 
 
-def test_swapped_requests_give_the_same_tokens(tmp_path: Path) -> None:
+def test_swapped_requests_resume_with_the_same_tokens(tmp_path: Path) -> None:
     path, model = qwen3_directory(tmp_path)
     rng = random.Random(6)
     prompts = [[rng.randrange(4, 300) for _ in range(20)] for _ in range(6)]

@@ -1,4 +1,4 @@
-"""A constrained answer of a model that reasons: free reasoning first, then what was asked for."""
+"""Constrained answers of a reasoning model: unconstrained reasoning first, then the answer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SAMPLING_FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The chat template renders the last message as it is: so tests say how a prompt ends."""
+    """Return flags with a chat template that renders the last message unchanged, so tests choose the prompt's end."""
     template = tmp_path_factory.mktemp("template") / "last.jinja"
     template.write_text("{{ messages[-1]['content'] }}")
     return ("--max-model-len", "1024", "--chat-template", str(template))
@@ -71,14 +71,16 @@ def undrafted(flags: tuple[str, ...]) -> Iterator[Server]:
         yield server
 
 
-def body(prompt: str, **wish: Any) -> dict[str, Any]:
+def body(prompt: str, **features: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt}]
-    return {"messages": messages, "max_tokens": 400, "temperature": 0, **wish}
+    return {"messages": messages, "max_tokens": 400, "temperature": 0, **features}
 
 
-def ask(server: Server, prompt: str, **wish: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The choices, their calls without ids, and the usage."""
-    status, answer = server.post("/v1/chat/completions", body(prompt, **wish))
+def ask(
+    server: Server, prompt: str, **features: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the choices, their calls without ids, and the usage."""
+    status, answer = server.post("/v1/chat/completions", body(prompt, **features))
     assert status == 200, answer
     for choice in answer["choices"]:
         for call in choice["message"].get("tool_calls", []):
@@ -87,15 +89,18 @@ def ask(server: Server, prompt: str, **wish: Any) -> tuple[list[dict[str, Any]],
 
 
 def ask_in_a_stream(
-    server: Server, prompt: str, hear: Callable[[str], None] = lambda kind: None, **wish: Any
+    server: Server,
+    prompt: str,
+    on_piece: Callable[[str], None] = lambda kind: None,
+    **features: Any,
 ) -> dict[str, str]:
-    """What came of each kind, put together; `hear` is told of each piece's kind."""
+    """Return the joined pieces of each kind; `on_piece` is called with the kind of each piece."""
     parts = urlsplit(server.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=240)
     headers = {"content-type": "application/json"}
-    request = json.dumps(body(prompt, **wish, stream=True))
+    request = json.dumps(body(prompt, **features, stream=True))
     connection.request("POST", "/v1/chat/completions", request, headers)
-    told = {"reasoning": "", "content": "", "arguments": ""}
+    pieces = {"reasoning": "", "content": "", "arguments": ""}
     for line in connection.getresponse():
         data = line.decode().removeprefix("data: ").strip()
         if not data or data == "[DONE]":
@@ -103,48 +108,48 @@ def ask_in_a_stream(
         delta = json.loads(data)["choices"][0]["delta"]
         for call in delta.get("tool_calls", []):
             delta["arguments"] = delta.get("arguments", "") + call["function"]["arguments"]
-        for kind in told.keys() & delta.keys():
-            told[kind] += delta[kind]
+        for kind in pieces.keys() & delta.keys():
+            pieces[kind] += delta[kind]
             if delta[kind]:
-                hear(kind)
+                on_piece(kind)
     connection.close()
-    return told
+    return pieces
 
 
 @pytest.mark.parametrize("prompt", [QUESTION, OPENED], ids=["not_opened", "opened"])
-@pytest.mark.parametrize("wish", SAMPLING_FEATURES.values(), ids=SAMPLING_FEATURES.keys())
-def test_reasoning_is_free_and_the_answer_is_what_was_asked_for(
-    thinking: Server, undrafted: Server, wish: dict[str, Any], prompt: str
+@pytest.mark.parametrize("features", SAMPLING_FEATURES.values(), ids=SAMPLING_FEATURES.keys())
+def test_only_the_answer_after_the_reasoning_is_constrained(
+    thinking: Server, undrafted: Server, features: dict[str, Any], prompt: str
 ) -> None:
-    choices, usage = ask(thinking, prompt, **wish)
+    choices, usage = ask(thinking, prompt, **features)
     for choice in choices:
         message = choice["message"]
         assert message["reasoning_content"] == message["reasoning"]
-        if "n" not in wish:
+        if "n" not in features:
             assert message["reasoning"] == THOUGHT
-        if "tools" in wish:
+        if "tools" in features:
             [call] = message["tool_calls"]
             assert call["function"]["name"] == "tell" and message["content"] is None
             assert json.loads(call["function"]["arguments"])["sum"] >= 0
-        elif "response_format" in wish:
+        elif "response_format" in features:
             assert isinstance(json.loads(message["content"])["sum"], int)
         else:
             wanted = ("\n\nyes", "\n\nno", " five", " six", "It is 5.", "It is 3.")
             assert message["content"] in wanted
-        is_a_call = wish.get("tool_choice") == "required"
+        is_a_call = features.get("tool_choice") == "required"
         assert choice["finish_reason"] == ("tool_calls" if is_a_call else "stop")
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
     assert 20 < counted < usage["completion_tokens"]
-    assert ask(undrafted, prompt, **wish)[0] == choices
+    assert ask(undrafted, prompt, **features)[0] == choices
     message = choices[0]["message"]
-    told = ask_in_a_stream(thinking, prompt, **{**wish, "n": 1})
-    assert told["reasoning"] == message["reasoning"]
-    assert told["content"] == (message["content"] or "")
+    pieces = ask_in_a_stream(thinking, prompt, **{**features, "n": 1})
+    assert pieces["reasoning"] == message["reasoning"]
+    assert pieces["content"] == (message["content"] or "")
     calls = message.get("tool_calls", [])
-    assert told["arguments"] == "".join(call["function"]["arguments"] for call in calls)
+    assert pieces["arguments"] == "".join(call["function"]["arguments"] for call in calls)
 
 
-def test_nothing_comes_before_the_answer_where_the_prompt_has_ended_the_reasoning(
+def test_the_answer_comes_first_if_the_prompt_ends_the_reasoning(
     thinking: Server,
 ) -> None:
     [choice], usage = ask(thinking, CLOSED, **AS_SCHEMA)
@@ -153,13 +158,13 @@ def test_nothing_comes_before_the_answer_where_the_prompt_has_ended_the_reasonin
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_reasoning_that_is_not_opened_need_not_come(thinking: Server) -> None:
+def test_reasoning_that_the_prompt_does_not_open_is_optional(thinking: Server) -> None:
     [choice], _ = ask(thinking, 'Say {"sum": 5}. {"sum": 5}\nSay {"sum": 7}. ', **AS_SCHEMA)
     assert choice["message"]["content"] == '{"sum": 7}'
     assert choice["message"]["reasoning"] is None
 
 
-def test_the_end_cannot_come_before_the_answer(thinking: Server) -> None:
+def test_the_output_cannot_end_before_the_answer(thinking: Server) -> None:
     [choice], usage = ask(thinking, OPENED, **AS_SCHEMA, logit_bias={"2": 20}, max_tokens=60)
     assert choice["finish_reason"] == "stop" and choice["message"]["reasoning"] == THOUGHT
     assert json.loads(choice["message"]["content"]).keys() == {"sum"}
@@ -170,7 +175,7 @@ def test_the_end_cannot_come_before_the_answer(thinking: Server) -> None:
 
 
 @pytest.mark.parametrize("moment", ["reasoning", "content"])
-def test_a_core_that_dies_changes_nothing(thinking: Server, moment: str) -> None:
+def test_a_core_crash_does_not_change_the_answer(thinking: Server, moment: str) -> None:
     undisturbed = ask_in_a_stream(thinking, OPENED, **LONG)
     assert undisturbed["reasoning"] == THOUGHT and len(json.loads(undisturbed["content"])) >= 60
     victim = thinking.child("core 0")

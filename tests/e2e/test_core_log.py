@@ -1,4 +1,4 @@
-"""What a server logs and measures about its scheduler."""
+"""Logs and metrics of a server's scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = (
 
 
 def overload(server: Server) -> None:
-    """Let more run at once than the KV cache holds."""
+    """Run more requests at once than fit in the KV cache."""
     body = {"max_tokens": 100, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         answers = [
@@ -30,7 +30,7 @@ def overload(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
-def test_a_full_cache_is_explained_and_statistics_are_logged_unless_disabled(
+def test_preemption_advice_and_statistics_are_logged_unless_disabled(
     is_quiet: bool,
 ) -> None:
     with Server(*SMALL, *(["--disable-log-stats"] if is_quiet else [])) as server:
@@ -45,9 +45,9 @@ def test_a_full_cache_is_explained_and_statistics_are_logged_unless_disabled(
         assert server.metric("engine:request_scheduler_time_seconds_sum") > 0
 
 
-def test_a_server_runs_with_a_scheduler_of_its_users() -> None:
+def test_a_server_runs_with_a_custom_scheduler_class() -> None:
     python_path = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
-    name = "support.own_schedulers.Wrapper"
+    name = "support.custom_schedulers.Wrapper"
     with Server(*SMALL, "--scheduler-cls", name, env=python_path) as server:
         overload(server)
         server.child("core 0").send_signal(signal.SIGUSR1)
@@ -55,6 +55,6 @@ def test_a_server_runs_with_a_scheduler_of_its_users() -> None:
             lambda: f"--scheduler-cls {name} has no event log" in server.log, what="a reason"
         )
         overload(server)
-    with Server(*SMALL, "--scheduler-cls", "support.own_schedulers.Gone", wait=False) as server:
+    with Server(*SMALL, "--scheduler-cls", "support.custom_schedulers.Gone", wait=False) as server:
         assert server.process.wait(60) != 0
-        assert "--scheduler-cls support.own_schedulers.Gone cannot be loaded" in server.log
+        assert "--scheduler-cls support.custom_schedulers.Gone cannot be loaded" in server.log

@@ -1,4 +1,4 @@
-"""A real core process, with the parts of the supervisor, the worker and a client played by the test."""
+"""A real core process, for which the test acts as supervisor, worker and client."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ HONEST = SABOTAGE.replace("count(pool) - 1", "count(pool)")
 
 
 def await_message(peer: Peer[Any], kind: type) -> Any:
-    """Let everything pass until a message of that kind comes."""
+    """Receive messages until one of that type arrives."""
     deadline = time.monotonic() + TIMEOUT_S
     while not isinstance(message := peer.receive(), kind):
         assert time.monotonic() < deadline, f"no {kind.__name__}"
@@ -96,7 +96,7 @@ def await_message(peer: Peer[Any], kind: type) -> Any:
 
 
 class CoreProcess:
-    """The process, and who it talks to."""
+    """The core process and the peers of its sockets."""
 
     def __init__(self, config: EngineConfig, program: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -128,7 +128,7 @@ class CoreProcess:
         self.client.send(ClientHello(PROTOCOL_VERSION, self._epoch, 0))
 
     def answer_greeting(self, held: list[HeldRequest] | None = None) -> None:
-        """As a worker, which still has what is `held`."""
+        """Answer the greeting as a worker that still has the `held` requests."""
         self.worker.send(WorkerHello(PROTOCOL_VERSION, self._epoch, 0))
         self.worker.send(WorkerMemory(0, 64))
         await_message(self.worker, AllocateKVCache)
@@ -137,14 +137,14 @@ class CoreProcess:
         await_message(self.client, CoreReady)
 
     def generate(self, num_tokens: int) -> list[EngineCoreOutputs]:
-        """What the client hears of one request."""
+        """Return the outputs of one request that the client receives."""
         params = SamplingParams(max_tokens=num_tokens)
         request = EngineCoreRequest(0, int32_bytes([1, 2, 3]), params, 0.0)
         self.client.send(AddRequests([request]))
-        heard: list[EngineCoreOutputs] = []
+        received: list[EngineCoreOutputs] = []
         num_rows = 0
         deadline = time.monotonic() + TIMEOUT_S
-        while not heard or not heard[-1].finished_set:
+        while not received or not received[-1].finished_set:
             assert time.monotonic() < deadline, "the request does not end"
             if self.worker.socket.poll(5) and isinstance(
                 step := self.worker.receive(), SchedulerOutput
@@ -152,11 +152,11 @@ class CoreProcess:
                 num_rows = num_rows if step.slots is None else len(step.slots) // 4
                 self.worker.send(ModelRunnerOutput(step.step, int32_bytes([7] * num_rows)))
             if isinstance(message := self.client.receive(), EngineCoreOutputs):
-                heard.append(message)
-        return heard
+                received.append(message)
+        return received
 
     def stop(self) -> str:
-        """End the process. Returns what it has logged."""
+        """Stop the process and return its log."""
         self.process.terminate()
         log = self.process.communicate(timeout=20)[1]
         for end in (self.worker, self.client, self.statuses):
@@ -165,7 +165,7 @@ class CoreProcess:
         return log
 
     def close(self) -> None:
-        """End what a test that failed has left."""
+        """Stop whatever a failed test has left running."""
         self.process.kill()
         self.process.wait()
         self.context.destroy(linger=0)
@@ -195,19 +195,19 @@ def test_violated_invariants_are_logged_counted_and_dumped_once(
 ):
     core = start_core(config, SABOTAGE)
     core.start()
-    heard = core.generate(20)
+    received = core.generate(20)
     log = core.stop()
-    assert sum(len(outputs.token_ids) // 4 for outputs in heard) == 20
+    assert sum(len(outputs.token_ids) // 4 for outputs in received) == 20
     assert "a scheduler invariant is violated: free and held blocks: 62 counted, 63" in log
-    assert sum(o.stats.num_invariant_violations for o in heard if o.stats is not None) >= 3
+    assert sum(o.stats.num_invariant_violations for o in received if o.stats is not None) >= 3
     (path,) = (tmp_path / "dumps").glob(f"*-violation{SUFFIX}")
     assert read_dump(path).reason == "violation"
-    # An honest scheduler shows where the other one went wrong: one block seemed to be in use.
+    # Replay with the original scheduler locates the first difference: one more block was in use.
     assert replay([str(path)]) == 1
     assert "output of step 1" in capsys.readouterr().out
 
 
-def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config, start_core):
+def test_a_core_that_waits_for_its_workers_sends_heartbeats(config, start_core):
     core = start_core(config, HONEST)
     core.await_stage(Stage.STARTING)
     await_message(core.worker, CoreHello)
@@ -217,7 +217,7 @@ def test_a_core_that_waits_for_its_workers_gives_signs_of_life(config, start_cor
     core.stop()
 
 
-def test_what_workers_hold_waits_for_every_piece_of_a_greeting(config, start_core):
+def test_held_requests_are_kept_until_a_greeting_is_complete(config, start_core):
     core = start_core(config, HONEST)
     await_message(core.worker, CoreHello)
     held = [
@@ -252,7 +252,7 @@ def test_what_workers_hold_waits_for_every_piece_of_a_greeting(config, start_cor
     core.stop()
 
 
-def test_log_probabilities_beyond_a_message_fail_their_request_alone(config, start_core):
+def test_logprobs_over_the_message_limit_fail_only_their_request(config, start_core):
     core = start_core(config, SMALL_FRAMES)
     core.start()
     num_alternatives = {0: 1, 1: 3000}
@@ -269,7 +269,7 @@ def test_log_probabilities_beyond_a_message_fail_their_request_alone(config, sta
     slots: list[int] = []
     indices: dict[int, int] = {}
     finished: dict[int, FinishedRequest] = {}
-    told: list[int] = []
+    answered: list[int] = []
     deadline = time.monotonic() + TIMEOUT_S
     while len(finished) < 2:
         assert time.monotonic() < deadline
@@ -287,15 +287,15 @@ def test_log_probabilities_beyond_a_message_fail_their_request_alone(config, sta
             core.worker.send(ModelRunnerOutput(step.step, sampled, logprobs=logprobs))
         if isinstance(message := core.client.receive(), EngineCoreOutputs):
             finished |= {done.request_index: done for done in message.finished}
-            told += [entry.request_index for entry in message.logprobs]
+            answered += [entry.request_index for entry in message.logprobs]
     core.stop()
-    assert told == [0, 0, 0]
+    assert answered == [0, 0, 0]
     assert finished[0].reason is FinishReason.LENGTH
     assert finished[1].reason is FinishReason.ERROR
     assert "log-probabilities of this request exceed the largest message" in finished[1].message
 
 
-def test_a_step_that_nobody_answers_ends_the_core(config, start_core):
+def test_a_step_without_an_answer_ends_the_core(config, start_core):
     limits = RecoveryConfig(step_timeout_s=1.0, heartbeat_timeout_s=1.0)
     core = start_core(msgspec.structs.replace(config, recovery=limits), HONEST)
     core.start()
@@ -308,17 +308,17 @@ def test_a_step_that_nobody_answers_ends_the_core(config, start_core):
     core.stop()
 
 
-def test_balanced_books_leave_no_dump(config, tmp_path, start_core):
+def test_intact_invariants_write_no_dump(config, tmp_path, start_core):
     core = start_core(config, HONEST)
     core.start()
-    heard = core.generate(20)
+    received = core.generate(20)
     assert "books" not in core.stop()
-    assert sum(o.stats.num_invariant_violations for o in heard if o.stats is not None) == 0
+    assert sum(o.stats.num_invariant_violations for o in received if o.stats is not None) == 0
     assert not (tmp_path / "dumps").exists()
 
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
-def test_an_endpoint_of_kv_events_in_use_ends_the_start_with_the_remedy(config, field, start_core):
+def test_a_kv_events_endpoint_in_use_fails_the_start_with_the_remedy(config, field, start_core):
     with zmq.Context() as context, context.socket(zmq.PUB) as squatter:
         port = squatter.bind_to_random_port("tcp://127.0.0.1")
         events = KVEventsConfig(

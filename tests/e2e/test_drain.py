@@ -1,4 +1,4 @@
-"""The end of an engine of many processes: streams finish, and nothing stays behind."""
+"""Shutdown of an engine of many processes: streams finish, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_nothing_is_left(server: Server, tmp_path: Path) -> None:
     wait_until(lambda: list((tmp_path / "run").rglob("*")) == [], what="the run directory goes")
 
 
-def test_a_drain_refuses_what_is_new_and_finishes_fifty_streams(
+def test_a_drain_rejects_new_requests_and_finishes_fifty_streams(
     server: Server, tmp_path: Path
 ) -> None:
     with server:
@@ -63,7 +63,7 @@ def test_a_drain_refuses_what_is_new_and_finishes_fifty_streams(
                 refusals.append(error)
             return bool(refusals)
 
-        wait_until(is_refused, what="the other frontend has heard of it, too")
+        wait_until(is_refused, what="the other frontend has received it, too")
         assert refusals[0].code == 503
         assert int(refusals[0].headers["retry-after"]) > 0
         for answer in streams.answers():
@@ -94,11 +94,11 @@ def test_a_killed_supervisor_leaves_no_orphan(server: Server, tmp_path: Path) ->
     assert_nothing_is_left(server, tmp_path)
 
 
-def test_nobody_is_left_waiting_once_all_frontends_have_ended() -> None:
+def test_no_client_waits_after_all_frontends_have_exited() -> None:
     with Server(default_model(), "--device", "null") as server:
         host, port = server.url.removeprefix("http://").split(":")
         worker, frontend = server.child("worker 0"), server.child("frontend 0")
-        # It holds up the end of the others by some seconds.
+        # It delays the exit of the others by some seconds.
         worker.suspend()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: has_ended(frontend), what="the frontend ends")

@@ -28,7 +28,7 @@ def dumps(directory: Path, reason: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> tuple[Server, Path]:
-    """A server that dumps into a directory, and has answered requests."""
+    """A server that dumps into a directory and has answered requests."""
     directory = tmp_path_factory.mktemp("run") / "dumps"
     with Server(default_model(), "--max-model-len", "1024", "--dump-dir", str(directory)) as server:
         for number in range(3):
@@ -67,7 +67,7 @@ def test_a_dump_over_http_is_replayed_explained_and_simulated(served, tmp_path):
     assert picture.read_text().startswith("<svg")
 
 
-def test_sigusr1_dumps_and_the_engine_goes_on(served):
+def test_sigusr1_writes_a_dump_and_the_engine_continues(served):
     server, directory = served
     core = server.child("core 0")
     for count in (1, 2):
@@ -77,7 +77,7 @@ def test_sigusr1_dumps_and_the_engine_goes_on(served):
     assert engine("replay", str(dumps(directory, "signal")[0])).returncode == 0
 
 
-def test_a_core_that_loses_its_worker_leaves_a_dump(tmp_path):
+def test_a_core_that_loses_its_worker_writes_a_dump(tmp_path):
     directory = tmp_path / "dumps"
     args = (default_model(), "--max-model-len", "512", "--dump-dir", str(directory))
     with Server(*args) as server:
@@ -90,7 +90,7 @@ def test_a_core_that_loses_its_worker_leaves_a_dump(tmp_path):
     assert engine("replay", str(path)).returncode == 0
 
 
-def test_without_the_flag_http_dumps_nothing(server):
+def test_dumps_over_http_require_the_flag(server):
     status, answer = server.post("/debug/dump", {})
     assert status == 403
     assert "--dump-dir" in answer["error"]["message"]

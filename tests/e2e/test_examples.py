@@ -1,4 +1,4 @@
-"""The programs in `examples/` run as their README says."""
+"""The programs in `examples/` run as described in their README."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_offline_example_runs_without_a_server() -> None:
     assert "Paris" in run("offline")
 
 
-def test_the_fastapi_example_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastapi_example_answers_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastapi.testclient import TestClient
 
     monkeypatch.syspath_prepend(str(EXAMPLES))

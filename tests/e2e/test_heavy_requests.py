@@ -1,4 +1,4 @@
-"""Requests that are small to send and large to serve do not keep a server from serving."""
+"""Requests that are small but expensive do not stop a server from serving others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.faults import environment_with
-from support.longest_wait import longest_wait
+from support.frontend_process import sse_events
+from support.longest_wait import assert_delays_nobody
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
@@ -26,7 +27,7 @@ def complete(server: Server, **fields: Any) -> tuple[int, Any]:
     return server.post("/v1/completions", {"prompt": [10, 11, 12], "max_tokens": 2, **fields})
 
 
-def test_bad_words_of_many_sequences_do_not_cost_the_frontend_its_life(server: Server) -> None:
+def test_bad_words_of_many_sequences_do_not_crash_the_frontend(server: Server) -> None:
     frontend = server.child("frontend 0")
     words = [f"understand {i:04}" for i in range(1000)]
     status, answer = complete(server, prompt=["a", "b"], n=128, bad_words=words)
@@ -44,14 +45,32 @@ def test_bad_words_of_many_sequences_do_not_cost_the_frontend_its_life(server: S
     [{"prompt_logprobs": 4000}, {"logprobs": 4000, "max_tokens": 100}],
     ids=["of the prompt", "of the answer"],
 )
-def test_many_logprobs_delay_nobody(server: Server, fields: dict[str, int]) -> None:
+def test_many_logprobs_do_not_delay_other_requests(server: Server, fields: dict[str, int]) -> None:
     frontend = server.child("frontend 0")
-    with longest_wait(server.url) as waits:
-        status, answer = complete(server, prompt=[5] * 100, **fields)
+    status, answer = assert_delays_nobody(
+        server.url, lambda: complete(server, prompt=[5] * 100, **fields)
+    )
     assert status == 200, answer
     assert max(map(len, logprobs_of(answer["choices"][0]))) >= 4000
-    assert waits[0] < 1.0
     assert server.child("frontend 0").pid == frontend.pid
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"logprobs": 5, "echo": True},
+    ],
+    ids=["usage", "logprobs"],
+)
+def test_thousands_of_streamed_sequences_delay_nobody(
+    server: Server, fields: dict[str, Any]
+) -> None:
+    fields = {"prompt": ["a"] * 32, "n": 128, "max_tokens": 8, "stream": True, **fields}
+    status, answer = assert_delays_nobody(server.url, lambda: complete(server, **fields))
+    assert status == 200, answer
+    events = sse_events(answer)
+    assert {choice["index"] for event in events for choice in event["choices"]} == set(range(4096))
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,12 +85,12 @@ def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
     ],
     ids=["of the prompt", "streamed"],
 )
-def test_too_many_logprobs_are_refused(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_too_many_logprobs_are_rejected(server: Server, fields: dict[str, Any], param: str) -> None:
     status, answer = complete(server, **fields)
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-def test_requests_larger_than_a_message_go_in_pieces_also_to_the_next_core() -> None:
+def test_requests_over_the_message_limit_are_split_also_for_the_next_core() -> None:
     args = ("--device", "null", "--null-step-ms", "4", "--max-model-len", "512", "-np", "64")
     with Server(default_model(), *args, env=environment_with("small_frames")) as server:
         prompts = [[1000 + number, *range(2000, 2300)] for number in range(16)]

@@ -1,6 +1,6 @@
-"""A real engine core among liars: it counts what they send, drops it, and serves the others.
+"""A real engine core with hostile peers: it counts and drops invalid frames, and serves the others.
 
-A lie in the place of a step's output cannot be dropped, for the truth will not come: it ends the core.
+An invalid step output cannot be dropped, because no valid one will follow, so it ends the core.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ encode = msgspec.msgpack.encode
 
 
 class Core:
-    """The core's process; this one is its worker, a frontend (client 0) and whoever lies to it."""
+    """The core process; the test is its worker, a frontend (client 0) and its hostile peers."""
 
     def __init__(self, run_dir: str) -> None:
         path = default_model()
@@ -93,7 +93,7 @@ class Core:
         self._runner = NullRunner(self.config)
         self._start_worker()
         self.good = self._greet(0)
-        self.liar = self._greet(1)
+        self.hostile = self._greet(1)
         self.strangers = [
             self._stranger(address, identity)
             for address, identity in (
@@ -143,12 +143,12 @@ class Core:
         peer.send(ClientHello(PROTOCOL_VERSION, EPOCH, client_index))
         return peer
 
-    def lie(self, socket: zmq.Socket[bytes], *frames: bytes) -> None:
+    def send_invalid(self, socket: zmq.Socket[bytes], *frames: bytes) -> None:
         socket.send_multipart(frames)
         self.num_lies += 1
 
     def generate(self, lies_of_worker: list[Any]) -> list[int]:
-        """A request of the good client, whose worker tells these lies before each answer."""
+        """Run a request of the honest client; the worker sends these frames before each answer."""
         index = self._submit()
         tokens: list[int] = []
         is_over = False
@@ -158,8 +158,8 @@ class Core:
             if (step := self.worker.receive()) is not None:
                 assert isinstance(step, SchedulerOutput)
                 answer = self._runner.execute(step, lambda _: None).output()
-                for make_lie in lies_of_worker:
-                    self.lie(self.worker.socket, make_lie(answer, self._last_output))
+                for make_invalid in lies_of_worker:
+                    self.send_invalid(self.worker.socket, make_invalid(answer, self._last_output))
                 self._last_output = encode(answer)
                 self.worker.send(answer)
             elif (outputs := self.good.receive()) is not None:
@@ -182,7 +182,7 @@ class Core:
         return index
 
     def suspects_after(self, nonsense: dict[str, Any]) -> list[int]:
-        """Whom the core suspects when its worker answers a request's first step so; it has exited then."""
+        """Return the requests that the core suspects after such an answer to their first step; the core has exited."""
         self._submit()
         step = self._await(self.worker, SchedulerOutput)
         answer = self._runner.execute(step, lambda _: None).output()
@@ -252,7 +252,7 @@ LIES_OF_CLIENTS = [
 
 
 def garbage(*honest: Any) -> st.SearchStrategy[bytes]:
-    """Bytes at random, and what was honest but for its end."""
+    """Return random bytes, and truncated valid messages."""
     frames = [encode(message) for message in honest]
     truncated = st.sampled_from(frames).flatmap(
         lambda frame: st.integers(1, len(frame) - 1).map(lambda end: frame[:end])
@@ -278,12 +278,12 @@ LIES_OF_WORKERS = [
     ),
     of_worker=st.lists(
         st.sampled_from(LIES_OF_WORKERS)
-        | garbage(ModelRunnerOutput(1, int32_bytes([1]))).map(lambda lie: lambda *_: lie),
+        | garbage(ModelRunnerOutput(1, int32_bytes([1]))).map(lambda frame: lambda *_: frame),
         max_size=3,
     ),
     of_subscriber=st.lists(st.binary(max_size=7), max_size=3),
 )
-def test_lies_are_counted_and_dropped_and_others_are_served(
+def test_invalid_frames_are_counted_and_dropped_and_others_are_served(
     core: Core,
     of_strangers: list[bytes],
     of_client: list[bytes],
@@ -292,11 +292,11 @@ def test_lies_are_counted_and_dropped_and_others_are_served(
 ) -> None:
     for frame in of_strangers:
         for stranger in core.strangers:
-            core.lie(stranger, frame)
+            core.send_invalid(stranger, frame)
     for frame in of_client:
-        core.lie(core.liar.socket, frame)
+        core.send_invalid(core.hostile.socket, frame)
     for frame in of_subscriber:
-        core.lie(core.replay, b"", frame)
+        core.send_invalid(core.replay, b"", frame)
     assert core.generate(of_worker) == core.expected()
     deadline = time.monotonic() + TIMEOUT_S
     while core.num_dropped < core.num_lies:
@@ -305,7 +305,7 @@ def test_lies_are_counted_and_dropped_and_others_are_served(
     assert core.num_dropped == core.num_lies
 
 
-def test_what_the_supervisor_drops_is_in_the_metrics() -> None:
+def test_frames_dropped_by_the_supervisor_are_in_the_metrics() -> None:
     with (
         tempfile.TemporaryDirectory() as base,
         Server(default_model(), "--device", "null", env={"XDG_RUNTIME_DIR": base}) as server,
@@ -313,10 +313,10 @@ def test_what_the_supervisor_drops_is_in_the_metrics() -> None:
     ):
         assert server.metric("engine:dropped_frames_total") == 0
         (path,) = Path(base).glob("*/supervisor")
-        with context.socket(zmq.PUSH) as liar:
-            liar.connect(f"ipc://{path}")
-            liar.send(b"\xc1garbage")
-            liar.send(encode(Heartbeat("core 0", pid=1)))
+        with context.socket(zmq.PUSH) as hostile:
+            hostile.connect(f"ipc://{path}")
+            hostile.send(b"\xc1garbage")
+            hostile.send(encode(Heartbeat("core 0", pid=1)))
             wait_until(
                 lambda: server.metric("engine:dropped_frames_total") == 2, what="they are counted"
             )
@@ -332,7 +332,7 @@ def test_what_the_supervisor_drops_is_in_the_metrics() -> None:
         {"sampled_token_ids": int32_bytes([1, 1])},
     ],
 )
-def test_nonsense_in_place_of_an_output_ends_the_core_which_names_its_suspects(
+def test_an_invalid_output_ends_the_core_and_suspects_are_named(
     nonsense: dict[str, Any],
 ) -> None:
     with open_core() as core:

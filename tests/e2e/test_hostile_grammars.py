@@ -1,4 +1,4 @@
-"""Grammars that overflow stacks, or take all time or memory: each costs its own request alone."""
+"""Grammars that overflow stacks, or need all time or memory, fail only their own request."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def await_reports(manager: StructuredOutputManager, *keys: object) -> dict[objec
 
 
 @pytest.mark.parametrize("name", OVERFLOWING)
-def test_a_grammar_that_overflows_the_stack_is_refused_as_too_deep(name: str) -> None:
+def test_a_grammar_that_overflows_the_stack_is_rejected_as_too_deep(name: str) -> None:
     with pytest.raises(ValueError, match="nested too deeply: it needs more than 8 MiB of stack"):
         verify_structured_output(OVERFLOWING[name])
     assert not verify_structured_output(lark('start: "a"')), "the next one is checked"
 
 
 @pytest.mark.parametrize("name", EXHAUSTING)
-def test_a_grammar_that_takes_too_much_is_refused_with_the_limit(name: str) -> None:
+def test_a_grammar_over_a_limit_is_rejected_with_the_limit(name: str) -> None:
     with pytest.raises(ValueError, match=r"more than 5 s|more than 512 MiB|too large"):
         verify_structured_output(EXHAUSTING[name])
 
 
 @pytest.mark.parametrize("name", OVERFLOWING)
-def test_a_grammar_that_brings_its_process_down_fails_alone_in_the_core(
+def test_a_grammar_that_crashes_its_process_in_the_core_fails_alone(
     manager: StructuredOutputManager, name: str
 ) -> None:
     grammar = OVERFLOWING[name]
@@ -97,7 +97,7 @@ def test_a_grammar_that_brings_its_process_down_fails_alone_in_the_core(
     assert manager.accept_tokens("good", TOKENIZER.encode("ab", add_special_tokens=False))
 
 
-def test_a_large_schema_is_used_in_a_process_of_its_own(manager: StructuredOutputManager) -> None:
+def test_a_large_schema_runs_in_its_own_process(manager: StructuredOutputManager) -> None:
     closed = {"type": "object", "properties": properties(1500), "additionalProperties": False}
     large = schema(closed)
     assert verify_structured_output(large)
@@ -116,5 +116,5 @@ def test_a_large_schema_is_used_in_a_process_of_its_own(manager: StructuredOutpu
     assert not manager.is_compiling
 
 
-def test_an_ordinary_schema_needs_no_process_of_its_own() -> None:
+def test_an_ordinary_schema_does_not_need_its_own_process() -> None:
     assert not verify_structured_output(schema({"type": "object", "properties": properties(3)}))

@@ -1,4 +1,4 @@
-"""A subscriber outside the engine hears which blocks are cached, and can ask for what it missed."""
+"""A subscriber outside the engine receives events of cached blocks, and can request those that it missed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.tiny_checkpoints import qwen3_directory
 TIMEOUT_MS = 10_000
 
 
-def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
+def test_block_events_are_published_and_replayed(tmp_path: Path) -> None:
     path, _ = qwen3_directory(tmp_path / "model")
     events, replays = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
     config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replays}
@@ -24,17 +24,17 @@ def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
         subscriber.connect(events)
         subscriber.subscribe(b"")
         prompt, tried = list(range(5, 45)), []
-        heard: list[KVEventBatch] = []
-        while not heard:
-            # A subscription takes effect a moment after it is made; what is cached by then is not announced again.
+        received: list[KVEventBatch] = []
+        while not received:
+            # A subscription takes effect after a moment. Blocks that are cached by then are not published again.
             prompt = [prompt[0] + 1, *prompt[1:]]
             tried.append(prompt[:32])
             status, _ = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2})
             assert status == 200
             if subscriber.poll(200):
                 _, _, batch = subscriber.recv_multipart()
-                heard.append(msgspec.msgpack.decode(batch, type=KVEventBatch))
-        (stored,) = heard[0].events
+                received.append(msgspec.msgpack.decode(batch, type=KVEventBatch))
+        (stored,) = received[0].events
         assert isinstance(stored, BlockStored)
         assert (stored.block_size, stored.parent_block_hash) == (16, None)
         assert stored.token_ids in tried and len(stored.block_hashes) == 2
@@ -51,7 +51,7 @@ def test_blocks_are_announced_and_replayed(tmp_path: Path) -> None:
             if sequence == END_OF_REPLAY:
                 break
             repeated.append(msgspec.msgpack.decode(batch, type=KVEventBatch))
-        assert heard[0] in repeated
+        assert received[0] in repeated
         assert any(isinstance(e, AllBlocksCleared) for b in repeated for e in b.events)
         for socket in (subscriber, dealer):
             socket.close(0)

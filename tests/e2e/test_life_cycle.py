@@ -1,4 +1,4 @@
-"""Starting, stopping, disconnecting and dying, with real processes."""
+"""Start, stop, disconnects and crashes, with real processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> N
         assert "libtorch" not in maps
 
 
-def test_a_checkpoint_that_is_loaded_is_not_kept_in_memory(server: Server) -> None:
+def test_a_loaded_checkpoint_is_not_kept_in_memory(server: Server) -> None:
     maps = Path(f"/proc/{server.child('worker 0').pid}/maps").read_text()
     assert ".gguf" not in maps
 
@@ -68,7 +68,7 @@ def test_disconnect_aborts_the_request(server: Server) -> None:
     wait_until(lambda: server.metric("engine:kv_cache_usage_perc") == 0, what="its blocks are free")
 
 
-def test_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
+def test_drain_finishes_streams_and_leaves_no_process_or_file(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         spare = server.child("spare core 0")
         connection, response = open_stream(server, max_tokens=150)
@@ -96,7 +96,7 @@ def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/readyz")[0] != 200, what="draining")
         server.process.send_signal(signal.SIGTERM)
-        # Less than the stream takes, and than a drain waits for it.
+        # This is less than the stream takes, and less than a drain waits for it.
         assert server.process.wait(15) == 128 + signal.SIGTERM
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
@@ -105,7 +105,7 @@ def test_second_signal_does_not_wait_for_streams(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_answers_end_with_an_error_when_the_engine_gives_up(tmp_path: Path) -> None:
+def test_answers_end_with_an_error_when_the_engine_exits(tmp_path: Path) -> None:
     with start(tmp_path, "--device", "null", "--max-restarts", "0") as server:
         connection, stream = open_stream(server, max_tokens=8000)
         answers: list[tuple[int, dict]] = []
@@ -130,13 +130,13 @@ def test_answers_end_with_an_error_when_the_engine_gives_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("change", ["weights", "tokenizer", "template"])
-def test_files_of_the_model_that_changed_are_not_mixed_in(tmp_path: Path, change: str) -> None:
+def test_a_restarted_worker_rejects_changed_model_files(tmp_path: Path, change: str) -> None:
     model, _ = qwen3_directory(tmp_path / "model")
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # Whatever is restarted after the change does not come up; the second death in a row ends the server.
+    # A process restarted after the change cannot start, and the second crash in a row ends the server.
     args = (str(model), "--max-restarts", "1", "--chat-template", str(template))
     with Server(*args, env={"XDG_RUNTIME_DIR": str(run_dir)}) as server:
         assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
@@ -148,7 +148,7 @@ def test_files_of_the_model_that_changed_are_not_mixed_in(tmp_path: Path, change
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
-        # What runs is not concerned.
+        # Running processes are not affected.
         assert server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
         server.child(role).kill()
         assert server.process.wait(60) == 1
@@ -174,7 +174,7 @@ def test_a_deleted_run_directory_is_named_when_a_process_cannot_be_replaced(tmp_
         assert "Traceback" not in server.log
 
 
-def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         spare = server.child("spare core 0")
         server.process.kill()
@@ -195,7 +195,7 @@ def run_serve(*args: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_port_in_use_is_one_line() -> None:
+def test_port_in_use_prints_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -205,7 +205,7 @@ def test_port_in_use_is_one_line() -> None:
     assert "Traceback" not in output
 
 
-def test_truncated_checkpoint_is_one_line(tmp_path: Path) -> None:
+def test_truncated_checkpoint_prints_one_line(tmp_path: Path) -> None:
     whole = Path(default_model()).read_bytes()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(whole[: len(whole) // 2])
@@ -214,13 +214,13 @@ def test_truncated_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_missing_model_is_one_line() -> None:
+def test_missing_model_prints_one_line() -> None:
     code, output = run_serve("/nonexistent/model", "--port", "0")
     assert code != 0 and "/nonexistent/model" in output.splitlines()[-1]
     assert "Traceback" not in output
 
 
-def test_big_body_and_malformed_json_do_not_hurt(server: Server) -> None:
+def test_large_bodies_and_malformed_json_are_rejected(server: Server) -> None:
     status, body = server.post("/v1/completions", b"x" * (50 * 1024 * 1024))
     assert status == 413 and "error" in body
     status, body = server.post("/v1/completions", b'{"prompt": ')
@@ -228,7 +228,7 @@ def test_big_body_and_malformed_json_do_not_hurt(server: Server) -> None:
     assert server.get("/readyz")[0] == 200
 
 
-def test_slow_reader_does_not_stall_others(server: Server) -> None:
+def test_slow_reader_does_not_delay_others(server: Server) -> None:
     connection, _ = open_stream(server, model="smollm2", max_tokens=1000)
     done = threading.Event()
 

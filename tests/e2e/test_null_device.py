@@ -1,4 +1,4 @@
-"""A whole server on the device that makes tokens up."""
+"""A whole server on the null device, which has no model."""
 
 import json
 
@@ -24,18 +24,18 @@ def complete(server: Server, **fields: object) -> tuple[int, dict]:
     return server.post("/v1/completions", body)
 
 
-def test_a_seed_gives_the_tokens_that_a_test_can_compute(server: Server) -> None:
+def test_tokens_are_a_known_function_of_the_seed(server: Server) -> None:
     status, answer = complete(server, seed=5)
     assert status == 200, answer
     positions = np.arange(3, 43, dtype=np.int32)
     seeds = np.full(40, 5, np.int64)
-    # 2 is SmolLM2's end of a turn, its end of text is 0.
+    # SmolLM2's end of a turn is 2, and its end of text is 0.
     expected = made_up_tokens(seeds, positions, ordinary_token_ids(VOCAB_SIZE, (0, 2)))
     assert answer["choices"][0]["token_ids"] == expected.tolist()
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_log_probabilities_and_grammars_are_served(server: Server) -> None:
+def test_logprobs_and_grammars_are_supported(server: Server) -> None:
     status, answer = complete(server, logprobs=2, prompt_logprobs=3, max_tokens=4)
     assert status == 200, answer
     [choice] = answer["choices"]
@@ -53,6 +53,6 @@ def test_log_probabilities_and_grammars_are_served(server: Server) -> None:
         assert choice["finish_reason"] == "length" or json.loads(choice["text"])["a"] in (1, "x")
 
 
-def test_the_worker_has_not_loaded_torch(server: Server) -> None:
+def test_the_worker_does_not_load_torch(server: Server) -> None:
     worker: psutil.Process = server.child("worker 0")
     assert not [file.path for file in worker.memory_maps() if "torch" in file.path]

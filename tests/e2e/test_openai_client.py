@@ -1,4 +1,4 @@
-"""What a user of the official client sees from the default model."""
+"""The default model, used through the official OpenAI client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_chat_answers_correctly(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_completion_knows_the_capital(client: openai.OpenAI) -> None:
+def test_completion_names_the_capital(client: openai.OpenAI) -> None:
     assert (
         complete(client, "The capital of France is", max_tokens=3)
         .choices[0]
@@ -35,7 +35,7 @@ def test_completion_knows_the_capital(client: openai.OpenAI) -> None:
     )
 
 
-def test_streamed_chat_is_the_same_text(client: openai.OpenAI) -> None:
+def test_streamed_chat_gives_the_same_text(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=40
     )
@@ -58,7 +58,7 @@ def test_streamed_chat_is_the_same_text(client: openai.OpenAI) -> None:
     )
 
 
-def test_batch_of_prompts_with_n(client: openai.OpenAI) -> None:
+def test_batch_of_prompts_with_n_has_all_choices(client: openai.OpenAI) -> None:
     answer = complete(
         client, ["One two three", "Red green blue"], n=2, temperature=0.8, seed=7, max_tokens=8
     )
@@ -70,7 +70,7 @@ def test_batch_of_prompts_with_n(client: openai.OpenAI) -> None:
     assert [c.text for c in answer.choices] == [c.text for c in again.choices]
 
 
-def test_token_ids_as_prompt(client: openai.OpenAI, server: Server) -> None:
+def test_prompt_may_be_token_ids(client: openai.OpenAI, server: Server) -> None:
     _, tokenised = server.post("/tokenize", {"model": MODEL, "prompt": "The sky is"})
     by_text = complete(client, "The sky is", max_tokens=8)
     by_ids = complete(client, tokenised["tokens"], max_tokens=8)
@@ -79,7 +79,7 @@ def test_token_ids_as_prompt(client: openai.OpenAI, server: Server) -> None:
     assert text["prompt"] == "The sky is"
 
 
-def test_stop_string_across_tokens(client: openai.OpenAI) -> None:
+def test_stop_string_may_span_tokens(client: openai.OpenAI) -> None:
     free = complete(client, "Count: 1, 2, 3,", max_tokens=32).choices[0].text
     stop = free[9:13]
     stopped = complete(client, "Count: 1, 2, 3,", max_tokens=32, stop=[stop]).choices[0]
@@ -95,7 +95,7 @@ def test_stop_string_across_tokens(client: openai.OpenAI) -> None:
     assert kept.text == stopped.text + stop
 
 
-def test_logprobs_add_up(client: openai.OpenAI) -> None:
+def test_logprobs_are_consistent_with_the_greedy_answer(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=6, logprobs=True, top_logprobs=5
     )
@@ -122,7 +122,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     assert scores[-1] > absurd.logprobs.token_logprobs[5]
 
 
-def test_ignore_eos_and_min_tokens(client: openai.OpenAI) -> None:
+def test_ignore_eos_and_min_tokens_extend_the_output(client: openai.OpenAI) -> None:
     short = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=64
     )
@@ -154,7 +154,7 @@ def test_prefix_is_cached_and_reported(client: openai.OpenAI, server: Server) ->
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_many_concurrent_requests_all_answer(client: openai.OpenAI, server: Server) -> None:
+def test_many_concurrent_requests_are_all_answered(client: openai.OpenAI, server: Server) -> None:
     prompts = [f"Write {i} words about the number {i}." for i in range(24)]
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda p: complete(client, p, max_tokens=24), prompts))
@@ -162,7 +162,7 @@ def test_many_concurrent_requests_all_answer(client: openai.OpenAI, server: Serv
     assert server.metric("engine:num_requests_running") == 0
 
 
-def test_json_schema_is_obeyed(client: openai.OpenAI) -> None:
+def test_output_follows_the_json_schema(client: openai.OpenAI) -> None:
     import json
 
     schema = {
@@ -225,7 +225,9 @@ def test_named_tool_is_called_with_valid_arguments(client: openai.OpenAI) -> Non
         ({"logprobs": 999}, "logprobs"),
     ],
 )
-def test_bad_parameter_names_the_field(client: openai.OpenAI, options: dict, field: str) -> None:
+def test_error_for_a_parameter_names_the_field(
+    client: openai.OpenAI, options: dict, field: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, "hello", **options)
     assert caught.value.body["param"] == field

@@ -1,4 +1,4 @@
-"""What a server does to those who want too much of it, and that the others do not notice."""
+"""Overload: requests beyond a limit are rejected or cut, and others are not affected."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
 
 
 class Answer:
-    """A completion that is asked for in a thread of its own."""
+    """A completion that is requested in its own thread."""
 
     def __init__(self, server: Server, headers: dict[str, str] | None = None, **fields: object):
         body = {"prompt": [10], "max_tokens": LONG, "ignore_eos": True, **fields}
@@ -60,7 +60,7 @@ class Answer:
                 self._result = error.code, error.headers, json.load(error)
 
     def wait(self):
-        """Status, headers and body."""
+        """Return status, headers and body."""
         self._thread.join()
         return self._result
 
@@ -71,7 +71,7 @@ def waiting(server: Server, count: int) -> None:
 
 @pytest.fixture
 def busy(server: Server) -> Iterator[list[Answer]]:
-    """Both slots are taken, and two requests of tenant a wait."""
+    """Occupy both slots, with two requests of tenant a waiting."""
     answers = [Answer(server, user="a") for _ in range(2)]
     wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="two run")
     answers += [Answer(server, user="a") for _ in range(2)]
@@ -115,7 +115,7 @@ def test_a_deadline_that_passes_in_the_queue_is_504(server: Server, busy: list[A
     assert time.monotonic() - began < 4 and int(headers["retry-after"]) >= 1
 
 
-def test_a_deadline_that_passes_while_running_ends_the_answer_with_what_there_is(
+def test_a_deadline_that_passes_while_running_ends_the_answer_early(
     server: Server,
 ) -> None:
     status, _, body = Answer(server, {"X-Request-Timeout": "0.6"}).wait()
@@ -127,13 +127,13 @@ def test_a_deadline_that_passes_while_running_ends_the_answer_with_what_there_is
 
 @contextlib.contextmanager
 def standstill(server: Server, *, kills_core: bool) -> Iterator[None]:
-    """The worker stands still, and no core gets ready without it. Something must be running."""
+    """Stop the worker, without which no core becomes ready. A request must be running."""
 
     def has_beaten() -> bool:
         processes = server.get("/engine/status")[1]["processes"]
         return any(p["name"] == "core 0" and p["steps_per_s"] > 0 for p in processes)
 
-    # A core that is not known to have done anything takes its worker along.
+    # A core that crashes without having made progress also restarts its worker.
     wait_until(has_beaten, what="the supervisor knows of steps")
     worker = server.child("worker 0")
     worker.suspend()
@@ -148,7 +148,7 @@ def standstill(server: Server, *, kills_core: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kills_core", [False, True], ids=["a long step", "no core"])
-def test_a_deadline_holds_while_the_core_can_do_nothing(server: Server, kills_core: bool) -> None:
+def test_deadlines_apply_while_the_core_is_blocked(server: Server, kills_core: bool) -> None:
     begun = Answer(server, {"X-Request-Timeout": "3"})
     wait_until(lambda: server.metric("engine:num_requests_running") == 1, what="it runs")
     with standstill(server, kills_core=kills_core):
@@ -169,7 +169,7 @@ def test_a_deadline_holds_while_the_core_can_do_nothing(server: Server, kills_co
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_comes_while_a_core_is_down_is_within_the_limits(
+def test_queue_limits_apply_while_a_core_is_down(
     server: Server, busy: list[Answer], stream: bool
 ) -> None:
     with standstill(server, kills_core=True):
@@ -181,7 +181,7 @@ def test_what_comes_while_a_core_is_down_is_within_the_limits(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
-def test_a_bad_deadline_is_named_with_its_value(server: Server, value: str) -> None:
+def test_an_invalid_deadline_is_named_with_its_value(server: Server, value: str) -> None:
     status, _, body = Answer(server, {"X-Request-Timeout": value}).wait()
     assert (status, body["error"]["param"]) == (400, "X-Request-Timeout")
     assert value in body["error"]["message"]
@@ -209,7 +209,9 @@ def read_all(client: socket.socket) -> bytes:
     ],
     ids=["head", "body"],
 )
-def test_a_client_that_sends_too_slowly_is_told_and_cut(server: Server, sent: bytes) -> None:
+def test_a_client_that_sends_too_slowly_gets_408_and_is_disconnected(
+    server: Server, sent: bytes
+) -> None:
     with connect(server) as client:
         client.sendall(sent)
         for _ in range(3):
@@ -220,7 +222,7 @@ def test_a_client_that_sends_too_slowly_is_told_and_cut(server: Server, sent: by
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_body_that_came_fast_must_go_on_coming(server: Server) -> None:
+def test_a_body_that_stalls_is_cut_even_after_a_fast_start(server: Server) -> None:
     began = time.monotonic()
     with connect(server) as client:
         client.sendall(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 60_000)
@@ -234,7 +236,7 @@ def test_a_connection_without_a_request_is_closed(server: Server) -> None:
         assert read_all(client) == b""
 
 
-def test_a_slow_upload_goes_on_as_long_as_it_comes(server: Server) -> None:
+def test_a_slow_but_steady_upload_is_accepted(server: Server) -> None:
     body = json.dumps({"prompt": [10], "max_tokens": 2}).encode().ljust(12_000)
     with connect(server) as client:
         client.sendall(POST + b"Connection: close\r\n")
@@ -245,7 +247,7 @@ def test_a_slow_upload_goes_on_as_long_as_it_comes(server: Server) -> None:
         assert read_all(client).startswith(b"HTTP/1.1 200 ")
 
 
-def test_an_endless_head_is_refused(server: Server) -> None:
+def test_an_endless_head_is_rejected(server: Server) -> None:
     with connect(server) as client:
         client.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
         time.sleep(0.2)
@@ -257,9 +259,9 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def send_until_refused(client: socket.socket, piece: bytes) -> bytes:
-    """Send `piece` again and again until the server closes the connection; what it has said."""
+    """Send `piece` repeatedly until the server closes the connection, and return what it has sent."""
     answer = b""
-    # It resets one that it closes with something unread.
+    # The server resets a connection that it closes with unread data.
     with contextlib.suppress(ConnectionError):
         for _ in range(500):
             client.sendall(piece)
@@ -282,7 +284,9 @@ def send_until_refused(client: socket.socket, piece: bytes) -> bytes:
     ],
     ids=["trailers", "trailer", "chunk-extension"],
 )
-def test_what_is_endless_and_no_body_is_refused(server: Server, begin: bytes, piece: bytes) -> None:
+def test_endless_chunk_extensions_and_trailers_are_rejected(
+    server: Server, begin: bytes, piece: bytes
+) -> None:
     with connect(server) as client:
         client.sendall(CHUNKED + begin)
         answer = send_until_refused(client, piece)
@@ -290,7 +294,7 @@ def test_what_is_endless_and_no_body_is_refused(server: Server, begin: bytes, pi
     assert "65536 bytes" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_body_of_many_chunks_may_say_something_of_each(server: Server) -> None:
+def test_chunk_extensions_of_a_long_body_are_accepted(server: Server) -> None:
     body = json.dumps({"prompt": [10], "max_tokens": 2}).encode()
     chunks = b"".join(b"1;note=%b\r\n%c\r\n" % (b"z" * 4096, byte) for byte in body)
     assert len(chunks) > 2 * MAX_HEAD_BYTES
@@ -299,7 +303,7 @@ def test_a_body_of_many_chunks_may_say_something_of_each(server: Server) -> None
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_refusal_is_no_part_of_the_answer_to_another_request(server: Server) -> None:
+def test_a_rejection_is_not_mixed_into_the_answer_to_another_request(server: Server) -> None:
     fields = {"prompt": [10], "max_tokens": 2000, "stream": True, "ignore_eos": True}
     body = json.dumps(fields).encode()
     with connect(server) as client:
@@ -313,7 +317,7 @@ def test_a_refusal_is_no_part_of_the_answer_to_another_request(server: Server) -
 
 
 def ask_version(client: socket.socket) -> None:
-    """Ask, and read the whole answer."""
+    """Request the version, and read the whole answer."""
     client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = b""
     while not answer.endswith(b"}"):
@@ -321,21 +325,23 @@ def ask_version(client: socket.socket) -> None:
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_second_request_on_a_connection_is_refused_with_an_answer(server: Server) -> None:
+def test_a_second_request_on_a_connection_is_rejected_with_an_answer(server: Server) -> None:
     with connect(server) as client:
         ask_version(client)
         client.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
         assert send_until_refused(client, b"x" * 4096).startswith(b"HTTP/1.1 431 ")
 
 
-def test_empty_lines_do_not_keep_a_connection(server: Server) -> None:
+def test_empty_lines_do_not_keep_a_connection_open(server: Server) -> None:
     with connect(server) as client:
         ask_version(client)
         client.sendall(b"\r\n")
         assert read_all(client) == b""
 
 
-def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Server) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_its_request_aborted(
+    server: Server,
+) -> None:
     fields = {"prompt": [10], "max_tokens": 8000, "n": 2, "stream": True, "ignore_eos": True}
     body = json.dumps(fields).encode()
     head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
@@ -345,14 +351,14 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_aborted(server: Serv
         client.connect((host, int(port)))
         client.sendall(head + body)
         wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="it runs")
-        # All of it would take 16 s.
+        # The whole request would take 16 s.
         wait_until(lambda: server.metric("engine:num_requests_running") == 0, 10, "it is cut")
         with pytest.raises(ConnectionError):
             while client.recv(65536):
                 pass
 
 
-def test_a_frontend_is_replaced_while_the_queue_is_full() -> None:
+def test_a_frontend_is_restarted_while_the_queue_is_full() -> None:
     args = ("--device", "null", "-np", "1", "--max-num-queued-reqs", "1")
     with (
         Server("--model", default_model(), *args, "--api-server-count", "2") as server,
@@ -401,7 +407,7 @@ def test_a_frontend_is_replaced_while_the_queue_is_full() -> None:
         (b"Transfer-Encoding: chunked\r\nHost: other\r\n", 400),
     ],
 )
-def test_a_request_whose_end_a_proxy_may_see_elsewhere_is_refused(
+def test_a_request_with_an_ambiguous_length_is_rejected(
     server: Server, framing: bytes, status: int
 ) -> None:
     with connect(server) as client:
@@ -411,13 +417,13 @@ def test_a_request_whose_end_a_proxy_may_see_elsewhere_is_refused(
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def test_a_head_beyond_the_limit_is_refused_however_it_arrives(server: Server) -> None:
+def test_a_head_over_the_limit_is_rejected_however_it_arrives(server: Server) -> None:
     fields = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(80))
     for head in (fields, b"X-Long: " + b"y" * 80_000 + b"\r\n"):
         with connect(server) as client:
             client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n")
             assert read_all(client).startswith(b"HTTP/1.1 431 ")
-    # What follows a complete request in the same read is no part of its head.
+    # Data after a complete request in the same read is not part of its head.
     body = json.dumps({"prompt": [10], "max_tokens": 2}).encode().ljust(100_000)
     with connect(server) as client:
         request = b"Content-Length: %d\r\n\r\n" % len(body) + body

@@ -1,4 +1,4 @@
-"""A replica of several workers, served: tokens, life and death."""
+"""A server whose replica has several workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(server: Server, prompt: list[int], **sampling: object) -> list[int]
 
 
 def serve(path: Path, *flags: str) -> list[list[int]]:
-    """The tokens of greedy and seeded requests of all sizes, sent together and preempted at random."""
+    """Return the tokens of greedy and seeded requests of all sizes, sent together and preempted at random."""
     rng = random.Random(5)
     prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 90))] for _ in range(8)]
     sampling = [{"temperature": 0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.2}]
@@ -55,7 +55,7 @@ def serve(path: Path, *flags: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def tokens_of_one() -> dict[Any, list[list[int]]]:
-    """What a single worker gives, by the checkpoint's maker."""
+    """Return the tokens of a single worker for each checkpoint."""
     return {}
 
 
@@ -68,7 +68,7 @@ def tokens_of_one() -> dict[Any, list[list[int]]]:
         (qwen3_directory, ["-dp", "2", "-tp", "2"]),
     ],
 )
-def test_a_server_of_several_workers_gives_the_tokens_of_one(
+def test_a_server_with_several_workers_gives_the_tokens_of_one(
     tmp_path: Path, tokens_of_one: dict[Any, list[list[int]]], make, flags: list[str]
 ) -> None:
     path, _ = make(tmp_path)
@@ -84,7 +84,7 @@ def test_a_server_of_several_workers_gives_the_tokens_of_one(
         (["-pp", "4"], ["--pipeline-parallel-size 4", "only 3 layers"]),
     ],
 )
-def test_what_cannot_be_divided_starts_no_process(
+def test_a_model_that_cannot_be_split_starts_no_process(
     tmp_path: Path, flags: list[str], parts: list[str]
 ) -> None:
     path, _ = qwen3_directory(tmp_path)

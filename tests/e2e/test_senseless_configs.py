@@ -1,4 +1,4 @@
-"""A checkpoint whose files have fields of the wrong type, or senseless values, is refused by name."""
+"""Errors for checkpoints with fields of wrong types or absurd values name the field."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def mutations(content: Any) -> Iterator[tuple[str, Any]]:
-    """The content with one thing in it, however deep, replaced by each wrong one."""
+    """Return copies of the content in each of which one value, at any depth, is replaced by a wrong one."""
     if not isinstance(content, dict | list):
         return
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
@@ -147,7 +147,7 @@ def _replaced(content: Any, key: Any, value: Any) -> Any:
 
 
 def read_config(path: Path) -> None:
-    """What the supervisor and a worker read of a checkpoint before they load tensors."""
+    """Read everything that the supervisor and a worker read before they load tensors."""
     resolved = resolve_model(ModelOptions(model=str(path)), Console())
     model = msgspec.msgpack.decode(msgspec.msgpack.encode(resolved), type=ResolvedModel).config
     assert all(0 <= id_ < model.vocab_size for id_ in model.eos_token_ids)
@@ -165,7 +165,7 @@ def read_others(path: Path) -> None:
 
 
 def refusal(read: Callable[[Path], None], path: Path) -> str | None:
-    """The refusal of the checkpoint `path`, if it is refused. Any other error is one of the test."""
+    """Return the error for the checkpoint `path` if it is rejected. Any other exception fails the test."""
     try:
         read(path)
     except CheckpointError as error:
@@ -177,7 +177,7 @@ def refusal(read: Callable[[Path], None], path: Path) -> str | None:
 def refusals(
     read: Callable[[Path], None], path: Path, file: Path, base: Any, changed: Any
 ) -> list[str]:
-    """Those of all mutations of `changed` in `file`, which are refused or make sense."""
+    """Return the errors for all mutations of `changed` in `file`; each is rejected or valid."""
     found = []
     for name, content in mutations(changed):
         file.write_text(json.dumps(base | content))
@@ -198,7 +198,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config))[:40])
-def test_config_json(directory: Path, config: dict[str, Any]) -> None:
+def test_mutations_of_config_json_are_rejected_or_valid(
+    directory: Path, config: dict[str, Any]
+) -> None:
     file = directory / "config.json"
     file.write_text(json.dumps(LLAMA | config))
     message = refusal(read_config, directory)
@@ -207,7 +209,7 @@ def test_config_json(directory: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_files_beside_it(directory: Path, name: str) -> None:
+def test_mutations_of_other_json_files_are_rejected_or_valid(directory: Path, name: str) -> None:
     (directory / "tokenizer_config.json").write_text("{}")
     file, content = directory / name, OTHERS[name]
     assert refusals(read_others, directory, file, {}, content)
@@ -284,7 +286,7 @@ def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
     [(GGUF, GGUF), (GGUF, BYTE_LEVEL), (GGUF, UNIGRAM), (GEMMA | GGUF, GEMMA)],
     ids=["llama", "gpt2", "t5", "gemma3"],
 )
-def test_metadata_of_a_gguf_file(
+def test_mutations_of_gguf_metadata_are_rejected_or_valid(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     base: dict[str, Any],
@@ -310,7 +312,7 @@ def test_metadata_of_a_gguf_file(
     assert found
 
 
-def test_the_error_names_file_field_value_and_what_it_must_be(directory: Path) -> None:
+def test_an_error_names_file_field_value_and_expectation(directory: Path) -> None:
     file = directory / "config.json"
     file.write_text(json.dumps(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 0}}))
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""A replica on two machines: tokens, keys, and what happens when a machine is lost."""
+"""A replica on two machines: tokens, keys, and recovery when a machine is lost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Cluster:
         )
 
     def worker(self, rank: int) -> Program:
-        """Started by something that says no more than the rank."""
+        """Start a worker as a launcher does, with nothing but its rank."""
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
         machine = self.machines[rank]
         return program(replace(machine, env=machine.env | place), *self._worker)
@@ -95,7 +95,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with two_machines() as machines:
-        # Paths of sockets are short.
+        # Socket paths must be short.
         directory = tmp_path_factory.mktemp("c")
         yield Cluster(directory, machines)
 
@@ -111,7 +111,7 @@ def tokens_of_one_machine(cluster: Cluster) -> list[int]:
     return tokens
 
 
-def test_a_stream_outlives_a_worker_elsewhere_and_then_its_machine(
+def test_a_stream_survives_a_crash_of_a_remote_worker_and_its_machine(
     cluster: Cluster, tokens_of_one_machine: list[int]
 ) -> None:
     with (
@@ -139,7 +139,7 @@ def test_a_stream_outlives_a_worker_elsewhere_and_then_its_machine(
             assert node.wait() == 0, node.log
 
 
-def test_a_stop_signal_to_all_machines_lets_streams_end(
+def test_a_stop_signal_to_all_machines_lets_streams_finish(
     cluster: Cluster, tokens_of_one_machine: list[int]
 ) -> None:
     with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless() as node:
@@ -172,7 +172,7 @@ def test_a_second_stop_signal_ends_a_machine_at_once(cluster: Cluster) -> None:
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_a_stream_outlives_a_machine_that_stands_still(
+def test_a_stream_survives_a_machine_that_hangs(
     cluster: Cluster, tokens_of_one_machine: list[int]
 ) -> None:
     with (
@@ -191,7 +191,7 @@ def test_a_stream_outlives_a_machine_that_stands_still(
 
 
 @pytest.mark.parametrize("with_torchrun", [True, False])
-def test_workers_of_a_launcher_begin_again_after_a_death(
+def test_workers_of_a_launcher_restart_after_a_crash(
     cluster: Cluster, tokens_of_one_machine: list[int], tmp_path: Path, with_torchrun: bool
 ) -> None:
     engine = tmp_path / "engine"
@@ -211,7 +211,7 @@ def test_workers_of_a_launcher_begin_again_after_a_death(
         assert (first.wait(), second.wait()) == (0, 0), first.log + second.log
 
 
-def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_path: Path) -> None:
+def test_unauthorized_machines_are_rejected_or_ignored(cluster: Cluster, tmp_path: Path) -> None:
     other_key = tmp_path / "other"
     ClusterKey.generate().save(str(other_key))
     with cluster.serve("-tp", "2", "-n", "2") as server, cluster.headless(key=other_key) as thief:
@@ -223,8 +223,8 @@ def test_who_does_not_belong_is_sent_away_or_not_heard(cluster: Cluster, tmp_pat
             server.wait_for("ready at")
             assert "joined" not in thief.log
             assert thief.stop() == 0
-            assert server.stop() == 0
-            assert node.wait() == 0
+            assert server.stop() == 0, server.log
+            assert node.wait() == 0, node.log
 
 
 def test_a_node_with_other_weights_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_a_node_with_other_weights_does_not_join(cluster: Cluster, tmp_path: Pat
         server.wait_for("a node did not join")
         with cluster.headless() as node:
             server.wait_for("ready at")
-            assert server.stop() == 0
-            assert node.wait() == 0
+            assert server.stop() == 0, server.log
+            assert node.wait() == 0, node.log
 
 
-def test_what_cannot_start_says_so_everywhere(cluster: Cluster) -> None:
+def test_a_failed_start_is_reported_on_every_machine(cluster: Cluster) -> None:
     with (
         cluster.serve("-tp", "2", "-n", "2", "--kv-cache-memory-bytes", "1") as server,
         cluster.headless() as node,
@@ -254,7 +254,7 @@ def test_what_cannot_start_says_so_everywhere(cluster: Cluster) -> None:
         assert "KV" in node.log.splitlines()[-1]
 
 
-def test_workers_die_with_their_machine_and_with_the_engine(cluster: Cluster) -> None:
+def test_workers_exit_with_their_machine_and_with_the_engine(cluster: Cluster) -> None:
     flags = ("--device", "null", "-dp", "2", "-n", "2", "--heartbeat-timeout", "3")
     with cluster.serve(*flags) as server:
         with cluster.headless() as node:

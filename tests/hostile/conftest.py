@@ -8,7 +8,7 @@ from support.hostile.target import Target, open_target
 
 
 class Targets:
-    """One server for all attacks, so that what one of them leaves behind shows in the next. A dead one is replaced."""
+    """One server for all attacks, so that leftovers of one affect the next. It is replaced if it exits."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

@@ -1,4 +1,4 @@
-"""Requests that are small to send, or well formed, and large to serve."""
+"""Requests that are small or well formed, but expensive to serve."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def in_depth(levels: int, wrap: Callable[[Any], Any], inner: Any) -> Any:
 
 
 def chain(levels: int, key: str) -> Json:
-    """A schema of definitions, each of which refers to the next."""
+    """Return a schema of definitions, each of which refers to the next."""
     definitions: Json = {
         f"d{level}": {key: [{"$ref": f"#/$defs/d{level + 1}"}]}
         if key != "$ref"
@@ -361,7 +361,9 @@ def request_of(path: str, make_body: MakeBody) -> bytes:
 @pytest.mark.parametrize(
     "path, name, make_body", crafted(), ids=[f"{path} {name}" for path, name, _ in crafted()]
 )
-def test_crafted_bodies(target: Target, path: str, name: str, make_body: MakeBody) -> None:
+def test_crafted_bodies_do_not_harm_the_server(
+    target: Target, path: str, name: str, make_body: MakeBody
+) -> None:
     attack = Attack(f"{path} {name}", partial(request_of, path, make_body))
     faults = target.find_faults([attack])
     assert not faults, faults

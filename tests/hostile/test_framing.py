@@ -9,8 +9,8 @@ from functools import partial
 from typing import Final
 
 import pytest
+from support.hostile.check_answer import find_fault
 from support.hostile.client import Answer, exchange, make_request, parse_answer
-from support.hostile.judge import find_fault
 from support.hostile.target import Attack, Target
 
 BODY: Final = b'{"prompt": "Hi", "max_tokens": 1}'
@@ -99,7 +99,7 @@ ANSWERED: Final[dict[str, bytes]] = {
     + b"transfer-encoding: chunked\r\n\r\n%x;a=b;c\r\n%b\r\n0;d\r\n\r\n" % (len(BODY), BODY),
     "ranges": GET + b"range: bytes=0-0," * 1 + b"5-\r\n\r\n",
 }
-"""What may be answered either way, once."""
+"""Requests that may be accepted or rejected, with exactly one answer."""
 
 
 def send_and_listen(target: Target, data: bytes) -> tuple[list[Answer], bool]:
@@ -124,12 +124,12 @@ def send_and_listen(target: Target, data: bytes) -> tuple[list[Answer], bool]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_malformed_requests_are_refused(target: Target, name: str) -> None:
+def test_malformed_requests_are_rejected(target: Target, name: str) -> None:
     with target.watching() as intervals:
         answers, _ = send_and_listen(target, REFUSED[name])
     assert answers, "the connection was closed without an answer"
     assert not find_fault(answers[0], may_succeed=False), answers[0]
-    # What follows is answered as a request of its own or not at all, never as a part of this one.
+    # Data after it is answered as a separate request or not at all, never as a part of this one.
     assert [answer.status for answer in answers[1:]] in ([], [404])
     assert not intervals[0].broken
 
@@ -180,7 +180,7 @@ def test_headers_of_any_content_get_a_clear_answer(target: Target, header: str) 
     "content_type",
     ["text/plain", "text/plain; charset=utf-8", "application/x-www-form-urlencoded", "", "a/b/c"],
 )
-def test_bodies_of_other_types_are_refused(target: Target, content_type: str) -> None:
+def test_bodies_of_other_content_types_are_rejected(target: Target, content_type: str) -> None:
     attacks = [
         Attack(
             f"{route.path} {content_type}",
@@ -203,7 +203,7 @@ def test_web_pages_may_not_operate_the_server(target: Target, origin: str) -> No
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_body_that_stops_is_given_up(target: Target) -> None:
+def test_a_body_that_stops_arriving_times_out(target: Target) -> None:
     with target.watching() as intervals, contextlib.ExitStack() as stack:
         heads = {
             "fast, then silent": POST + b"content-length: 31000000\r\n\r\n" + b" " * 30_000_000,
@@ -248,7 +248,7 @@ def test_many_bodies_in_flight_are_bounded(target: Target) -> None:
     )
 
 
-def test_many_silent_connections_do_not_keep_others_out(target: Target) -> None:
+def test_many_idle_connections_do_not_block_others(target: Target) -> None:
     with target.watching() as intervals, contextlib.ExitStack() as stack:
         for number in range(400):
             connection = stack.enter_context(socket.create_connection(target.address, SLOW_S))
@@ -270,7 +270,7 @@ def test_a_thousand_requests_in_one_packet_are_answered_in_order(target: Target)
     assert ids == [b"x-request-id: %d" % number for number in range(1000)]
 
 
-def test_clients_that_leave_do_not_stay_in_the_engine(target: Target) -> None:
+def test_requests_of_disconnected_clients_are_aborted(target: Target) -> None:
     body = b'{"prompt": "Hi", "max_tokens": 400, "stream": true}'
     for _ in range(100):
         with socket.create_connection(target.address, SLOW_S) as connection:

@@ -15,14 +15,16 @@ every_algorithm = pytest.mark.parametrize("algorithm", PrefixHash)
 
 @every_algorithm
 @given(tokens=TOKENS, block_size=st.sampled_from([1, 4, 16]))
-def test_one_hash_a_full_block(algorithm: PrefixHash, tokens: list[int], block_size: int) -> None:
+def test_every_full_block_has_one_hash(
+    algorithm: PrefixHash, tokens: list[int], block_size: int
+) -> None:
     hashes = hash_blocks(np.array(tokens, np.int32), block_size, algorithm=algorithm)
     assert len(hashes) == len(tokens) // block_size * HASH_BYTES
 
 
 @every_algorithm
 @given(tokens=TOKENS, cut=st.integers(0, 4))
-def test_the_chain_can_be_continued_anywhere(
+def test_hashing_can_continue_after_any_block(
     algorithm: PrefixHash, tokens: list[int], cut: int
 ) -> None:
     ids = np.array(tokens, np.int32)
@@ -35,7 +37,7 @@ def test_the_chain_can_be_continued_anywhere(
 
 @every_algorithm
 @given(tokens=st.lists(st.integers(0, 1000), min_size=8, max_size=8), position=st.integers(0, 7))
-def test_a_token_changes_its_block_and_all_after_it(
+def test_a_token_changes_the_hash_of_its_block_and_all_later_ones(
     algorithm: PrefixHash, tokens: list[int], position: int
 ) -> None:
     changed = list(tokens)
@@ -47,7 +49,7 @@ def test_a_token_changes_its_block_and_all_after_it(
     assert a[-HASH_BYTES:] != b[-HASH_BYTES:]
 
 
-def test_salts_and_adapters_never_share() -> None:
+def test_prompts_with_other_salts_or_adapters_share_no_hash() -> None:
     roots = {
         root_hash(),
         root_hash(cache_salt="a"),
@@ -59,7 +61,7 @@ def test_salts_and_adapters_never_share() -> None:
     assert len(roots) == 6
 
 
-def test_the_length_of_an_input_is_part_of_the_hash() -> None:
+def test_the_length_of_an_encoder_input_is_part_of_the_hash() -> None:
     tokens = np.zeros(8, np.int32)
     # Both begin at position 1 with the same content, and one of them reaches further.
     hashes = {hash_blocks(tokens, 8, ROOT_HASH, [(1, length, b"cat")]) for length in (2, 4)}

@@ -1,4 +1,4 @@
-"""Who may speak on the sockets that other machines reach."""
+"""Authentication on the sockets that other machines connect to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def address_of(hub: Hub[Any]) -> str:
 
 
 def connect(hub: Hub[Any], friend: Peer[Any]) -> None:
-    """Let them find each other."""
+    """Wait until the hub has received the connection of the peer."""
     deadline = time.monotonic() + TIMEOUT_MS / 1000
     while not hub.socket.poll(10):
         assert friend.receive() is None
@@ -70,7 +70,7 @@ def strangers(key: ClusterKey) -> dict[str, ClusterKey | None]:
 
 
 @pytest.mark.parametrize("who", ["no key", "another key", "another server", "another client"])
-def test_who_does_not_have_the_key_is_not_heard_and_hears_nothing(
+def test_a_peer_without_the_key_neither_sends_nor_receives(
     hub: Hub[ClientMessage], key: ClusterKey, who: str
 ) -> None:
     with zmq.Context() as elsewhere:
@@ -83,7 +83,7 @@ def test_who_does_not_have_the_key_is_not_heard_and_hears_nothing(
         stranger.connect(address_of(hub))
         stranger.send(msgspec.msgpack.encode(HELLO))
         friend: Peer[AbortRequests] = Peer(elsewhere, address_of(hub), b"f", AbortRequests, key)
-        # That the friend is heard shows that there was time enough for the stranger.
+        # The message of the authenticated peer shows that there was enough time for that of the other.
         connect(hub, friend)
         hub.send(b"f", AbortRequests(b""))
         assert friend.receive(block=True) == AbortRequests(b"")
@@ -97,7 +97,7 @@ def test_who_does_not_have_the_key_is_not_heard_and_hears_nothing(
         friend.close()
 
 
-def test_bytes_that_are_not_even_zmq_do_no_harm(hub: Hub[ClientMessage], key: ClusterKey) -> None:
+def test_bytes_that_are_not_zmq_are_ignored(hub: Hub[ClientMessage], key: ClusterKey) -> None:
     host, port = address_of(hub).removeprefix("tcp://").split(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(9), os.urandom(4096)):
         with socket.create_connection((host, int(port))) as connection:
@@ -107,7 +107,7 @@ def test_bytes_that_are_not_even_zmq_do_no_harm(hub: Hub[ClientMessage], key: Cl
                 connection.sendall(garbage)
                 while piece := connection.recv(4096):
                     answer += piece
-        # At most libzmq's own greeting, which says which kind of socket speaks.
+        # At most libzmq's own greeting, which contains the socket type.
         assert len(answer) <= 64
     with zmq.Context() as elsewhere:
         friend: Peer[AbortRequests] = Peer(elsewhere, address_of(hub), b"f", AbortRequests, key)
@@ -115,9 +115,7 @@ def test_bytes_that_are_not_even_zmq_do_no_harm(hub: Hub[ClientMessage], key: Cl
         friend.close()
 
 
-def test_a_key_file_is_the_owners_alone_and_is_not_overwritten(
-    tmp_path: Path, key: ClusterKey
-) -> None:
+def test_a_key_file_is_private_and_is_not_overwritten(tmp_path: Path, key: ClusterKey) -> None:
     path = tmp_path / "key"
     key.save(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -139,7 +137,7 @@ def test_a_key_file_is_the_owners_alone_and_is_not_overwritten(
         ),
     ],
 )
-def test_what_is_not_a_key_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_key_is_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
     path.chmod(0o600)
@@ -147,7 +145,7 @@ def test_what_is_not_a_key_is_refused(tmp_path: Path, content: bytes, message: s
         load_cluster_key(str(path))
 
 
-def test_a_key_that_everybody_can_read_is_refused(tmp_path: Path, key: ClusterKey) -> None:
+def test_a_key_file_that_others_can_read_is_rejected(tmp_path: Path, key: ClusterKey) -> None:
     path = tmp_path / "key"
     key.save(str(path))
     path.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Files of a model are recognized as what they were when the server started."""
+"""Changes of a model's files since the start of the server are detected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
     verify_files(files)
 
 
-def test_another_machine_must_have_a_copy(tmp_path: Path) -> None:
+def test_another_machine_must_have_identical_files(tmp_path: Path) -> None:
     original, copy = tmp_path / "a.gguf", tmp_path / "b.gguf"
     original.write_bytes(b"model")
     copy.write_bytes(b"model")
@@ -58,7 +58,7 @@ def test_another_machine_must_have_a_copy(tmp_path: Path) -> None:
         identify_copies([], files)
 
 
-def test_all_shards_and_all_templates_are_watched(tmp_path: Path) -> None:
+def test_all_shards_and_templates_are_part_of_the_identity(tmp_path: Path) -> None:
     names = ("config.json", "a-1.safetensors", "a-2.safetensors", "model.safetensors.index.json")
     for name in (*names, "tokenizer.json", "chat_template.jinja", "README.md"):
         (tmp_path / name).write_text(name)

@@ -1,4 +1,4 @@
-"""The messages: every one survives its encoding, and steady decoding costs four bytes a slot."""
+"""Encoding of messages: nothing is lost, and steady decoding takes four bytes a slot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_arrays_are_little_endian_views() -> None:
         int32_view(b"\0\0\0")
 
 
-def test_scheduler_output_survives_its_encoding() -> None:
+def test_a_decoded_scheduler_output_equals_the_original() -> None:
     request = NewRequestData(
         slot=3,
         request_id=(0, 17),
@@ -46,7 +46,7 @@ def test_scheduler_output_survives_its_encoding() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1024])
-def test_steady_decode_is_small(rows: int) -> None:
+def test_a_steady_decode_step_takes_few_bytes(rows: int) -> None:
     slots = int32_bytes(np.arange(rows))
     changed = msgspec.msgpack.encode(SchedulerOutput(1_000_000, slots=slots))
     assert len(changed) <= 100 + 4 * rows
@@ -56,7 +56,7 @@ def test_steady_decode_is_small(rows: int) -> None:
     assert len(msgspec.msgpack.encode(outputs)) <= 100 + 8 * rows
 
 
-def test_finish_reasons_read_as_openai_words() -> None:
+def test_finish_reasons_are_named_as_in_the_openai_api() -> None:
     assert [str(r) for r in FinishReason] == [
         "stop",
         "length",
@@ -69,7 +69,7 @@ def test_finish_reasons_read_as_openai_words() -> None:
     ]
 
 
-def test_configuration_of_another_version_is_refused(tmp_path) -> None:
+def test_a_configuration_of_another_version_is_rejected(tmp_path) -> None:
     model = ModelConfig("m", "p", "t", ("m",), "llama", 9, 9, (2,))
     path = EngineConfig(str(tmp_path), 1, model).save()
     assert load_config(path).model == model

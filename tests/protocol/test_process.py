@@ -27,6 +27,6 @@ assert stop.take_signals() == {signal.SIGUSR1} and stop.requested
 """
 
 
-def test_watched_signals_wake_once_and_do_not_stop():
+def test_watched_signals_wake_the_poll_once_and_do_not_end_the_process():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

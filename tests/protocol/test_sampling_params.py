@@ -9,7 +9,7 @@ from engine.protocol.sampling_params import SamplingParams
 LIMITS = {"vocab_size": 100, "max_logprobs": 20}
 
 
-def test_defaults_and_extremes_are_accepted() -> None:
+def test_defaults_and_limits_are_accepted() -> None:
     SamplingParams().verify(**LIMITS)
     SamplingParams(
         max_tokens=1, temperature=0, top_p=1.0, top_k=-1, seed=-(2**63), logprobs=20, stop=("x",)
@@ -54,14 +54,14 @@ def test_defaults_and_extremes_are_accepted() -> None:
         ({"bad_words_token_ids": ((3, 100),)}, "bad_words", "[0, 100)"),
     ],
 )
-def test_a_refusal_names_field_and_limit(params: dict, field: str, limit: str) -> None:
+def test_an_error_names_the_field_and_its_limit(params: dict, field: str, limit: str) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams(**params).verify(**LIMITS)
     assert caught.value.param.startswith(field)
     assert limit in str(caught.value)
 
 
-def test_no_more_logprobs_than_the_vocabulary_has_tokens() -> None:
+def test_logprobs_are_limited_by_the_vocabulary_size() -> None:
     SamplingParams(logprobs=100).verify(vocab_size=100, max_logprobs=1000)
     with pytest.raises(ParameterError, match="at most 100"):
         SamplingParams(logprobs=101).verify(vocab_size=100, max_logprobs=1000)

@@ -1,4 +1,4 @@
-"""What a core has written down is read back as far as it goes, whenever the core died."""
+"""The step log can be read up to its last complete step, whenever the core exited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> str:
 def write(path: str, epoch: int, last: int) -> None:
     log = StepLog(path, epoch)
     for step in range(1, last + 1):
-        # Of very different sizes, as prompts are.
+        # The steps have very different sizes, as prompts do.
         log.append(step, encode(SchedulerOutput(step, slots=bytes(4 * step * 1000 % 70_000))))
     log.close()
 
@@ -34,7 +34,7 @@ def numbers(path: str, epoch: int, first: int) -> list[int]:
     return [step.step for step in read_steps(path, epoch, first)]
 
 
-def test_the_last_steps_are_there_whole_and_in_order(path: str) -> None:
+def test_the_last_steps_are_read_in_order(path: str) -> None:
     write(path, EPOCH, 100)
     steps = list(read_steps(path, EPOCH, 95))
     assert [step.step for step in steps] == [95, 96, 97, 98, 99, 100]
@@ -44,14 +44,14 @@ def test_the_last_steps_are_there_whole_and_in_order(path: str) -> None:
     assert numbers(path, EPOCH, 101) == []
 
 
-def test_a_file_takes_the_room_of_what_is_in_it_and_is_its_owners(path: str) -> None:
+def test_a_file_is_private_and_no_larger_than_its_content(path: str) -> None:
     write(path, EPOCH, 100)
     status = os.stat(path)
     assert status.st_blocks * 512 < 4 << 20
     assert status.st_mode & 0o077 == 0
 
 
-def test_steps_of_another_epoch_are_not_meant(path: str) -> None:
+def test_steps_of_another_epoch_are_ignored(path: str) -> None:
     write(path, EPOCH, 5)
     assert numbers(path, EPOCH + 1, 1) == []
     write(path, EPOCH + 1, 2)
@@ -59,7 +59,7 @@ def test_steps_of_another_epoch_are_not_meant(path: str) -> None:
     assert numbers(path, EPOCH, 1) == []
 
 
-def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> None:
+def test_an_incomplete_step_is_not_read(path: str, monkeypatch) -> None:
     log = StepLog(path, EPOCH)
     for step in range(1, 21):
         log.append(step, encode(SchedulerOutput(step)))
@@ -67,7 +67,7 @@ def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> No
     def die(*fields: int) -> bytes:
         raise KeyboardInterrupt
 
-    # The frame is written, what tells of it is not.
+    # The frame is written, but not the header that counts it.
     monkeypatch.setattr(step_log, "_HEADER", SimpleNamespace(size=step_log._HEADER.size, pack=die))
     with pytest.raises(KeyboardInterrupt):
         log.append(21, encode(SchedulerOutput(21)))
@@ -76,7 +76,7 @@ def test_a_step_that_was_not_finished_is_not_there(path: str, monkeypatch) -> No
     assert numbers(path, EPOCH, 19) == [19, 20]
 
 
-def test_a_file_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "file" / "core0.steps"
     path.parent.touch()
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> 
     assert str(path) in str(error.value)
 
 
-def test_a_step_that_the_disk_has_no_room_for_is_not_there(path: str) -> None:
+def test_a_step_that_does_not_fit_on_the_disk_is_not_read(path: str) -> None:
     log = StepLog(path, EPOCH)
     log.append(16, encode(SchedulerOutput(16)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -102,5 +102,5 @@ def test_a_step_that_the_disk_has_no_room_for_is_not_there(path: str) -> None:
     assert numbers(path, EPOCH, 33) == [33]
 
 
-def test_without_a_file_there_is_nothing(path: str) -> None:
+def test_a_missing_file_has_no_steps(path: str) -> None:
     assert numbers(path, EPOCH, 1) == []

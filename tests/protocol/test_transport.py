@@ -1,4 +1,4 @@
-"""Only messages of the expected types come out of a socket, whatever goes in."""
+"""A socket returns only messages of the expected types, whatever it receives."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def address(tmp_path: Path) -> str:
 def receive(hub: Hub[Any]) -> tuple[bytes, Any]:
     while True:
         assert hub.socket.poll(TIMEOUT_MS)
-        # What woke the poll may have been garbage, which is dropped.
+        # An invalid frame wakes the poll, too, and is dropped.
         if (received := hub.receive()) is not None:
             return received
 
 
 def connect(hub: Hub[Any], peer: Peer[Any], identity: bytes) -> None:
-    """Let them find each other."""
+    """Wait until the hub has received the connection of the peer."""
     assert peer.receive() is None
     while not hub.socket.poll(10):
         assert peer.receive() is None
     assert hub.receive() == (identity, None)
 
 
-def test_a_hub_learns_of_each_connection_and_nothing_crosses_from_one_to_the_next(
+def test_messages_of_one_connection_are_not_delivered_to_the_next(
     context: zmq.Context[Any], address: str
 ) -> None:
     peer: Peer[CoreMessage] = Peer(context, address, b"a", CoreMessage)
@@ -99,7 +99,7 @@ def test_peers_and_hub_exchange_messages(context: zmq.Context[Any], address: str
         end.close()
 
 
-def test_what_a_receiver_would_refuse_is_not_sent_and_the_connection_stays(
+def test_a_message_over_the_size_limit_is_not_sent_and_the_connection_stays(
     context: zmq.Context[Any], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.protocol.transport.MAX_FRAME_BYTES", 1000)
@@ -122,7 +122,7 @@ def test_what_a_receiver_would_refuse_is_not_sent_and_the_connection_stays(
 
 @examples(50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=3))
-def test_garbage_is_counted_and_dropped(tmp_path: Path, frames: list[bytes]) -> None:
+def test_invalid_frames_are_counted_and_dropped(tmp_path: Path, frames: list[bytes]) -> None:
     assume(frames != [b""])
     with zmq.Context() as context:
         hub: Hub[ClientMessage] = Hub(context, f"ipc://{tmp_path}/garbage", ClientMessage)

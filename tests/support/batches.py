@@ -1,4 +1,4 @@
-"""Builds the arrays of one step from what each request has computed, is scheduled and owns."""
+"""Build the arrays of one step from each request's computed tokens, scheduled tokens and blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def attention_batch(requests: Sequence[Scheduled], block_size: int) -> Attention
 
 
 def positions(requests: Sequence[Scheduled]) -> torch.Tensor:
-    """The position of each token of the step."""
+    """Return the position of each token of the step."""
     return torch.cat(
         [torch.arange(r.num_computed, r.num_computed + r.num_scheduled) for r in requests]
     )

@@ -1,12 +1,17 @@
-"""Loads a checkpoint and steps its decoder over a paged cache, without the rest of the engine."""
+"""Load a checkpoint and run its decoder over a paged cache, without the rest of the engine."""
 
+import math
 import random
 
 import torch
 from engine.workers.attention import AttentionSpec, attention_backend
+from engine.workers.cpu.attention import NativeAttention
+from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
+from engine.workers.models.kv_cache_groups import group_layers
+from engine.workers.models.mixers import StateBatch
 from engine.workers.parallel.shard import ModelShard
 from support.batches import Scheduled, attention_batch, positions
 
@@ -24,7 +29,7 @@ def load_decoder(
     on_progress=None,
 ):
     checkpoint = open_checkpoint(path)
-    spec = model_spec(checkpoint.config, path)
+    spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
     shard = ModelShard.whole(spec)
     attention = AttentionSpec.from_model(
         spec, shard, block_size=block_size, dtype=dtype, device=device
@@ -41,6 +46,23 @@ def load_decoder(
     )
 
 
+def load_native_decoder(path, *, dtype=torch.float32, block_size=256, max_model_len=256, **options):
+    """Load a native program, with blocks that are large enough for states."""
+    checkpoint = open_checkpoint(path)
+    spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
+    attention = AttentionSpec.from_model(
+        spec, ModelShard.whole(spec), block_size=block_size, dtype=dtype, device=CPU
+    )
+    return NativeDecoder(
+        spec,
+        checkpoint,
+        NativeAttention(attention),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        **options,
+    )
+
+
 class Runner:
     """Steps a decoder over its own cache; each request owns scattered blocks."""
 
@@ -53,14 +75,39 @@ class Runner:
         self.blocks = [ids[i::num_requests] for i in range(num_requests)]
         shape = decoder.attention.kv_cache_shape(num_blocks)
         dtype = decoder.attention.dtype
-        self.kv_caches = [
-            torch.zeros(shape, dtype=dtype, device=decoder.attention.device)
-            for _ in decoder.spec.layers
-        ]
+        self._is_native = isinstance(decoder, NativeDecoder)
+        self.kv_caches = []
+        self.attention_by_group = {}
+        shard = ModelShard.whole(decoder.spec)
+        for layer in decoder.spec.layers:
+            device = decoder.attention.device
+            if layer.kv_source is not None:
+                self.kv_caches.append(self.kv_caches[layer.kv_source])
+            elif layer.attends:
+                attention = decoder.attention.for_layer(decoder.spec.for_layer(layer), shard)
+                self.attention_by_group[layer.kv_cache_group] = attention
+                shape = attention.kv_cache_shape(num_blocks)
+                self.kv_caches.append(torch.zeros(shape, dtype=dtype, device=device))
+            if layer.recurrent is not None:
+                num_bytes = layer.recurrent.state_size(1).num_bytes(decoder.hidden_dtype.itemsize)
+                if self._is_native:
+                    page_bytes = math.prod(shape[1:]) * dtype.itemsize
+                    assert num_bytes <= page_bytes
+                    num_bytes = page_bytes
+                shape_of_states = (num_blocks, num_bytes)
+                # Whatever the block held before must not matter.
+                states = torch.full(shape_of_states, 255, dtype=torch.uint8, device=device)
+                self.kv_caches.append(states)
         self.computed = [0] * num_requests
 
     def step(self, chunks):
         """Run {request: its next tokens}; return the logits of every token of each."""
+        logits = self.decoder.compute_logits(self.hidden(chunks))
+        lengths = [len(tokens) for tokens in chunks.values()]
+        return dict(zip(chunks, logits.split(lengths), strict=True))
+
+    def hidden(self, chunks):
+        """Run {request: its next tokens}; return the hidden states of all tokens."""
         scheduled = []
         for request, tokens in chunks.items():
             end = self.computed[request] + len(tokens)
@@ -68,20 +115,21 @@ class Runner:
             scheduled.append(Scheduled(self.computed[request], len(tokens), blocks))
             self.computed[request] = end
         batch = attention_batch(scheduled, self.block_size)
+        device, spec = self.decoder.attention.device, self.decoder.spec
         metadata = [
-            self.decoder.attention.build(batch, windows)
-            for windows in self.decoder.spec.windows_by_group
+            self.attention_by_group.get(group, self.decoder.attention).build(batch, windows)
+            if layer is None or self._is_native
+            else StateBatch.build(batch, self.block_size, layer, device)
+            for group, (windows, layer) in enumerate(
+                zip(spec.windows_by_group, spec.recurrent_by_group, strict=True)
+            )
         ]
-        device = self.decoder.attention.device
-        hidden = self.decoder.forward(
+        return self.decoder.forward(
             torch.tensor([token for tokens in chunks.values() for token in tokens]).to(device),
             positions(scheduled).to(device),
             self.kv_caches,
             metadata,
         )
-        logits = self.decoder.compute_logits(hidden)
-        lengths = [len(tokens) for tokens in chunks.values()]
-        return dict(zip(chunks, logits.split(lengths), strict=True))
 
     def greedy(self, prompt, num_tokens, request=0):
         """Return the continuation of a prompt."""

@@ -97,16 +97,16 @@ class EchoCore:
 
     @property
     def requests(self) -> list[EngineCoreRequest]:
-        """Every live request."""
+        """Return every live request."""
         return [echo.request for of_client in self.running.values() for echo in of_client.values()]
 
     def greet(self) -> None:
-        """Answer those who have called."""
+        """Answer the greetings of clients."""
         while self.callers:
             self.hub.send(self.callers.pop(), self.ready)
 
     def receive(self) -> None:
-        """Take in all messages that have arrived, and greet who is new."""
+        """Receive all messages that have arrived, and greet new clients."""
         self.read()
         if self.is_greeting:
             self.greet()
@@ -140,7 +140,7 @@ class EchoCore:
                 self.hub.send(client, CallResult(message.call_id, *self.dump_answer))
 
     def step(self, tokens_each: int = 1) -> None:
-        """Generate for every request, and tell the clients."""
+        """Generate a token for every request, and send the outputs."""
         for client, running in self.running.items():
             outputs = EngineCoreOutputs(self.core_index, 0, time.monotonic())
             new = int32_bytes(
@@ -192,7 +192,7 @@ class EchoCore:
         self.hub.send(client, outputs)
 
     def lose_outputs(self) -> None:
-        """Number a message to every client that never arrives."""
+        """Skip a sequence number for every client, as if a message were lost."""
         for client in self.running:
             self._sequences[client] = self._sequences.get(client, 0) + 1
 

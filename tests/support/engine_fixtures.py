@@ -1,4 +1,4 @@
-"""What tests of the frontend's engine side share: a loop, a configuration, a client with its core."""
+"""Helpers for tests of the engine client: an event loop, a configuration, a client with its core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _opened: ContextVar[ExitStack] = ContextVar("opened")
 
 
 def opened(thing: C) -> C:
-    """`thing`, which is closed at the end of the test on the event loop, however the test ends."""
+    """Return `thing`, and close it on the event loop when the test ends in any way."""
     _opened.get().callback(thing.close)
     return thing
 
@@ -62,7 +62,7 @@ def smollm2_tokenizer() -> Tokenizer:
 
 
 def engine_config(run_dir: Path, **changes: Any) -> EngineConfig:
-    """SmolLM2's configuration with a short context."""
+    """Return SmolLM2's configuration with a short context."""
     tokenizer = smollm2_tokenizer()
     assert tokenizer.eos_token_id is not None
     config = EngineConfig(
@@ -84,7 +84,7 @@ def engine_config(run_dir: Path, **changes: Any) -> EngineConfig:
 
 
 async def until(condition: Callable[[], bool], advance: Callable[[], object]) -> None:
-    """Let sockets and tasks make progress, `advance` among them, until the condition holds."""
+    """Run sockets, tasks and `advance` until the condition is true."""
     while not condition():
         await asyncio.sleep(0.001)
         advance()
@@ -92,7 +92,7 @@ async def until(condition: Callable[[], bool], advance: Callable[[], object]) ->
 
 @asynccontextmanager
 async def connected(config: EngineConfig) -> AsyncIterator[tuple[EngineClient, EchoCore]]:
-    """A started client and the core it talks to."""
+    """Start a client and the core that it is connected to."""
     with ExitStack() as stack:
         core = EchoCore(config)
         stack.callback(core.close)

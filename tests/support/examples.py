@@ -1,4 +1,4 @@
-"""How many examples Hypothesis tries in the full run and in the fast one."""
+"""Number of examples that Hypothesis tries in the full and in the fast run."""
 
 from __future__ import annotations
 

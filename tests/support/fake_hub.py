@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: serves the files of a directory ORG/NAME/… over the hub's HTTP interface."""
+"""A local Hugging Face hub that serves the files of a directory ORG/NAME/… over the hub's HTTP interface."""
 
 import hashlib
 import json
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_hub(root: Path, gated: str = "org/gated") -> Iterator[tuple[str, list[str]]]:
-    """The hub's URL and the list of the paths that are asked for."""
+    """Run a hub, and return its URL and the list of requested paths."""
     requested: list[str] = []
     handler = type("Handler", (_Handler,), {"root": root, "gated": gated, "requested": requested})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""What can befall a process, done to it from outside."""
+"""Faults that tests cause in processes: kills, hangs, exceptions and lack of memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import psutil
 
 
 def environment_with(directory: str) -> dict[str, str]:
-    """In which every process of a server begins with the `sitecustomize` of a directory beside this file."""
+    """Return an environment in which Python imports the `sitecustomize` of a directory beside this file."""
     path = [str(Path(__file__).parent / directory), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 ENVIRONMENT: Final = environment_with("raise_on_signal")
-"""A server needs it for `fail` and `damage`."""
+"""The environment that a server needs for `fail` and `damage`."""
 
 
 def fail(process: psutil.Process) -> None:
@@ -27,12 +27,12 @@ def fail(process: psutil.Process) -> None:
 
 
 def damage(worker: psutil.Process) -> None:
-    """From now on a worker on `--device null` answers every step with tokens that do not exist."""
+    """Make a worker on `--device null` return invalid tokens from now on."""
     worker.send_signal(signal.SIGRTMIN + 1)
 
 
 def exhaust_memory(process: psutil.Process) -> None:
-    """From now on the system gives it no more; it may live for as long as it needs none."""
+    """Make all further allocations of memory fail. The process may continue while it needs none."""
     process.rlimit(psutil.RLIMIT_AS, (1, psutil.RLIM_INFINITY))
 
 

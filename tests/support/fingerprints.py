@@ -1,4 +1,4 @@
-"""What the model worker keeps as KV entries: a position's entry stands for all tokens up to it."""
+"""KV entries of the model worker: the entry of a position is a fingerprint of all tokens up to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def extend(fingerprint: int, token_id: int) -> int:
 
 
 def seed_fingerprint(seed: int | None, lora_name: str = "") -> int:
-    """What a test gives different seeds must never share a block; nor may two adapters."""
+    """Return the seed of fingerprints for a request. Different salts or adapters must never share a block."""
     return extend(extend(1, seed or 0), zlib.crc32(lora_name.encode()))
 
 
@@ -29,7 +29,7 @@ def fingerprints(
     lora_name: str = "",
     inputs: Sequence[EncoderInput] = (),
 ) -> list[int]:
-    """The entry of each position."""
+    """Return the entry of each position."""
     fingerprint = seed_fingerprint(seed, lora_name)
     places = {}
     for item in inputs:

@@ -1,4 +1,4 @@
-"""A real frontend process in front of an echo core: every HTTP byte is the product's own."""
+"""A real frontend process, connected to an echo core."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 20.0
 
 
 class FrontendProcess:
-    """Started by entering. `core` is None with `with_core=False`: then it never becomes ready."""
+    """A frontend that starts on entry. With `with_core=False`, `core` is None and it never becomes ready."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class FrontendProcess:
                 self.stages.append((status.stage, status.detail))
                 assert stage is Stage.FAILED or status.stage is not Stage.FAILED, self.log
 
-    def hear(self) -> SupervisorMessage | None:
-        """What it tells the supervisor next."""
+    def read_report(self) -> SupervisorMessage | None:
+        """Return the next report of the frontend to the supervisor."""
         return self._status.receive(timeout_ms=100)
 
     def client(self, api_key: str = "unused") -> openai.OpenAI:
@@ -153,7 +153,7 @@ class FrontendProcess:
         return self._log.read_text()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.terminate()
         return self.process.wait(STOP_TIMEOUT_S)
 
@@ -178,7 +178,7 @@ class FrontendProcess:
 
 
 def sse_events(text: str) -> list[Any]:
-    """The JSON of each event of a stream that ended with `[DONE]`."""
+    """Return the JSON of each event of a stream that ended with `[DONE]`."""
     lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "data: [DONE]", text[-500:]
     return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""Grammars checked as a frontend does it."""
+"""Checks of grammars as a frontend performs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMOLLM2_EOS = 2
 
 @cache
 def _checks() -> tuple[asyncio.Runner, GrammarChecks]:
-    """The pool of this process, which ends with it."""
+    """Return the pool of this process, which is closed at exit."""
     tokenizer = smollm2_tokenizer()
     processes = GrammarProcesses(str(tokenizer.path), tokenizer.vocab_size, (SMOLLM2_EOS,))
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), GrammarChecks(
@@ -35,7 +35,7 @@ def verify_structured_output(structured_output: StructuredOutput) -> bool:
 
 
 def usable(structured_output: StructuredOutput) -> StructuredOutput:
-    """Return what the core gets of a grammar. Raises ParameterError if it cannot be used."""
+    """Return the grammar as the core receives it. Raises ParameterError if it cannot be used."""
     runner, checks = _checks()
     verdict = runner.run(checks.check(structured_output))
     if verdict.problem:

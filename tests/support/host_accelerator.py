@@ -1,4 +1,4 @@
-"""An accelerator made of host memory: graphs are tapes, and what it computes arrives one look later."""
+"""An accelerator simulated in host memory: graphs are tapes, and results arrive one poll later."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HostAccelerator:
         self.peak = self.allocated
 
     def release_memory(self) -> None:
-        """Nothing is kept for later."""
+        """Do nothing, because this device caches no memory."""
 
     def graph_recorder(self) -> TapedGraphs:
         return self.graphs

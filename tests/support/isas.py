@@ -14,7 +14,7 @@ def isa_name(isa: int) -> str | None:
 
 
 def select_isa(isa: int) -> bool:
-    """Use it from now on. Return False, and change nothing, if the machine lacks it or there is no such set."""
+    """Select the set. Return False, and change nothing, if the machine lacks it or it does not exist."""
     return bool(native_library().engine_select_isa(isa))
 
 
@@ -27,9 +27,9 @@ def _numbers(*names: str) -> tuple[int, ...]:
 
 
 (PORTABLE,) = _numbers("any processor")
-# They multiply bf16 as floats.
+# These sets multiply bf16 as floats.
 FUSED_WITHOUT_BF16 = _numbers("AVX2", "AVX2 with VNNI", "AVX-512 with VNNI")
-# It sums products of bf16 in an order of its own.
+# This set sums bf16 products in its own order.
 AMX = next(iter(_numbers("AMX")), None)
 BEST_ISA: int = native_library().engine_isa()
 

@@ -1,4 +1,4 @@
-"""The kernels that a GPU would be given, by name: steps run on `meta`, where nothing is computed."""
+"""Names of the kernels that a step would launch on a GPU. Steps run on `meta`, where nothing is computed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Launches(TorchDispatchMode):
 
 @contextmanager
 def launches(monkeypatch: Any) -> Iterator[list[str]]:
-    """What is launched from now on. Triton's kernels are not run."""
+    """Record the kernels launched in the context. Triton's kernels are not run."""
     from triton.runtime.jit import KernelInterface
 
     noted = _Launches()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Of tensors on `device` that operations return while this is on, in bytes."""
+    """Counts the bytes of live tensors on `device` that operations return in the context."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from support.program import Program
 
 @dataclass(frozen=True)
 class Machine:
-    """What to put before a command line to run it there, and in its environment."""
+    """A machine: the prefix of a command line that runs there, and its environment."""
 
     address: str
     prefix: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Machine:
 
 
 def program(machine: Machine, *args: str, launcher: list[str] | None = None) -> Program:
-    """An `engine` command, or that of `launcher`, on a machine."""
+    """Run an `engine` command, or that of `launcher`, on a machine."""
     engine = [sys.executable, "-P", "-m", "engine.frontend.cli.main"]
     command = [*machine.prefix, *(launcher or engine), *args]
     return Program(command, {"OMP_NUM_THREADS": "1", **machine.env})
@@ -38,7 +38,7 @@ def client(uds: Path) -> httpx.Client:
 
 
 def free_ports(address: str, count: int) -> int:
-    """The first of so many neighbouring ports that are not in use."""
+    """Return the first of `count` adjacent ports that are not in use."""
     while True:
         first = random.randrange(20_000, 30_000)
         with ExitStack() as stack:
@@ -62,10 +62,10 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def _namespaces(stack: ExitStack) -> tuple[Machine, Machine] | None:
-    """Two network namespaces in one user namespace, with a cable between them; None if the system does not let us."""
+    """Create two connected network namespaces in one user namespace; None if the system forbids it."""
 
     def hold(*command: str) -> int:
-        """The id of a process that keeps a namespace."""
+        """Return the id of a process that keeps a namespace alive."""
         holder = subprocess.Popen(
             [*command, "sh", "-c", "echo held; exec cat"],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Requests of every kind that a crash could spoil, read to their end over HTTP."""
+"""Streams of requests with every feature that a crash could affect, read to their end over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
-    """Requests of all kinds, each with a prompt and a seed of its own."""
+    """Return requests of all kinds, each with its own prompt and seed."""
     return [
         {
             "prompt": f"Chapter {number}. Once upon a time there",
@@ -49,9 +49,9 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """`answer` is all that the client was told, put together; `num_events` grows as it comes.
+    """A stream. `answer` is the joined content that the client received; `num_events` counts its events.
 
-    After `max_events` the client hangs up. `port` is its own end of the connection.
+    After `max_events` the client disconnects. `port` is the client's port.
     """
 
     body: dict[str, Any]
@@ -99,20 +99,22 @@ class Stream:
             self.answer["error"] = event["error"]
             return
         for choice in event["choices"]:
-            told = self.answer.setdefault(choice["index"], {"text": "", "logprobs": []})
-            told["text"] += choice["text"]
+            collected = self.answer.setdefault(choice["index"], {"text": "", "logprobs": []})
+            collected["text"] += choice["text"]
             if logprobs := choice.get("logprobs"):
-                told["logprobs"] += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+                collected["logprobs"] += zip(
+                    logprobs["tokens"], logprobs["token_logprobs"], strict=True
+                )
             for name in ("finish_reason", "stop_reason", "prompt_logprobs"):
                 if choice.get(name) is not None:
-                    told[name] = choice[name]
+                    collected[name] = choice[name]
         if usage := event.get("usage"):
             self.answer["usage"] = usage["prompt_tokens"], usage["completion_tokens"]
         self.num_events += 1
 
 
 class Streams:
-    """Starts all streams at once."""
+    """Streams that all start at once."""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class Streams:
         return sum(stream.num_events for stream in self.streams)
 
     def wait_for_events(self, count: int) -> None:
-        """Until `count` more events have come."""
+        """Wait until `count` more events have arrived."""
         goal = self.num_events + count
         wait_until(lambda: self.num_events >= goal, what=f"{count} events of the streams")
 
@@ -145,7 +147,7 @@ class Streams:
 
 
 def undisturbed_answers(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What all others are compared with: the answers of streams that nothing happens to."""
+    """Return the answers without any fault, with which all others are compared."""
     answers = Streams(server, requests).answers()
     assert [answer for answer in answers if "done" not in answer or "error" in answer] == []
     return answers

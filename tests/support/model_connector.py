@@ -1,6 +1,6 @@
-"""Both halves of a KV connector to a store that holds every prefix there could be.
+"""Both halves of a KV connector to a store that contains every possible prefix.
 
-What it answers is up to the test: callables decide, or chance does.
+Its answers are chosen by callables of the test, or at random.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.protocol.worker_messages import KVConnectorOutput, SchedulerOutput
 from support.fingerprints import BAD, fingerprints
 
 UNDER_WAY = -2
-"""What a block holds while an asynchronous load fills it."""
+"""The content of a block while an asynchronous load fills it."""
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -123,7 +123,7 @@ def _transfer(
 
 @dataclass
 class ModelTransfers:
-    """The workers' half: fills blocks, and sees that blocks to be fetched stay as they are.
+    """The workers' half: it fills blocks, and checks that blocks to be fetched do not change.
 
     `find_bad_blocks` gives the indices of a load's blocks that fail; `get_delay` the steps that a transfer takes.
     """
@@ -136,7 +136,7 @@ class ModelTransfers:
     _invalid: list[int] = field(default_factory=list)
 
     def receive(self, metadata: bytes) -> None:
-        """The workers have got a step: an asynchronous load may write at once, while earlier steps are computed."""
+        """Receive a step: an asynchronous load may write at once, while earlier steps are computed."""
         if metadata:
             for load in msgspec.msgpack.decode(metadata, type=Metadata).loads:
                 if load.is_async:
@@ -215,7 +215,7 @@ class ModelTransfers:
 
 
 def chance_connector(rng: random.Random) -> ModelConnector:
-    """Answers of every kind, a few of them absurd."""
+    """Return a connector with random answers of every kind, a few of them invalid."""
 
     def match(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         draw = rng.random()
@@ -233,7 +233,7 @@ def chance_connector(rng: random.Random) -> ModelConnector:
 
 
 class ChanceEncoderCache(EncoderCacheConnector):
-    """Has an output as often as not, and fails now and then."""
+    """A cache that has an output half of the time, and sometimes fails."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -260,7 +260,7 @@ def find_bad_blocks_by_chance(rng: random.Random) -> Callable[[Transfer], set[in
 
 
 class ConfiguredConnector(ModelConnector):
-    """As a connector is made from its configuration."""
+    """A connector that is created from its configuration."""
 
     def __init__(self, config: KVTransferConfig) -> None:
         super().__init__()

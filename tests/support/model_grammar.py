@@ -51,7 +51,7 @@ class ModelGrammar:
         return next(wrong, len(token_ids))
 
     def forced_tokens(self, key: Key, token_ids: Sequence[int]) -> list[int]:
-        """As if after every third token the next two were known, if it `forces`."""
+        """Return two forced tokens after every third token, if `forces` is set."""
         if key in self._isolated:
             return []
         num_accepted = self.num_accepted[key] + len(token_ids)

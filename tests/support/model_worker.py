@@ -1,4 +1,4 @@
-"""A worker without a model: it applies the deltas and checks what a model could only feel.
+"""A worker without a model: it applies the deltas and checks the KV cache.
 
 The "KV entry" of a position is a fingerprint of all tokens up to it, so a wrong block table, a block
 written by two requests or a false prefix hit shows at once. The next token is a function of that
@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,12 +62,12 @@ class Row:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.fingerprints.append(extend(self.fingerprints[-1], token_id))
-        # What is forced is so from the first token on.
+        # Forced tokens may start with the first token.
         self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []
 
 
 def propose_by_chance(rng: random.Random, vocab_size: int, most: int) -> Callable[[Row], list[int]]:
-    """Drafts that are right for a while, as often as not."""
+    """Return drafts of which a random number is right."""
 
     def propose(row: Row) -> list[int]:
         fingerprint = row.fingerprints[-1]
@@ -87,8 +88,14 @@ def propose_prediction(row: Row) -> list[int]:
     return row.prediction[len(row.token_ids) - row.num_prompt_tokens :][:3]
 
 
+def _state(group: KVCacheGroup, entries: list[int]) -> dict[int, int]:
+    """Return the state after the last entry: it also serves as that after earlier ones of its segment."""
+    first = len(entries) - len(entries) % max(group.size, 1) - 1
+    return {last: entries[last] for last in range(max(first, 0), len(entries))}
+
+
 class ModelWorker:
-    """Every message passes through its encoding, as on a socket.
+    """A worker whose messages are all encoded and decoded, as on a socket.
 
     `propose` says which drafts follow a row's tokens; `remembers_drafts` when the scheduler leaves them to the worker.
     """
@@ -115,15 +122,15 @@ class ModelWorker:
         self.vocab_size = vocab_size
         self.rows: dict[int, Row] = {}
         self.table_width = 256
-        self.kv_cache = [[0] * block_size for _ in range(num_blocks)]
-        self.cpu_offload = [[0] * block_size for _ in range(num_host_blocks)]
+        self.kv_cache: list[list[Any]] = [[0] * block_size for _ in range(num_blocks)]
+        self.cpu_offload: list[list[Any]] = [[0] * block_size for _ in range(num_host_blocks)]
         self.encoder_cache: dict[bytes, int] = {}
         """Sizes of the outputs by content."""
         self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
         self.is_late = False
-        """Whether steps are executed only when their output is asked for, not as soon as possible."""
+        """True if steps are executed only when their output is requested, not as soon as possible."""
         self.fail_next: dict[int, str] = {}
         self.nan_next: set[int] = set()
         """Slots whose next token comes of logits that are no numbers. What was computed is right all the same."""
@@ -136,11 +143,11 @@ class ModelWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every step that was submitted has been executed."""
+        """True if every step that was submitted has been executed."""
         return not self._waiting
 
     def release_requests(self) -> list[HeldRequest]:
-        """Another core is about to begin; what the one before sent and was not executed counts no more."""
+        """Prepare for another core: steps of the previous one that were not executed are dropped."""
         held = []
         for row in self.rows.values():
             num_blocks = -(-row.num_computed_tokens // self.block_size)
@@ -164,7 +171,7 @@ class ModelWorker:
             self._run_on()
 
     def _run_on(self) -> None:
-        """Execute all steps that wait for nothing."""
+        """Execute all steps that need not wait."""
         while self._waiting and not self._waiting[0].grammar_slots:
             self._outputs.append(self._execute(self._waiting.popleft(), None))
 
@@ -287,20 +294,33 @@ class ModelWorker:
                 assert item.content_hash in self.encoder_cache, "an encoder output is missing"
 
     def _find_drafts(self, step: SchedulerOutput, counts: dict[int, int]) -> dict[int, list[int]]:
-        """The drafts of each position in the batch that has any scheduled. There may be fewer."""
+        """Return the drafts of each position in the batch that has any scheduled. There may be fewer."""
+        rows = {position: self.rows[self.batch[position]] for position in counts}
         if self.remembers_drafts:
             assert not step.draft_token_ids
-            return {
-                position: self.rows[self.batch[position]].drafts[:count]
-                for position, count in counts.items()
+            drafts = {position: rows[position].drafts[:count] for position, count in counts.items()}
+        else:
+            token_ids = iter(int32_view(step.draft_token_ids).tolist())
+            drafts = {
+                position: list(islice(token_ids, count)) for position, count in counts.items()
             }
-        token_ids = iter(int32_view(step.draft_token_ids).tolist())
         return {
-            position: [next(token_ids) for _ in range(count)] for position, count in counts.items()
+            position: of_row[: self._most_drafts(rows[position], len(of_row))]
+            for position, of_row in drafts.items()
         }
 
+    def _most_drafts(self, row: Row, num_drafts: int) -> int:
+        """Return how many drafts of a row can be rejected."""
+        most, num_tokens = (
+            np.array([num_drafts], np.int32),
+            np.array([len(row.token_ids)], np.int32),
+        )
+        for group in self.groups:
+            most = group.limit_drafts(most, num_tokens, self.block_size)
+        return int(most[0])
+
     def _verify(self, row: Row, drafts: list[int], allowed: np.ndarray | None) -> list[int]:
-        """What the model says after the row's tokens, for as long as the drafts say the same."""
+        """Return the model's tokens after those of the row, up to the first that differs from the drafts."""
         tokens: list[int] = []
         for index, draft in enumerate((*drafts, None)):
             mask = allowed[index] if allowed is not None else None
@@ -341,20 +361,20 @@ class ModelWorker:
         return block, position % self.block_size
 
     def _check_states(self) -> None:
-        """A state is read before any of the step is written: no request may rely on another's of the same step."""
+        """Check that no request reads a state that another one writes in the same step."""
         for row in map(self.rows.__getitem__, self.batch):
             for group, table in zip(self.groups, row.block_tables, strict=True):
                 last = row.num_computed_tokens - 1
                 if group.kind is AttentionKind.STATE_SPACE and last >= 0:
-                    state = self.kv_cache[self._place(table, last)[0]][self.block_size - 1]
-                    assert state == row.fingerprints[last], "wrong state"
+                    state = self.kv_cache[self._place(table, last)[0]][0]
+                    assert state[last] == row.fingerprints[last], "wrong state"
 
     def _check_visible(self, counts: dict[int, int]) -> None:
-        """Keys and values that the step's tokens see: others of the same step may have written them."""
+        """Check the keys and values that the step's tokens attend to, including those written in the same step."""
         for position, row in enumerate(map(self.rows.__getitem__, self.batch)):
             start = row.num_computed_tokens
             if self._has_bad_kv(row, start + counts[position]):
-                # The scheduler must drop what comes of this.
+                # The scheduler must drop the result.
                 row.fingerprints[-1] = 0
                 continue
             for group, table in zip(self.groups, row.block_tables, strict=True):
@@ -382,10 +402,13 @@ class ModelWorker:
                 for index, place in self._written(group, table, start, end):
                     assert place not in written, "a block has two writers"
                     written.add(place)
-                    self.kv_cache[place[0]][place[1]] = BAD if is_bad else entries[index - start]
+                    entry: Any = BAD if is_bad else entries[index - start]
+                    if group.kind is AttentionKind.STATE_SPACE:
+                        entry = _state(group, row.fingerprints[:start] + entries)
+                    self.kv_cache[place[0]][place[1]] = entry
 
     def _has_bad_kv(self, row: Row, end: int) -> bool:
-        """Whether entries come from a failed load, which only a connector's do, or follow from it."""
+        """Return whether entries come from a failed load of a connector, or depend on one."""
         if self.groups != FULL_ATTENTION:
             return False
         places = (self._place(row.block_tables[0], index) for index in range(end))
@@ -394,13 +417,13 @@ class ModelWorker:
     def _written(
         self, group: KVCacheGroup, table: list[int], start: int, end: int
     ) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The tokens of a chunk that are written, and where to."""
+        """Return the tokens of a chunk that are written, and their places."""
         if group.kind is AttentionKind.CROSS:
             num_blocks = -(-group.size // self.block_size)
             assert all(table[:num_blocks]) and not any(table[num_blocks:])
             if start == 0:
                 yield from ((0, (block, 0)) for block in table[:num_blocks])
         elif group.kind is AttentionKind.STATE_SPACE:
-            yield end - 1, (self._place(table, end - 1)[0], self.block_size - 1)
+            yield end - 1, (self._place(table, end - 1)[0], 0)
         else:
             yield from ((index, self._place(table, index)) for index in range(start, end))

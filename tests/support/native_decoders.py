@@ -12,7 +12,7 @@ from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.layers.rope import RopeSpec
-from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.spec import LatentSpec, LayerSpec, ModelSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.parallel.shard import ModelShard
@@ -45,6 +45,15 @@ def small_spec(**differences: Any) -> ModelSpec:
     return ModelSpec(**llama | differences)
 
 
+def latent_spec(query_rank: int | None = None, **differences: Any) -> ModelSpec:
+    """Three layers with latent attention."""
+    latent = LatentSpec(query_rank, kv_rank=64, plain_dim=32, rotary_dim=16, value_dim=32)
+    return small_spec(
+        **{"num_kv_heads": 1, "head_dim": 80, "latent": latent, "attention_scale": 48**-0.5}
+        | differences
+    )
+
+
 def native_decoder(
     spec: ModelSpec,
     source: Path | Checkpoint,
@@ -66,8 +75,8 @@ def native_decoder(
     )
 
 
-def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
-    """In float32."""
+def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint, **options: Any) -> Decoder:
+    """Load the torch decoder in float32."""
     return Decoder(
         spec,
         checkpoint,
@@ -75,6 +84,7 @@ def torch_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
         dtype=torch.float32,
         device=CPU,
         max_model_len=MAX_MODEL_LEN,
+        **options,
     )
 
 
@@ -91,7 +101,7 @@ def forward_and_sample(
     rows: Sequence[int],
     params: Sequence[SamplingParams],
 ) -> tuple[torch.Tensor, SamplerOutput]:
-    """The logits of those rows of a prompt, and what a request with these parameters takes after each.
+    """Return the logits of those rows of a prompt, and the token that a request samples after each.
 
     The keys and values that both calls store must be the same.
     """
@@ -108,13 +118,13 @@ def forward_and_sample(
     sampled = decoder.forward_and_sample(*inputs, rows_S, slots_S)
     hidden = decoder.forward(*others)
     for stored, expected in zip(inputs[2], others[2], strict=True):
-        # Bits, for NaNs differ from themselves.
+        # Bits are compared, because NaNs differ from themselves.
         assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
     return decoder.compute_logits(hidden[rows_S]), sampled
 
 
 def _prompt_inputs(decoder: NativeDecoder | Decoder, tokens: list[int]) -> tuple[Any, ...]:
-    """What `forward` takes for one prompt on an empty KV cache."""
+    """Return the arguments of `forward` for one prompt on an empty KV cache."""
     blocks = list(range(1, 2 + len(tokens) // BLOCK_SIZE))
     scheduled = [Scheduled(0, len(tokens), blocks)]
     batch = attention_batch(scheduled, BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Which ZMQ contexts of this process have not been closed."""
+"""The ZMQ contexts of this process that have not been closed."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 import zmq
 
 
-def open_contexts() -> list[zmq.Context[Any]]:
-    return [it for it in gc.get_objects() if issubclass(type(it), zmq.Context) and not it.closed]
+def open_contexts() -> set[zmq.Context[Any]]:
+    return {it for it in gc.get_objects() if issubclass(type(it), zmq.Context) and not it.closed}

@@ -1,32 +1,59 @@
-"""Random batches of paged attention, and the same attention written out in float64."""
+"""Random batches of paged attention, and the same attention in plain float64."""
 
 import math
 
 import numpy as np
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
+from engine.workers.layers.spec import Chunk
 from support.batches import Scheduled, attention_batch
 
 CPU = torch.device("cpu")
 
 
 def reference(q_TGQK, k_LGK, v_LGK, layer):
-    """Attention of the last T of L tokens, with nothing clever."""
+    """Return plain attention of the last T of L tokens."""
     num_queries, num_keys = len(q_TGQK), len(k_LGK)
     scores = torch.einsum("tgqk,lgk->gqtl", q_TGQK.double(), k_LGK.double()) * layer.scale
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
     query = torch.arange(num_keys - num_queries, num_keys, device=scores.device)[:, None]
     key = torch.arange(num_keys, device=scores.device)
+    if layer.alibi_slopes_H is not None:
+        slopes = layer.alibi_slopes_H.double().view(*scores.shape[:2], 1, 1)
+        scores = scores - slopes * (query - key)
     hidden = key > query
-    if layer.window is not None:
+    if isinstance(layer.window, Chunk):
+        hidden |= key < query - query % layer.window.size
+    elif layer.window is not None:
         hidden |= key <= query - layer.window
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if layer.sinks_H is not None:
+        sinks = layer.sinks_H.double().view(*scores.shape[:2], 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., :num_keys]
     return torch.einsum("gqtl,lgk->tgqk", weights, v_LGK.double())
 
 
+def special_layers(num_heads, device=CPU):
+    """Return layers with mechanisms that few families have, by name."""
+    torch.manual_seed(1)
+    values = torch.rand(num_heads).to(device)
+    return {
+        "alibi": AttentionLayer(0.25, alibi_slopes_H=values / 8),
+        "alibi, soft cap": AttentionLayer(0.25, softcap=4.0, alibi_slopes_H=values / 8),
+        "sinks": AttentionLayer(0.25, sinks_H=4 * values),
+        "sinks, window": AttentionLayer(0.25, window=40, softcap=4.0, sinks_H=4 * values),
+        "chunks": AttentionLayer(0.25, window=Chunk(24)),
+        "long chunks": AttentionLayer(0.25, window=Chunk(600)),
+    }
+
+
+SPECIAL_LAYERS = tuple(special_layers(1))
+
+
 class OneSequence:
-    """150 random tokens in half precision that attend to each other, some in each step."""
+    """A sequence of 150 random tokens in half precision, computed in several steps."""
 
     def __init__(self, backend_name, *, num_heads, num_kv_heads, window=None, device=CPU):
         self.window = window
@@ -49,7 +76,7 @@ class OneSequence:
         self.kv_cache = torch.zeros(shape, dtype=torch.float16, device=device)
 
     def attend(self, first, last):
-        """What tokens [first, last) get, in a step of their own; those before must have had theirs."""
+        """Return the output of tokens [first, last) in one step; earlier tokens must have been computed."""
         batch = attention_batch([Scheduled(first, last - first, range(1, 11))], 16)
         qkv = (x[first:last] for x in self.qkv)
         metadata = self.backend.build(batch, {self.window})
@@ -70,6 +97,7 @@ class PagedCase:
         layer,
         dtype,
         cache_dtype=None,
+        latent_rank=0,
         seed=0,
         backend_name="torch_paged",
         device=CPU,
@@ -84,6 +112,8 @@ class PagedCase:
             block_size=block_size,
             dtype=cache_dtype or dtype,
             device=device,
+            has_alibi=layer.alibi_slopes_H is not None,
+            latent_rank=latent_rank,
         )
         self.backend = attention_backend(spec, backend_name)
         sizes = [-(-(computed + scheduled) // block_size) for computed, scheduled in requests]
@@ -110,7 +140,7 @@ class PagedCase:
             filler.forward(q, k, v, self.kv_cache, metadata, layer)
 
     def _random(self, lengths):
-        """Queries, keys and values; those for a quantised cache are such that it holds them exactly."""
+        """Return queries, keys and values; those for a quantized cache are exactly representable."""
         shape = (sum(lengths), self.num_kv_heads, self.backend.head_dim)
         q = torch.randn(shape[0], self.num_kv_heads * self.repeats, shape[2])
         kv = torch.randn(2, *shape)
@@ -119,15 +149,17 @@ class PagedCase:
             if self.layer.kv_scales_2G is not None:
                 scales = self.layer.kv_scales_2G.cpu()
             kv = kv.to(self.backend.dtype).float() * scales[:, None, :, None]
+        if self.backend.spec.latent_rank:
+            kv[1] = kv[0]
         return (x.to(self.dtype).to(self.device) for x in (q, *kv))
 
     def batch(self, rows=None):
-        """The step, or only some of its requests."""
+        """Return the batch of the step, or of some of its requests."""
         steps = self.steps if rows is None else [self.steps[i] for i in rows]
         return attention_batch(steps, self.backend.block_size)
 
     def forward(self, rows=None):
-        """What these requests' tokens attend to."""
+        """Return the attention output of these requests' tokens."""
         tokens = self.tokens(rows)
         metadata = self.backend.build(self.batch(rows), {self.layer.window})
         return self.backend.forward(
@@ -140,13 +172,13 @@ class PagedCase:
         )
 
     def tokens(self, rows=None):
-        """Where these requests' tokens are in the whole step."""
+        """Return the positions of these requests' tokens in the whole step."""
         starts = np.cumsum([0, *(step.num_scheduled for step in self.steps)])
         rows = range(len(self.steps)) if rows is None else rows
         return torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
 
     def expected(self):
-        """The same in float64."""
+        """Return the expected output in float64."""
         lengths = [step.num_scheduled for step in self.steps]
         parts = (x.split(lengths) for x in (self.q_THK, self.k_TGK, self.v_TGK))
         return torch.cat(
@@ -156,13 +188,13 @@ class PagedCase:
                     torch.cat((k_before, k)),
                     torch.cat((v_before, v)),
                     self.layer,
-                ).flatten(1, 2)
+                ).flatten(1, 2)[..., : self.backend.value_dim]
                 for q, k, v, (k_before, v_before) in zip(*parts, self._earlier, strict=True)
             ]
         )
 
 
 def run(requests, **case):
-    """Outputs and truth of one step of requests (tokens before it, tokens of it)."""
+    """Return outputs and expected values of one step of requests (tokens before it, tokens of it)."""
     paged = PagedCase(requests, **case)
     return paged.forward(), paged.expected()

@@ -1,4 +1,4 @@
-"""Which tests run in the same process of `scripts/test`."""
+"""Assignment of tests to the processes of `scripts/test`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ FOLDERS_WITH_SERVERS = ("tests/chaos/", "tests/e2e/", "tests/hostile/")
 
 
 class ProcessShares(LoadScopeScheduling):
-    """Files stay whole. Those whose servers have time limits are one share, so that no two of these meet."""
+    """Keeps files whole, and runs all files with servers in one process.
+
+    Servers have time limits, so no two of these files may run at the same time.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

@@ -1,4 +1,4 @@
-"""Waiting for, and looking at, processes."""
+"""Helpers to wait for and inspect processes."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether `condition` comes true within `timeout_s`."""
+    """Return whether `condition` becomes true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -16,7 +16,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not merely waiting to be reaped."""
+    """Return whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

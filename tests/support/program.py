@@ -1,4 +1,4 @@
-"""A program under test: its output is read as it comes, and it does not outlive its test."""
+"""A program under test, whose output is read continuously and which ends with its test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 import psutil
 
 START_TIMEOUT_S = 240.0
-"""For a large model on a slow machine, and within the limit of a test."""
+"""Long enough for a large model on a slow machine, but within the limit of a test."""
 
 STOP_TIMEOUT_S = 40.0
 
@@ -27,7 +27,7 @@ def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the conditi
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more. If its parent has died, the process that inherited it may take a while to reap it."""
+    """Return whether the process has exited. A zombie counts, because its new parent may reap it late."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -35,7 +35,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 class Program:
-    """Started by the constructor; use as a context manager, which terminates what is left."""
+    """A program that the constructor starts; use it as a context manager, which terminates it."""
 
     def __init__(self, command: list[str], env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -55,7 +55,7 @@ class Program:
         return "".join(self.output)
 
     def wait_for(self, text: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until `text` is in the output; fail when the program ends without it."""
+        """Wait until `text` is in the output; fail if the program exits without it."""
 
         def has_come() -> bool:
             if self.process.poll() is not None:
@@ -71,7 +71,10 @@ class Program:
         return self.wait()
 
     def wait(self) -> int:
-        code = self.process.wait(STOP_TIMEOUT_S)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {STOP_TIMEOUT_S} s: {self.log}") from None
         self._reader.join(5)
         return code
 

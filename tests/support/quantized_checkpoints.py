@@ -1,4 +1,4 @@
-"""Quantises checkpoints into the formats of other tools, each written from its definition, by plain rounding.
+"""Quantize checkpoints into the formats of other tools, each written from its definition, by plain rounding.
 
 O output features, D input features, G groups of a row. A format takes a matrix [O, D] to the tensors of its module and
 to the matrix that these stand for, float32 [O, D].
@@ -177,7 +177,24 @@ def _gptq_config(bits: int, **others: Any) -> dict[str, Any]:
 
 _E4M3 = {"num_bits": 8, "type": "float"}
 
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _mxfp4(w_OD: Tensor) -> Stored:
+    groups_OGN = w_OD.unflatten(1, (-1, 32))
+    exponent_OG1 = (groups_OGN.abs().amax(2, keepdim=True).clamp(min=1e-9) / 6).log2().ceil()
+    scale_OG1 = 2**exponent_OG1
+    codes_OGN = ((groups_OGN / scale_OG1).abs().unsqueeze(-1) - _E2M1).abs().argmin(-1)
+    is_negative = groups_OGN < 0
+    meaning = torch.where(is_negative, -1, 1) * _E2M1[codes_OGN] * scale_OG1
+    codes_OGN = (codes_OGN | is_negative.long() << 3).to(torch.uint8)
+    blocks = codes_OGN[..., ::2] | codes_OGN[..., 1::2] << 4
+    scales = (exponent_OG1.squeeze(2) + 127).to(torch.uint8)
+    return {"blocks": blocks, "scales": scales}, meaning.flatten(1)
+
+
 FORMATS = {
+    "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
     "gptq": Format(
         _gptq_config(4, sym=True, desc_act=False), _gptq(4, symmetric=True, act_order=False)

@@ -1,4 +1,4 @@
-"""Simple quantisers to GGUF's types: plain rounding within the range of a group, no search.
+"""Simple quantizers to GGUF's types: plain rounding within the range of a group, no search.
 
 N rows of K elements; B blocks of a row, G groups of a block.
 """
@@ -28,7 +28,7 @@ def quantize(values_NK: Floats, ggml_type: GGMLType) -> Bytes:
 
 
 def _half(x: Floats) -> Bytes:
-    """fp16, ``[...]`` to ``[..., 2]``."""
+    """Return the bytes of float16 values, ``[...]`` to ``[..., 2]``."""
     return x.astype(np.float16)[..., None].view(np.uint8)
 
 
@@ -38,7 +38,7 @@ def _codes(x: Floats, scale: Floats, low: int, high: int) -> NDArray[np.int64]:
 
 
 def _q45_k(values_NK: Floats, levels: int) -> Bytes:
-    """Eight groups of 32, each with a six-bit scale and minimum of the block's."""
+    """Quantize to eight groups of 32, each with a six-bit scale and minimum."""
     n = len(values_NK)
     x = values_NK.reshape(n, -1, 8, 32)
     minimum = np.maximum(-x.min(3), 0)
@@ -69,7 +69,7 @@ def _q45_k(values_NK: Floats, levels: int) -> Bytes:
 
 
 def _q6_k(values_NK: Floats) -> Bytes:
-    """Sixteen groups of 16, each with an int8 scale of the block's."""
+    """Quantize to sixteen groups of 16, each with an int8 scale."""
     n = len(values_NK)
     x = values_NK.reshape(n, -1, 16, 16)
     scale = np.abs(x).max(3) / 31

@@ -1,4 +1,4 @@
-"""A harness whose scheduler is recorded, and the dump of what was recorded."""
+"""A harness whose scheduler is recorded, and the dump of its events."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from support.scheduler_harness import Harness
 
 
 class TransparentRecorder(RecordedScheduler):
-    """Lets tests look at the scheduler inside."""
+    """A recorder that gives tests access to its scheduler."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
 
 class PlanningScheduler(Scheduler):
-    """Plans every step, also one that repeats the one before."""
+    """A scheduler that plans every step, even one that repeats the previous one."""
 
     def _repeat_step(self, now: float) -> SchedulerOutput | None:
         return None
 
 
 class RecordedHarness(Harness):
-    """Everything that its scheduler does can be replayed."""
+    """A harness whose scheduler's decisions can be replayed."""
 
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
         self._segment_bytes = segment_bytes
@@ -47,7 +47,7 @@ class RecordedHarness(Harness):
         )
 
     def dump(self) -> Dump:
-        """What was recorded, as it is read from a file."""
+        """Return the recorded events as read from a file."""
         recorder = self.scheduler
         dump = make_dump(recorder.log, recorder.setup, reason="test", wall_time=0.0, now=self.now)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(dump), type=Dump)

@@ -46,7 +46,7 @@ SCORED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, logprobs=2, prompt_
 
 @dataclass(frozen=True)
 class Served:
-    """A checkpoint and how it is executed: by the host, or as by a GPU, with graphs where ranks share no layer."""
+    """A checkpoint, and its execution by the host or as by a GPU, with graphs if ranks share no layer."""
 
     path: Path
     backend: CPUBackend = CPUBackend.TORCH
@@ -55,7 +55,7 @@ class Served:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank did with one checkpoint. Of tokens and log-probabilities only the last stage knows."""
+    """Results of one rank for one checkpoint. Only the last stage has tokens and log-probabilities."""
 
     tokens: list[list[int]]
     logprobs: list[float]
@@ -66,12 +66,12 @@ class RankResult:
 def run_replica(
     directory: Path, parallel: ParallelConfig, served: list[Served]
 ) -> list[list[RankResult]]:
-    """The results of each rank for each checkpoint."""
+    """Run a replica, and return the results of each rank for each checkpoint."""
     return _run_ranks(_rank, directory, parallel, served)
 
 
 def timeouts(directory: Path, parallel: ParallelConfig) -> list[list[timedelta]]:
-    """How long each rank waits for the others, and for those that share its layers."""
+    """Return how long each rank waits for all others, and for those that share its layers."""
     return _run_ranks(_timeouts, directory, parallel)
 
 
@@ -79,7 +79,7 @@ def _run_ranks(
     run: Callable[..., None], directory: Path, parallel: ParallelConfig, *arguments: Any
 ) -> list[list[Any]]:
     context: Any = multiprocessing.get_context("forkserver")
-    # Importing torch is most of a rank's life.
+    # Importing torch takes most of a rank's time.
     context.set_forkserver_preload(["engine.workers.execution.model_runner"])
     address = f"file://{directory}/rendezvous"
     ranks = []
@@ -96,6 +96,9 @@ def _run_ranks(
             result = pipe.recv()
             assert not isinstance(result, str), result
             results.append(result)
+        # A rank that leaves while another still connects to it closes that one's connection.
+        for _, pipe in ranks:
+            pipe.send("leave")
         for process, _ in ranks:
             process.join(TIMEOUT_S)
             assert process.exitcode == 0
@@ -109,6 +112,7 @@ def _timeouts(pipe: Any, address: str, rank: int, parallel: ParallelConfig) -> N
     state = join_replica(address, rank, parallel, CPU)
     groups = (dist.group.WORLD, state.tensor_parallel._group)
     pipe.send([group._get_backend(CPU).options._timeout for group in groups])
+    pipe.recv()
     leave_replica()
 
 
@@ -134,7 +138,7 @@ def _rank(
                 DeviceConfig(
                     threads=1,
                     cpu_backend=each.backend,
-                    # A tape does not wait for what other ranks send.
+                    # A tape cannot wait for messages of other ranks.
                     enforce_eager=parallel.tensor_parallel_size > 1,
                     max_cudagraph_capture_size=16,
                 ),
@@ -155,15 +159,16 @@ def _rank(
                     logprobs += float32_view(row.logprobs).tolist()
             runner.close()
             results.append(RankResult(tokens, logprobs, checkpoint.bytes_read, runner.block_bytes))
-        leave_replica()
         pipe.send(results)
+        pipe.recv()
+        leave_replica()
     except BaseException:
         pipe.send(traceback.format_exc())
         raise
 
 
 def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
-    """Prompts whole and in chunks, decodes together and in turns, a slot that changes hands, an empty step."""
+    """Run prompts whole and in chunks, decodes together and alternately, a reused slot, and an empty step."""
     rng = np.random.default_rng(3)
 
     def new(slot: int, length: int, params: SamplingParams) -> NewRequestData:
@@ -202,7 +207,7 @@ def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
     step(None, [(2, 18)])
     for _ in range(4):
         step()
-    # The token of the slot's last step is still on its way when the slot has another request.
+    # The token of the slot's last step is still in flight when the slot gets another request.
     step([0, 1, 2], [(0, 7)], [new(0, 7, PENALIZED)], removed=[0])
     for _ in range(8):
         step()

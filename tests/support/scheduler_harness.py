@@ -1,4 +1,4 @@
-"""Drives a scheduler and a model worker as the core loop would, and checks them after every step."""
+"""A harness that drives a scheduler and a model worker like the core loop, and checks them after every step."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from engine.protocol.messages import (
     RequestEvent,
     SchedulerStats,
 )
+from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import GrammarOutput, SchedulerOutput
 from support.fingerprints import extend, fingerprints
@@ -49,8 +50,8 @@ Key = tuple[int, int]
 
 
 @dataclass
-class Heard:
-    """What a client has heard of one of its requests."""
+class ClientView:
+    """The outputs of one request that its client has received."""
 
     message: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
@@ -75,7 +76,7 @@ REFUSED = {FinishReason.IGNORED, FinishReason.REJECTED, FinishReason.THROTTLED}
 def run_alone(
     message: EngineCoreRequest, *, max_total_tokens: int, vocab_size: int
 ) -> tuple[list[int], FinishReason, int | None]:
-    """What a request generates by itself: tokens, finish reason, stop reason."""
+    """Return the output of a request run alone: tokens, finish reason, stop reason."""
     params = message.sampling_params
     prompt = int32_view(message.prompt_token_ids).tolist()
     fingerprint = fingerprints(prompt, params.seed, message.lora_name, message.encoder_inputs)[-1]
@@ -164,6 +165,7 @@ class Harness:
                 max(self.config.max_num_batched_tokens, num_uncertain),
                 block_size,
                 max_model_len,
+                num_uncertain,
             ),
         )
         self.worker = ModelWorker(
@@ -176,7 +178,7 @@ class Harness:
             remembers_drafts=self.config.async_scheduling,
             most_drafts=speculative.num_speculative_tokens if speculative else 0,
         )
-        self.heard: dict[Key, Heard] = {}
+        self.received: dict[Key, ClientView] = {}
         self._num_requests = 0
         self.stats: list[SchedulerStats] = []
         self.now = 0.0
@@ -196,7 +198,7 @@ class Harness:
         )
 
     def lose_core(self) -> None:
-        """The core dies with its steps in flight; those who still want an answer tell the next one."""
+        """Replace the core and lose its steps in flight. Clients resubmit their requests to the next one."""
         self._in_flight.clear()
         self._sequences.clear()
         self.batch = {}
@@ -204,11 +206,11 @@ class Harness:
         held = self.worker.release_requests()
         self.scheduler = self._make_scheduler()
         self.scheduler.adopt_blocks(held)
-        heard, self.heard = self.heard, {}
-        for (client, index), each in heard.items():
+        received, self.received = self.received, {}
+        for (client, index), each in received.items():
             if each.is_over or each.was_aborted:
                 each.is_over = True
-                self.heard[client, index] = each
+                self.received[client, index] = each
                 continue
             each.message = msgspec.structs.replace(
                 each.message,
@@ -217,9 +219,9 @@ class Harness:
                 is_resubmitted=True,
                 was_index=index,
             )
-            self.heard[client, each.message.request_index] = each
+            self.received[client, each.message.request_index] = each
             self.scheduler.add_request(client, each.message, self.now)
-        for client in {client for client, _ in heard}:
+        for client in {client for client, _ in received}:
             self.scheduler.end_adoption(client)
         self.check()
 
@@ -246,6 +248,7 @@ class Harness:
         is_suspect: bool = False,
         trace_headers: dict[str, str] | None = None,
         predicted: list[int] | None = None,
+        pooling_params: PoolingParams | None = None,
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -275,19 +278,24 @@ class Harness:
             is_suspect=is_suspect,
             trace_headers=trace_headers,
             predicted_token_ids=int32_bytes(predicted or []),
+            pooling_params=pooling_params,
         )
         key = (client, message.request_index)
-        self.heard[key] = Heard(message)
+        self.received[key] = ClientView(message)
         self.scheduler.add_request(client, message, self.now)
         return key
 
     def abort(self, *keys: Key) -> None:
         for key in keys:
-            self.heard[key].was_aborted = True
+            self.received[key].was_aborted = True
         self.scheduler.finish_requests(keys, FinishReason.ABORT)
 
     def request(self, key: Key) -> Request:
         return self.scheduler.requests[key]
+
+    def preempt(self, key: Key) -> None:
+        """Preempt a running request at once, as if blocks were short."""
+        self.scheduler._lifecycle.preempt(self.request(key).slot, self.now)
 
     # what the core loop does
 
@@ -322,22 +330,22 @@ class Harness:
         self.now += 1.0
         outputs = self.scheduler.update_from_output(step, self.worker.next_output(), self.now)
         assert sum(message.stats is not None for message in outputs.values()) <= 1
-        self._hear(outputs)
+        self._receive(outputs)
         self._send_bitmask()
         self.check()
 
     def step(self) -> bool:
-        """Fill the pipeline, take one output. False when there was nothing to do."""
+        """Fill the pipeline and process one output. Return False if there was nothing to do."""
         while len(self._in_flight) < self.max_in_flight and self.schedule() is not None:
             pass
-        self._hear(self.scheduler.take_outputs(self.now))
+        self._receive(self.scheduler.take_outputs(self.now))
         if not self._in_flight:
             return False
         self.update()
         return True
 
     def drain(self, max_steps: int = 10_000) -> None:
-        """Run until everything has ended."""
+        """Run until all requests have ended."""
         for _ in range(max_steps):
             self.compile_grammars()
             if not self.step() and not self.grammar.compiling:
@@ -351,7 +359,7 @@ class Harness:
             forced = self.scheduler.get_forced_tokens(step)
             self.worker.submit_grammar(GrammarOutput(step.step, bitmask, forced))
 
-    def _hear(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _receive(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client, sent in outputs.items():
             message = self._decode(self._encode(sent))
             assert message.sequence == self._sequences.get(client, 0)
@@ -364,23 +372,23 @@ class Harness:
             assert sum(counts) == len(token_ids)
             tokens = iter(token_ids)
             for index, count in zip(indices, counts, strict=True):
-                heard = self.heard[client, index]
-                assert not heard.is_over, "a token after the end"
-                heard.token_ids += [next(tokens) for _ in range(count)]
+                received = self.received[client, index]
+                assert not received.is_over, "a token after the end"
+                received.token_ids += [next(tokens) for _ in range(count)]
             for events in message.events:
                 for event in events.split():
-                    self.heard[client, event.request_index].events.append(event)
+                    self.received[client, event.request_index].events.append(event)
             predictions = int32_view(message.prediction_counts).reshape(-1, 3).tolist()
             for index, num_accepted, num_rejected in predictions:
-                self.heard[client, index].num_accepted_predictions += num_accepted
-                self.heard[client, index].num_rejected_predictions += num_rejected
+                self.received[client, index].num_accepted_predictions += num_accepted
+                self.received[client, index].num_rejected_predictions += num_rejected
             over = int32_view(message.finished_set).tolist()
             for finished in message.finished:
                 assert finished.request_index in over
-                self.heard[client, finished.request_index].finished = finished
+                self.received[client, finished.request_index].finished = finished
             for index in over:
-                assert not self.heard[client, index].is_over, "a request ended twice"
-                self.heard[client, index].is_over = True
+                assert not self.received[client, index].is_over, "a request ended twice"
+                self.received[client, index].is_over = True
 
     # invariants
 
@@ -403,7 +411,7 @@ class Harness:
         assert sum(inputs.values()) <= budget
 
     def check(self) -> None:
-        """Invariants I1, I2 and I5 of the scheduler's state."""
+        """Check invariants I1, I2 and I5 of the scheduler's state."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
         assert scheduler.check_invariants() == []
         running = {slot: r for slot, r in enumerate(scheduler.slots.requests) if r is not None}
@@ -457,7 +465,7 @@ class Harness:
                 assert row.token_ids[row.num_prompt_tokens :][: len(output)] == output
 
     def check_empty(self) -> None:
-        """Nothing is left, nothing was lost, and every output is that of the request run alone."""
+        """Check that all state is free, no request was lost, and every output equals that of the request run alone."""
         scheduler = self.scheduler
         assert not scheduler.has_requests() and not self._in_flight
         assert scheduler.get_request_counts() == (0, 0)
@@ -471,18 +479,22 @@ class Harness:
         assert not self.grammar.num_accepted
         tenants = scheduler._lifecycle.tenants
         assert tenants is None or not tenants._tenants
-        for heard in self.heard.values():
-            assert heard.is_over, "a request was lost"
-            if heard.reason in REFUSED:
-                assert not heard.token_ids
+        for received in self.received.values():
+            assert received.is_over, "a request was lost"
+            if received.reason in REFUSED:
+                assert not received.token_ids
                 continue
-            if heard.was_aborted or heard.reason is FinishReason.ERROR:
+            if received.was_aborted or received.reason is FinishReason.ERROR:
                 continue
-            assert heard.finished is not None
+            assert received.finished is not None
             expected = run_alone(
-                heard.message, max_total_tokens=self.max_total_tokens, vocab_size=self.vocab_size
+                received.message, max_total_tokens=self.max_total_tokens, vocab_size=self.vocab_size
             )
-            if heard.reason is FinishReason.EXPIRED:
-                assert heard.token_ids == expected[0][: len(heard.token_ids)]
+            if received.reason is FinishReason.EXPIRED:
+                assert received.token_ids == expected[0][: len(received.token_ids)]
                 continue
-            assert (heard.token_ids, heard.finished.reason, heard.finished.stop_reason) == expected
+            assert (
+                received.token_ids,
+                received.finished.reason,
+                received.finished.stop_reason,
+            ) == expected

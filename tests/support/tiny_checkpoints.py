@@ -37,7 +37,7 @@ QWEN3 = {
 
 
 def sentencepiece_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Merges by rank, bytes for what it does not know, as Gemma's: no space prefix."""
+    """Return a tokenizer like Gemma's: merges by rank, bytes for unknown characters, no space prefix."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -70,7 +70,7 @@ def sentencepiece_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def random_model(
     config_class: str, model_class: str, config: dict[str, Any], tokenizer: Any
 ) -> transformers.PreTrainedModel:
-    """A transformers model whose every weight is random, norms and biases included."""
+    """Return a transformers model with random weights, norms and biases included."""
     torch.manual_seed(11)
     special_ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
@@ -92,10 +92,83 @@ def gemma3_gguf(directory: Path) -> tuple[Path, transformers.PreTrainedModel]:
 
 
 def qwen3_directory(directory: Path) -> tuple[Path, transformers.PreTrainedModel]:
-    """Safetensors in several shards, as large checkpoints come."""
+    """Write safetensors in several shards, like those of large checkpoints."""
     tokenizer = sentencepiece_tokenizer()
     model = random_model("Qwen3Config", "Qwen3ForCausalLM", QWEN3, tokenizer)
     model.save_pretrained(directory, max_shard_size="100KB")
     tokenizer.save_pretrained(directory)
     assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory, model
+
+
+def mixture_directory(directory: Path) -> tuple[Path, transformers.PreTrainedModel]:
+    """A mixture of experts."""
+    tokenizer = sentencepiece_tokenizer()
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = random_model("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3 | experts, tokenizer)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory, model
+
+
+RECURRENT = {
+    "delta net": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "mamba": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "kimi delta attention": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "linear_num_heads": 2,
+            "linear_head_dim": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "convolution": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "conv", "full_attention"], "block_multiple_of": 16},
+    ),
+}
+"""Models with recurrent layers, by the kind of these."""
+
+
+def recurrent_directory(
+    directory: Path, kind: str = "delta net"
+) -> tuple[Path, transformers.PreTrainedModel]:
+    """Write a model whose layers are recurrent, except for one."""
+    tokenizer = sentencepiece_tokenizer()
+    config_class, model_class, differences = RECURRENT[kind]
+    model = random_model(config_class, model_class, QWEN3 | differences, tokenizer)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory, model

@@ -29,6 +29,7 @@ HYBRIDS = (
     (FULL, *(KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9),) * 2),
     (FULL, KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 8)),
     (FULL, KVCacheGroup(AttentionKind.STATE_SPACE)),
+    (FULL, KVCacheGroup(AttentionKind.STATE_SPACE, 4)),
     (FULL, KVCacheGroup(AttentionKind.CROSS, 7)),
     (
         KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 7),
@@ -36,27 +37,37 @@ HYBRIDS = (
         KVCacheGroup(AttentionKind.STATE_SPACE),
         KVCacheGroup(AttentionKind.STATE_SPACE),
     ),
+    (FULL, *(KVCacheGroup(AttentionKind.STATE_SPACE, 3),) * 2),
 )
 """Groups of layers that see different parts of a sequence."""
+
+
+def proposers(groups: tuple[KVCacheGroup, ...]) -> tuple[ProposerMethod | None, ...]:
+    """Return the proposers that are supported with these groups."""
+    sizes = [group.size for group in groups if group.kind is AttentionKind.STATE_SPACE]
+    if sizes:
+        return (ProposerMethod.NGRAM if min(sizes) > 1 else None,)
+    return tuple(ProposerMethod)
+
 
 SALTS = (None, None, "red", "blue")
 
 
 def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness) -> H:
-    """Limits between comfortable and absurd."""
+    """Return a harness with random limits, from comfortable to absurd."""
     block_size = rng.choice((1, 2, 4, 8))
     budget = rng.choice((1, 3, 16, 64, 256))
     has_connector = rng.random() < 0.7
     vocab_size = rng.choice((16, 64, 512))
     num_drafts = rng.choice((0, 0, 1, 4))
-    proposer = rng.choice(tuple(ProposerMethod))
     # A prompt must have a fair chance to be computed between two preemptions.
     preemption = rng.choice((0.0, 0.0, 0.05, 0.3)) if budget >= 64 else 0.0
     groups = rng.choice((FULL_ATTENTION, FULL_ATTENTION, *HYBRIDS))
     num_host_blocks = rng.choice((0, 0, 3, 50))
     if groups != FULL_ATTENTION or num_host_blocks:
         has_connector = False
-    if any(group.kind is AttentionKind.STATE_SPACE for group in groups):
+    proposer = rng.choice(proposers(groups))
+    if not proposer:
         num_drafts = 0
     harness = make_harness(
         groups=groups,
@@ -90,7 +101,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
         disable_chunked_mm_input=rng.random() < 0.3,
         async_scheduling=rng.random() < 0.5,
         num_micro_batches=rng.choice((1, 1, 2, 3)),
-        speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts else None,
+        speculative=SpeculativeConfig(num_drafts, proposer) if num_drafts and proposer else None,
         propose=propose_by_chance(rng, vocab_size, num_drafts) if num_drafts else None,
     )
     harness.worker.transfers.find_bad_blocks = find_bad_blocks_by_chance(rng)
@@ -100,7 +111,7 @@ def random_harness(rng: random.Random, make_harness: Callable[..., H] = Harness)
 
 
 class Traffic:
-    """Acts on a harness at random; a given generator always acts in the same way."""
+    """Random actions on a harness, which are repeatable for a given generator."""
 
     def __init__(self, harness: Harness, rng: random.Random) -> None:
         self.harness = harness
@@ -110,7 +121,7 @@ class Traffic:
         rng, harness = self.rng, self.harness
         salt = rng.choice(SALTS)
         length = rng.choice((1, 2, 5, 9, 17, 33, 70))
-        # Prompts share prefixes with those of the same salt, and the seed tells the model about the salt.
+        # Prompts share prefixes with those of the same salt, which the model derives from the seed.
         prompt = [position % 7 + 1 for position in range(length)]
         for _ in range(rng.choice((0, 0, 1, 2))):
             prompt[rng.randrange(length)] = rng.randrange(harness.vocab_size)
@@ -137,7 +148,7 @@ class Traffic:
         )
 
     def encoder_inputs(self, length: int) -> list[EncoderInput]:
-        """Contents that come again, in places of any length; some requests are of an encoder-decoder model."""
+        """Return inputs with repeated contents and any length; some requests are of an encoder-decoder model."""
         rng = self.rng
         if rng.random() < 0.2:
             return [EncoderInput(0, 0, sha256(b"sound").digest(), rng.choice((1, 6)))]
@@ -158,7 +169,7 @@ class Traffic:
             self.harness.abort(self.rng.choice(live))
 
     def act(self) -> None:
-        """One thing that may happen at any moment."""
+        """Perform one random action."""
         harness = self.harness
         draw = self.rng.random()
         if draw < 0.25:
@@ -177,7 +188,7 @@ class Traffic:
 
 
 def run_traffic(seed: int, num_actions: int) -> int:
-    """Random traffic on a random harness until everything has ended. Returns the number of steps."""
+    """Run random traffic on a random harness until all requests have ended, and return the number of steps."""
     rng = random.Random(seed)
     harness = random_harness(rng)
     traffic = Traffic(harness, rng)

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for a Hopper GPU that need not be there.
+"""Compile Triton kernels for a Hopper GPU, without having one.
 
 A process of its own, where nothing is interpreted, calls the functions that launch kernels, with tensors on the CPU.
 Each kernel is compiled to machine code for exactly the arguments it is launched with, and then not launched: what is in
@@ -28,7 +28,7 @@ _SHARED_BYTES = 232448
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """What a kernel needs of a multiprocessor. `stack_bytes` of a thread are registers that were spilt.
+    """Resources that a kernel needs on a multiprocessor. `stack_bytes` of a thread are spilled registers.
 
     `products` are the instructions that multiply matrices, by the number of columns that each adds up, and their types;
     `overwritten` those that read registers which another instruction writes meanwhile.
@@ -70,7 +70,7 @@ def compile_for_hopper(file: str, function: str) -> list[KernelResources]:
 
 
 class _HopperWithoutADevice:
-    """As much of a Triton driver as compiling takes."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self) -> None:
         self.kernels: dict[bytes, KernelResources] = {}

@@ -1,4 +1,4 @@
-"""Triton's kernels on a machine without a GPU: its interpreter runs them on CPU tensors."""
+"""Run Triton's kernels without a GPU, by its interpreter on CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def interpret_without_gpu() -> torch.device:
-    """Return the device that tests of kernels run on. To be called before the kernels are imported."""
+    """Return the device that tests of kernels run on. Call this before the kernels are imported."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     os.environ["TRITON_INTERPRET"] = "1"

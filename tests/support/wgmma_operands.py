@@ -1,4 +1,4 @@
-"""Finds matrix products of a Hopper GPU whose left operand is overwritten while they read it.
+"""Find matrix products of a Hopper GPU whose left operand is overwritten while they read it.
 
 Such a product (wgmma, in machine code HGMMA) runs beside the instructions that follow it, until one waits for it. Of
 those with the left operand in registers, ptxas before CUDA 13.3 gives the registers to others too early if what waits
@@ -27,7 +27,7 @@ def overwritten_operands(sass: str) -> list[str]:
             continue
         first = int(match[2])
         operand = set(range(first, first + _OPERAND_REGISTERS))
-        # All ways from the product to what waits for it; groups are those that it is one of, and later ones.
+        # Follow all paths from the product to the instruction that waits for its group or a later one.
         seen: set[tuple[int, int]] = set()
         ways = [(start, 0)]
         while ways:
@@ -65,7 +65,7 @@ def _parse(sass: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _written(instruction: str) -> set[int]:
-    """The registers that an instruction writes; products write none that another's left operand may be in."""
+    """Return the registers that an instruction writes. Products never write another product's left operand."""
     name, _, operands = instruction.partition(" ")
     target = _TARGET.match(operands.strip())
     if target is None or name.startswith("HGMMA"):

@@ -1,4 +1,4 @@
-"""Drives a model runner as a core would, one step at a time."""
+"""Helpers that drive a model runner like a core, one step at a time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def output_of(result: StepResult) -> ModelRunnerOutput:
-    """Of a step that may still have to be waited for."""
+    """Return the output of a step, after waiting for it if necessary."""
     return result if isinstance(result, ModelRunnerOutput) else result.output()
 
 
 class Steps:
-    """Sends steps to a runner; requests own fixed, disjoint blocks."""
+    """A sender of steps to a runner; requests own fixed, disjoint blocks."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A worker process's conversation with one core after another."""
+"""Messages between a worker process and successive cores."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ TIMEOUT_MS = 20_000
 
 
 class Core:
-    """Says to the worker what a test wants it to hear."""
+    """A core whose messages to the worker a test chooses."""
 
     def __init__(self, context: zmq.Context, config: EngineConfig, epoch: int) -> None:
         self.hub: Hub[WorkerMessage] = Hub(context, config.worker_address(0), WorkerMessage)
-        assert self.hear() is None, "the worker probes"
-        self.say(CoreHello(PROTOCOL_VERSION, epoch))
-        assert self.hear() == WorkerHello(PROTOCOL_VERSION, epoch, 0)
-        memory = self.hear()
+        assert self.receive() is None, "the worker probes"
+        self.send(CoreHello(PROTOCOL_VERSION, epoch))
+        assert self.receive() == WorkerHello(PROTOCOL_VERSION, epoch, 0)
+        memory = self.receive()
         assert isinstance(memory, WorkerMemory)
         self._num_blocks = memory.num_blocks
 
     def allocate(self) -> None:
-        self.say(AllocateKVCache(self._num_blocks))
-        assert self.hear() == WorkerReady(0)
+        self.send(AllocateKVCache(self._num_blocks))
+        assert self.receive() == WorkerReady(0)
 
-    def say(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.hub.send(WORKER, message)
 
-    def hear(self) -> WorkerMessage | None:
+    def receive(self) -> WorkerMessage | None:
         assert self.hub.socket.poll(TIMEOUT_MS), "the worker is silent"
         received = self.hub.receive()
         assert received is not None and received[0] == WORKER
@@ -91,26 +91,26 @@ def first_step(number: int) -> SchedulerOutput:
     return SchedulerOutput(number, new_requests=[new], slots=slots, chunks=chunks)
 
 
-def test_steps_of_the_core_before_are_dropped(
+def test_steps_of_the_previous_core_are_dropped(
     worker: subprocess.Popen[bytes], config: EngineConfig
 ) -> None:
     with zmq.Context() as context:
         core = Core(context, config, 1)
         core.allocate()
         for step in (first_step(1), SchedulerOutput(2)):
-            core.say(step)
-            answer = core.hear()
+            core.send(step)
+            answer = core.receive()
             assert isinstance(answer, ModelRunnerOutput) and answer.step == step.step
         core.hub.close()
 
         core = Core(context, config, 2)
-        core.say(SchedulerOutput(3))
+        core.send(SchedulerOutput(3))
         core.allocate()
-        core.say(SchedulerOutput(3))
-        core.say(first_step(1))
-        answer = core.hear()
+        core.send(SchedulerOutput(3))
+        core.send(first_step(1))
+        answer = core.receive()
         assert isinstance(answer, ModelRunnerOutput) and answer.step == 1
-        core.say(Shutdown())
+        core.send(Shutdown())
         assert worker.wait(TIMEOUT_MS / 1000) == 0
         core.hub.close()
 
@@ -129,7 +129,7 @@ def test_malformed_frames_are_dropped_and_counted(
             report = supervisor.receive(TIMEOUT_MS)
             assert report is not None, "the worker is silent"
         assert report.num_dropped_frames == 2
-        core.say(Shutdown())
+        core.send(Shutdown())
         assert worker.wait(TIMEOUT_MS / 1000) == 0
         core.hub.close()
         supervisor.close()

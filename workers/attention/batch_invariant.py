@@ -9,24 +9,32 @@ from typing import ClassVar
 
 import torch
 
+from ...protocol.errors import ConfigError
+from ..layers.spec import Window
 from .interface import AttentionSpec, DeviceBatch
 from .kernels.tiles import batch_invariant_tile
 from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 
 
 class BatchInvariantAttention(TritonPagedAttention):
-    """Attention that uses the prompt kernel for every request. A single query is a tile, with no key splits."""
+    """Attention that uses the prompt kernel for every request. A single query is a tile, with no key splits.
+
+    Raises:
+        ConfigError: The model has latent attention, or `TritonPagedAttention` does not support it.
+    """
 
     fewest_tiled_queries: ClassVar[int] = 1
 
     def __init__(self, spec: AttentionSpec) -> None:
+        if spec.latent_rank:
+            raise ConfigError("latent attention is not supported with --batch-invariant")
         super().__init__(spec)
         self.prefill_tile = batch_invariant_tile(
             self.head_dim, self.num_heads // self.num_kv_heads, self.dtype
         )
 
     def build_decode(
-        self, batch: DeviceBatch, windows: Collection[int | None]
+        self, batch: DeviceBatch, windows: Collection[Window | None]
     ) -> TritonPagedMetadata:
         """Return metadata in which every request is a tile of the prompt kernel."""
         # Computed from device tensors, because copies from the host cannot be captured in a graph.

@@ -1,6 +1,7 @@
 """Attention that runs outside of captured graphs.
 
-Shapes: T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real; H heads, K dimension.
+Shapes: T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real; H heads, V elements
+of a value.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..batch import AttentionBatch
 from ..device.cuda_graphs import GraphBreaker
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
-from .interface import AttentionBackend, AttentionLayer
+from ..layers.spec import Window
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec
 
 
 @dataclass(slots=True)
@@ -30,18 +32,22 @@ class CurrentMetadata:
 class BreakingAttention(AttentionBackend):
     """Wraps `backend`. With `CurrentMetadata`, its calls are excluded from the graph being captured."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: AttentionBackend, breaker: GraphBreaker | None = None) -> None:
         super().__init__(backend.spec)
-        self.breaker = GraphBreaker()
+        self.breaker = breaker or GraphBreaker()
         self.backend = backend
         # All layers of all graphs write here, because a layer's result is read before the next layer writes.
-        self._attended_THK = torch.empty(0)
+        self._attended_THV = torch.empty(0)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the wrapped backend's shape."""
         return self.backend.kv_cache_shape(num_blocks)
 
-    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
+    def with_spec(self, spec: AttentionSpec) -> BreakingAttention:
+        """Return the wrapped backend with another spec, excluded from the same graphs."""
+        return BreakingAttention(self.backend.with_spec(spec), self.breaker)
+
+    def build(self, batch: AttentionBatch, windows: Collection[Window | None]) -> Any:
         """Return the wrapped backend's metadata."""
         return self.backend.build(batch, windows)
 
@@ -62,6 +68,18 @@ class BreakingAttention(AttentionBackend):
             return self.backend.forward(q_THK, k_TGK, v_TGK, kv_cache, metadata.value, layer)
 
         return self._outside_of_graphs(attend, metadata, q_THK, k_TGK, v_TGK)
+
+    def attend(
+        self, q_THK: Tensor, kv_cache: Tensor, metadata: Any, layer: AttentionLayer
+    ) -> Tensor:
+        """Attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
+        if not isinstance(metadata, CurrentMetadata):
+            return self.backend.attend(q_THK, kv_cache, metadata, layer)
+
+        def attend(q_THK: Tensor) -> Tensor:
+            return self.backend.attend(q_THK, kv_cache, metadata.value, layer)
+
+        return self._outside_of_graphs(attend, metadata, q_THK)
 
     def forward_projected(
         self,
@@ -90,20 +108,20 @@ class BreakingAttention(AttentionBackend):
     def _outside_of_graphs(
         self, attend: Callable[..., Tensor], metadata: CurrentMetadata, *tensors: Tensor
     ) -> Tensor:
-        """Run `attend` on the real tokens of tensors [T, ...], now and in each replay; returns [T, H, K]."""
+        """Run `attend` on the real tokens of tensors [T, ...], now and in each replay; returns [T, H, V]."""
         num_tokens = len(tensors[0])
-        if num_tokens > len(self._attended_THK):
+        if num_tokens > len(self._attended_THV):
             assert not self.breaker.is_capturing, "the largest graph runs before it is captured"
-            shape = (num_tokens, self.num_heads, self.head_dim)
-            self._attended_THK = tensors[0].new_zeros(shape)
-        attended_THK = self._attended_THK[:num_tokens]
+            shape = (num_tokens, self.num_heads, self.value_dim)
+            self._attended_THV = tensors[0].new_zeros(shape)
+        attended_THV = self._attended_THV[:num_tokens]
 
         def run(*tensors: Tensor) -> None:
             real = slice(metadata.num_tokens)
-            attended_THK[real] = attend(*(tensor[real] for tensor in tensors))
+            attended_THV[real] = attend(*(tensor[real] for tensor in tensors))
 
         if self.breaker.is_capturing:
             self.breaker.run_eagerly(run, *tensors)
         else:
             run(*tensors)
-        return attended_THK
+        return attended_THV

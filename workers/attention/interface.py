@@ -1,12 +1,12 @@
 """The attention interface of the model and the worker.
 
 Shapes: S scheduled requests, T their tokens of this step, B blocks in a row of the block table, H query heads,
-G key/value heads, K head dimension.
+G key/value heads, K head dimension, V elements of a value: K, or with latent attention fewer.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables, apply_rotary
-from ..layers.spec import ModelSpec
+from ..layers.spec import ModelSpec, Window
 from ..parallel.shard import ModelShard
 
 NULL_BLOCK = 0
@@ -24,9 +24,12 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The heads and the KV cache of one worker's attention, equal in all layers.
+    """The heads and the KV cache of one worker's attention in layers with equal heads.
 
-    `dtype` is that of the KV cache; queries, keys and values may have another.
+    `dtype` is that of the KV cache; queries, keys and values may have another. `has_alibi` says whether layers have
+    `alibi_slopes_H`. If `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the
+    values. Unless `is_causal`, every token of a sequence sees all of it, and a step has either all its tokens or none.
+    A token has `tensor_elements` in a cache tensor, which other layers may share; 0 if the tensor is of one layer.
     """
 
     num_heads: int
@@ -35,6 +38,10 @@ class AttentionSpec:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    has_alibi: bool = False
+    latent_rank: int = 0
+    is_causal: bool = True
+    tensor_elements: int = 0
 
     @classmethod
     def from_model(
@@ -46,7 +53,9 @@ class AttentionSpec:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """Return the spec for the shard's heads of the model."""
+        """Return the spec for the shard's heads of the model, or of a layer with a spec from `for_layer`."""
+        ranks = shard.tensor_parallel.size
+        heads = {(layer.num_kv_heads, layer.head_dim) for layer in model.layers if layer.attends}
         return cls(
             num_heads=len(shard.heads(model)),
             num_kv_heads=len(shard.kv_heads(model)),
@@ -54,6 +63,10 @@ class AttentionSpec:
             block_size=block_size,
             dtype=dtype,
             device=device,
+            has_alibi=bool(model.alibi_slopes),
+            latent_rank=0 if model.latent is None else model.latent.kv_rank,
+            is_causal=model.is_causal,
+            tensor_elements=model.tensor_elements(ranks) if len(heads) > 1 else 0,
         )
 
 
@@ -61,15 +74,18 @@ class AttentionSpec:
 class AttentionLayer:
     """The parameters that differ between layers.
 
-    Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. A token at
-    position p sees positions p - window + 1 .. p, or 0 .. p without a window. In an FP8 cache, keys
-    and values are divided by `kv_scales_2G`, float32 on the device, each head's.
+    Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. `alibi_slopes_H` times the
+    distance to the key is subtracted from them. A token at position p sees positions p - window + 1 .. p, those of its
+    chunk, or 0 .. p without a window. The softmax of a head has `sinks_H` as a further score, without a value. In an
+    FP8 cache, keys and values are divided by `kv_scales_2G`, each head's. The tensors are float32 on the device.
     """
 
     scale: float
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     kv_scales_2G: Tensor | None = None
+    alibi_slopes_H: Tensor | None = None
+    sinks_H: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +104,7 @@ class DeviceBatch:
 class PagedAttention(ABC):
     """The KV cache and step metadata of one attention implementation.
 
-    All layers share `spec`, and differ in `AttentionLayer`.
+    Layers that share `spec` differ in `AttentionLayer`.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -96,6 +112,7 @@ class PagedAttention(ABC):
         self.num_heads = spec.num_heads
         self.num_kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
+        self.value_dim = spec.latent_rank or spec.head_dim
         self.block_size = spec.block_size
         self.dtype = spec.dtype
         self.device = spec.device
@@ -107,8 +124,27 @@ class PagedAttention(ABC):
         It must be allocated with zeros.
         """
 
+    def for_layer(self, layer: ModelSpec, shard: ModelShard) -> Self:
+        """Return the attention with the heads of a spec from `ModelSpec.for_layer`."""
+        num_heads, num_kv_heads = len(shard.heads(layer)), len(shard.kv_heads(layer))
+        if (num_heads, num_kv_heads, layer.head_dim) == (
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        ):
+            return self
+        return self.with_spec(
+            replace(
+                self.spec, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=layer.head_dim
+            )
+        )
+
+    def with_spec(self, spec: AttentionSpec) -> Self:
+        """Return attention of this kind with another spec."""
+        return type(self)(spec)
+
     @abstractmethod
-    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> Any:
+    def build(self, batch: AttentionBatch, windows: Collection[Window | None]) -> Any:
         """Return the metadata of one step for a group whose layers have these windows."""
 
 
@@ -125,7 +161,13 @@ class AttentionBackend(PagedAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store the keys and values of the step's tokens, and return the attention output [T, H, K]."""
+        """Store the keys and values of the step's tokens, and return the attention output [T, H, V]."""
+
+    @abstractmethod
+    def attend(
+        self, q_THK: Tensor, kv_cache: Tensor, metadata: Any, layer: AttentionLayer
+    ) -> Tensor:
+        """Return the attention output [T, H, K] with the keys and values that an earlier layer stored."""
 
     def forward_projected(
         self,
@@ -150,7 +192,7 @@ class CapturableAttention(AttentionBackend):
     """Attention whose decoding can be captured in a graph."""
 
     @abstractmethod
-    def build_decode(self, batch: DeviceBatch, windows: Collection[int | None]) -> Any:
+    def build_decode(self, batch: DeviceBatch, windows: Collection[Window | None]) -> Any:
         """Return metadata for any step that `batch` describes in which each request has at most one token.
 
         With it, `forward` depends only on the contents of device tensors, not on numbers on the host.

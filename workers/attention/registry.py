@@ -15,7 +15,11 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
     Raises:
         ConfigError: Triton is required but not installed.
     """
-    name = name or ("triton_paged" if spec.device.type == "cuda" else "torch_paged")
+    if name is None:
+        # The kernels have no encoders' attention, and no strides between blocks.
+        is_supported = spec.is_causal and not spec.tensor_elements
+        is_supported = is_supported and spec.device.type == "cuda"
+        name = "triton_paged" if is_supported else "torch_paged"
     return _backend_class(name)(spec)
 
 

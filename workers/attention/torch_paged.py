@@ -1,6 +1,7 @@
 """Paged attention in plain torch operations, for any device; the reference for other backends.
 
-The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K]. A head's part of a block, a page, is
+The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or one that is both. If
+layers have other heads, a block may have further pages behind those of the layer. A head's part of a block, a page, is
 contiguous, so that one `index_select` of pages puts keys and values of many requests into the shape of a batched matrix
 product.
 
@@ -13,8 +14,8 @@ order, independent of the other requests: results have equal bits in a prompt, a
 more without a window. On processors without bfloat16 instructions the order of long sums depends on the number of rows;
 there only the native backend is batch-invariant for every model.
 
-Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, R rows (requests of a bucket), B pages
-of a head, L = B * block_size keys, N = R * G, M = queries * Q.
+Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, V elements of a value, R rows
+(requests of a bucket), B pages of a head, L = B * block_size keys, N = R * G, M = queries * Q.
 """
 
 import math
@@ -28,7 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import AttentionBatch
-from .interface import AttentionBackend, AttentionLayer
+from ..layers.spec import Chunk, Window, first_visible
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec
 
 _MAX_TILE_QUERIES = 128
 _MAX_TILE_SCORES = 1 << 22
@@ -43,8 +45,9 @@ class _DecodeBucket:
     """Requests with one query each. `tokens` is None if they are the whole step, in order."""
 
     tokens: Tensor | None  # [R]
-    pages: Tensor  # [2 * R * G * B]
+    pages: Tensor  # [P * R * G * B]
     mask_N1L: Tensor
+    distance_N1L: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,14 @@ class _Tile:
     tokens: slice
     keys: slice
     mask_ML: Tensor  # M = queries * Q
+    distance_ML: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
     """One request with several queries."""
 
-    pages: Tensor  # [2 * G * B]
+    pages: Tensor  # [P * G * B]
     tiles: list[_Tile]
 
 
@@ -68,19 +72,29 @@ class _Prefill:
 class TorchPagedMetadata:
     """One step: the cache rows to write, and the pages to read for each window."""
 
-    cache_rows: Tensor  # [T * 2 * G] rows of the cache seen as [..., K]
-    decodes: dict[int | None, list[_DecodeBucket]]
-    prefills: dict[int | None, list[_Prefill]]
+    cache_rows: Tensor  # [T * P * G] rows of the cache seen as [..., K]
+    decodes: dict[Window | None, list[_DecodeBucket]]
+    prefills: dict[Window | None, list[_Prefill]]
 
 
 class TorchPagedAttention(AttentionBackend):
     """Gathers the pages that a step reads, then multiplies batches of matrices."""
 
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return [num_blocks, 2, G, block_size, K]."""
-        return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._num_parts = 1 if spec.latent_rank else 2
+        own_pages = self._num_parts * self.num_kv_heads
+        self._pages_per_block = spec.tensor_elements // self.head_dim or own_pages
 
-    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TorchPagedMetadata:
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Return [num_blocks, P, G, block_size, K], or [num_blocks, pages, block_size, K] if layers share a tensor."""
+        if self.spec.tensor_elements:
+            return (num_blocks, self._pages_per_block, self.block_size, self.head_dim)
+        return (num_blocks, self._num_parts, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def build(
+        self, batch: AttentionBatch, windows: Collection[Window | None]
+    ) -> TorchPagedMetadata:
         """Return the cache rows that the step writes, and the pages and masks of its requests for each window."""
         query_lens_S = np.diff(batch.query_start_loc)
         decoding = np.flatnonzero(query_lens_S == 1)
@@ -95,28 +109,27 @@ class TorchPagedAttention(AttentionBackend):
 
     def _cache_rows(self, slot_mapping_T: NDArray[np.int32]) -> Tensor:
         block_T, offset_T = np.divmod(slot_mapping_T.astype(np.int64), self.block_size)
-        page_TG = self._pages_of(block_T[:, None], np.arange(2 * self.num_kv_heads))
+        page_TG = self._pages_of(block_T[:, None], np.arange(self._num_parts * self.num_kv_heads))
         return self._to_device((page_TG * self.block_size + offset_T[:, None]).ravel())
 
     def _pages_of(
         self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Return page numbers, which count blocks, then keys before values, then heads."""
-        return blocks * (2 * self.num_kv_heads) + kv_heads
+        return blocks * self._pages_per_block + kv_heads
 
-    def _first_block(self, position: int, window: int | None) -> int:
+    def _first_block(self, position: int, window: Window | None) -> int:
         """Return the block of the first key that a query at this position attends to."""
-        return 0 if window is None else max(position + 1 - window, 0) // self.block_size
+        return first_visible(position, window) // self.block_size
 
     def _decode_buckets(
-        self, batch: AttentionBatch, requests: NDArray[np.int64], window: int | None
+        self, batch: AttentionBatch, requests: NDArray[np.int64], window: Window | None
     ) -> Iterator[_DecodeBucket]:
         if not len(requests):
             return
         seq_lens = batch.seq_lens[requests].astype(np.int64)
-        first_blocks = np.zeros_like(seq_lens)
-        if window is not None:
-            first_blocks = np.maximum(seq_lens - window, 0) // self.block_size
+        first_keys = np.array([first_visible(n - 1, window) for n in seq_lens.tolist()])
+        first_blocks = first_keys // self.block_size
         num_blocks = -(-seq_lens // self.block_size) - first_blocks
         for bucket in self._buckets(num_blocks):
             rows = requests[bucket]
@@ -125,11 +138,12 @@ class TorchPagedAttention(AttentionBackend):
             # Columns past a row's own blocks are masked, so any existing block will do.
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
-            kv_heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
+            kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(
+                self._num_parts, 1, -1, 1
+            )
             keys_RL = first_R1 * self.block_size + np.arange(columns_RB.shape[1] * self.block_size)
             hidden_RL = keys_RL >= len_R1
-            if window is not None:
-                hidden_RL |= keys_RL < len_R1 - window
+            hidden_RL |= keys_RL < first_keys[bucket, None]
             mask_RL = torch.zeros(hidden_RL.shape, dtype=self.dtype)
             mask_RL.masked_fill_(torch.from_numpy(hidden_RL), -math.inf)
             tokens = batch.query_start_loc[rows]
@@ -137,12 +151,17 @@ class TorchPagedAttention(AttentionBackend):
             yield _DecodeBucket(
                 tokens=None if is_whole_step else self._to_device(tokens.astype(np.int64)),
                 pages=self._to_device(self._pages_of(blocks_RB[:, None], kv_heads).ravel()),
-                mask_N1L=mask_RL.repeat_interleave(self.num_kv_heads, 0)
-                .unsqueeze(1)
-                .to(self.device),
+                mask_N1L=self._of_kv_heads(mask_RL),
+                distance_N1L=self._of_kv_heads(torch.from_numpy(len_R1 - 1 - keys_RL).float())
+                if self.spec.has_alibi
+                else None,
             )
 
-    def _prefill(self, batch: AttentionBatch, request: int, window: int | None) -> _Prefill:
+    def _of_kv_heads(self, x_RL: Tensor) -> Tensor:
+        """Return each row once for each key/value head, [R * G, 1, L] on the device."""
+        return x_RL.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1).to(self.device)
+
+    def _prefill(self, batch: AttentionBatch, request: int, window: Window | None) -> _Prefill:
         start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
         seq_len = int(batch.seq_lens[request])
         position = seq_len - (stop - start)
@@ -150,14 +169,30 @@ class TorchPagedAttention(AttentionBackend):
         first_key = first_block * self.block_size
         last_block = (seq_len - 1) // self.block_size
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
-        kv_heads = np.arange(2 * self.num_kv_heads).reshape(-1, 1)
+        kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(-1, 1)
+        tiles = (
+            self._tiles(slice(start, stop), position, first_key, window)
+            if self.spec.is_causal
+            else self._bidirectional_tiles(slice(start, stop), seq_len)
+        )
         return _Prefill(
-            pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()),
-            tiles=list(self._tiles(slice(start, stop), position, first_key, window)),
+            pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()), tiles=list(tiles)
         )
 
+    def _bidirectional_tiles(self, tokens: slice, seq_len: int) -> Iterator[_Tile]:
+        """Split a whole sequence, each token of which sees all others, into tiles of queries."""
+        repeats = self.num_heads // self.num_kv_heads
+        num_keys = -(-seq_len // self.block_size) * self.block_size
+        mask_1L = torch.zeros((1, num_keys), dtype=self.dtype)
+        mask_1L[:, seq_len:] = -math.inf
+        tile_queries = _tile_queries(self.num_heads, num_keys)
+        for start in range(tokens.start, tokens.stop, tile_queries):
+            stop = min(start + tile_queries, tokens.stop)
+            mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
+            yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, None)
+
     def _tiles(
-        self, tokens: slice, position: int, first_key: int, window: int | None
+        self, tokens: slice, position: int, first_key: int, window: Window | None
     ) -> Iterator[_Tile]:
         """Split a prompt's queries into tiles that limit the number of scores."""
         repeats = self.num_heads // self.num_kv_heads
@@ -171,6 +206,18 @@ class TorchPagedAttention(AttentionBackend):
             keys_start = self._first_block(first, window) * self.block_size
             keys_stop = -(-(first + queries) // self.block_size) * self.block_size
             context = first - keys_start
+            if isinstance(window, Chunk) or self.spec.has_alibi:
+                mask_ML, distance_ML = self._tile_mask(
+                    range(first, first + queries), range(keys_start, keys_stop), window
+                )
+                yield _Tile(
+                    slice(start, start + queries),
+                    slice(keys_start - first_key, keys_stop - first_key),
+                    mask_ML,
+                    distance_ML,
+                )
+                start += queries
+                continue
             # One mask serves all tiles: a tile with less context uses the right part of it.
             capacity = 1 << context.bit_length()
             mask_ML = _causal_mask(
@@ -186,8 +233,24 @@ class TorchPagedAttention(AttentionBackend):
                 slice(start, start + queries),
                 slice(keys_start - first_key, keys_stop - first_key),
                 mask_ML[: queries * repeats, capacity - context : capacity + keys_stop - first],
+                None,
             )
             start += queries
+
+    def _tile_mask(
+        self, queries: range, keys: range, window: Window | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the mask and, for ALiBi, the distances [M, L] of queries and keys at these positions."""
+        repeats = self.num_heads // self.num_kv_heads
+        query = torch.arange(queries.start, queries.stop)[:, None]
+        key = torch.arange(keys.start, keys.stop)
+        first = torch.tensor([first_visible(position, window) for position in queries])[:, None]
+        mask = torch.zeros((len(queries), len(keys)), dtype=self.dtype)
+        mask.masked_fill_((key > query) | (key < first), -math.inf)
+        mask_ML = mask.repeat_interleave(repeats, 0).to(self.device)
+        if not self.spec.has_alibi:
+            return mask_ML, None
+        return mask_ML, (query - key).float().repeat_interleave(repeats, 0).to(self.device)
 
     def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Split rows into buckets of bounded size with little padding."""
@@ -217,10 +280,10 @@ class TorchPagedAttention(AttentionBackend):
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store keys and values, and return the attention output [T, H, K]."""
+        """Store keys and values, and return the attention output [T, H, V]."""
         # Masked keys still contribute 0 * value, and 0 * NaN is NaN. So values that are not finite must not stay in a
         # block, where they would affect its next request.
-        kv_TGK = torch.cat((k_TGK, v_TGK), 1)
+        kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
         is_finite_TGK = kv_TGK.isfinite()
         kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
         # The token's own output must still be NaN, so that the request fails.
@@ -229,9 +292,19 @@ class TorchPagedAttention(AttentionBackend):
         kv_cache.view(-1, self.head_dim).index_copy_(
             0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
         )
+        return self.attend(q_THK, kv_cache, metadata, layer)
+
+    def attend(
+        self,
+        q_THK: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Return the attention output [T, H, K] with stored keys and values."""
         pages = kv_cache.view(-1, self.block_size * self.head_dim)
         attended_THK = self._attend_pages(q_THK.to(self.dtype), pages, metadata, layer)
-        return attended_THK.to(q_THK.dtype)
+        return attended_THK[..., : self.value_dim].to(q_THK.dtype)
 
     def _attend_pages(
         self, q_THK: Tensor, pages: Tensor, metadata: TorchPagedMetadata, layer: AttentionLayer
@@ -244,11 +317,9 @@ class TorchPagedAttention(AttentionBackend):
             attended_RHK = self._decode(q_THK[bucket.tokens], pages, bucket, layer)
             out_THK[bucket.tokens] = attended_RHK
         for prefill in metadata.prefills[layer.window]:
-            k_GLK, v_GLK = (
-                pages.index_select(0, prefill.pages)
-                .view(2, self.num_kv_heads, -1, self.head_dim)
-                .unbind()
-            )
+            kv = pages.index_select(0, prefill.pages)
+            kv = kv.view(self._num_parts, self.num_kv_heads, -1, self.head_dim)
+            k_GLK, v_GLK = kv[0], kv[-1]
             for tile in prefill.tiles:
                 q_GMK = (
                     q_THK[tile.tokens]
@@ -257,7 +328,12 @@ class TorchPagedAttention(AttentionBackend):
                     .flatten(1, 2)
                 )
                 attended_GMK = _attend(
-                    q_GMK, k_GLK[:, tile.keys], v_GLK[:, tile.keys], tile.mask_ML, layer
+                    q_GMK,
+                    k_GLK[:, tile.keys],
+                    v_GLK[:, tile.keys],
+                    self._bias(tile.mask_ML, tile.distance_ML, layer),
+                    layer,
+                    self._of_rows(layer.sinks_H, q_GMK),
                 )
                 out_THK[tile.tokens].unflatten(1, (self.num_kv_heads, -1)).copy_(
                     attended_GMK.unflatten(1, (-1, self.num_heads // self.num_kv_heads)).transpose(
@@ -270,31 +346,63 @@ class TorchPagedAttention(AttentionBackend):
         self, q_RHK: Tensor, pages: Tensor, bucket: _DecodeBucket, layer: AttentionLayer
     ) -> Tensor:
         num_rows, mask_N1L = q_RHK.shape[0], bucket.mask_N1L
-        keys, values = (
-            pages.index_select(0, bucket.pages)
-            .view(2, mask_N1L.shape[0], mask_N1L.shape[2], self.head_dim)
-            .unbind()
-        )
+        kv = pages.index_select(0, bucket.pages)
+        kv = kv.view(self._num_parts, mask_N1L.shape[0], mask_N1L.shape[2], self.head_dim)
+        keys, values = kv[0], kv[-1]
         q_NQK = q_RHK.reshape(mask_N1L.shape[0], -1, self.head_dim)
-        return _attend(q_NQK, keys, values, mask_N1L, layer).reshape(
+        mask = self._bias(mask_N1L, bucket.distance_N1L, layer)
+        sinks = self._of_rows(layer.sinks_H, q_NQK)
+        return _attend(q_NQK, keys, values, mask, layer, sinks).reshape(
             num_rows, self.num_heads, self.head_dim
         )
 
+    def _bias(self, mask: Tensor, distance: Tensor | None, layer: AttentionLayer) -> Tensor:
+        """Return what is added to the scores: the mask, and ALiBi's part."""
+        if distance is None or layer.alibi_slopes_H is None:
+            return mask
+        slopes_GQ = layer.alibi_slopes_H.view(self.num_kv_heads, -1)
+        if mask.dim() == 2:
+            # Rows are queries times the heads that share a key.
+            slopes_GM1 = slopes_GQ.repeat(1, mask.shape[0] // slopes_GQ.shape[1]).unsqueeze(2)
+            return (mask - slopes_GM1 * distance).to(mask.dtype)
+        slopes_NQ1 = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
+        return (mask - slopes_NQ1 * distance).to(mask.dtype)
+
+    def _of_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
+        """Return each query head's value for each row of its queries, [N, M, 1] in their dtype."""
+        if values_H is None:
+            return None
+        values_GQ = values_H.to(q_NMK.dtype).view(self.num_kv_heads, -1)
+        num_heads, num_rows = q_NMK.shape[:2]
+        repeats = (num_heads // self.num_kv_heads, num_rows // values_GQ.shape[1])
+        return values_GQ.repeat(*repeats).unsqueeze(2)
+
 
 def _attend(
-    q_NMK: Tensor, k_NLK: Tensor, v_NLK: Tensor, mask: Tensor, layer: AttentionLayer
+    q_NMK: Tensor,
+    k_NLK: Tensor,
+    v_NLK: Tensor,
+    mask: Tensor,
+    layer: AttentionLayer,
+    sinks_NM1: Tensor | None,
 ) -> Tensor:
     """Return softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
     if q_NMK.shape[1] == 1:
         # A product with a single row sums in another order, so the row is doubled.
-        return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer)[:, :1]
+        if sinks_NM1 is not None:
+            sinks_NM1 = sinks_NM1.expand(-1, 2, -1)
+        return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer, sinks_NM1)[:, :1]
     keys_NKL = k_NLK.transpose(1, 2)
     if layer.softcap is None:
         scores_NML = torch.baddbmm(mask, q_NMK, keys_NKL, alpha=layer.scale)
     else:
         scores_NML = torch.bmm(q_NMK, keys_NKL).mul_(layer.scale / layer.softcap)
         scores_NML = scores_NML.tanh_().mul_(layer.softcap).add_(mask)
-    return torch.bmm(torch.softmax(scores_NML, -1), v_NLK)
+    if sinks_NM1 is None:
+        return torch.bmm(torch.softmax(scores_NML, -1), v_NLK)
+    # The sink comes first, so that a key's place in the sum does not depend on the number of keys.
+    weights_NML = torch.softmax(torch.cat((sinks_NM1, scores_NML), -1), -1)[..., 1:]
+    return torch.bmm(weights_NML.contiguous(), v_NLK)
 
 
 def _tile_queries(num_heads: int, context: int) -> int:

@@ -1,6 +1,7 @@
 """Paged attention in Triton kernels, for CUDA.
 
-The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], as in `torch_paged`. A step launches three
+The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], or with latent attention [num_blocks, 1, 1,
+block_size, K], as in `torch_paged`. A step launches three
 kinds of kernel. One norms and rotates queries and keys and writes the cache, one computes requests with several
 queries, and one (with a second that sums its splits) those with a single query. The choice between the last two and
 the order of sums depend on the request alone, so other requests of a step do not change a bit of the result.
@@ -9,7 +10,7 @@ Torch's own `varlen_attn` cannot replace it: in torch 2.11 it has no block table
 or more, and none supports a soft cap or an FP8 cache.
 
 Shapes: T tokens, S requests, N tiles, B blocks in a row of the block table, H query heads, G key/value heads,
-K head dimension.
+K head dimension, V elements of a value.
 """
 
 from collections.abc import Collection
@@ -25,13 +26,24 @@ from ...protocol.errors import ConfigError
 from ..batch import AttentionBatch
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
+from ..layers.spec import Chunk, Window
 from .interface import AttentionLayer, AttentionSpec, CapturableAttention, DeviceBatch
 from .kernels.decode import combine_kernel, decode_kernel
 from .kernels.prefill import prefill_kernel
 from .kernels.rotary_store import rotary_store_kernel
-from .kernels.tiles import SPLIT_KEYS, decode_tile, max_splits, power_of_2, prefill_tile
+from .kernels.tiles import (
+    SPLIT_KEYS,
+    decode_tile,
+    heads_of_latent_tile,
+    latent_decode_tile,
+    latent_prefill_tile,
+    max_splits,
+    power_of_2,
+    prefill_tile,
+)
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_RANK = 512
 # Alignment in int32, so that Triton may load any of the arrays of one copy in words of 16 bytes.
 _ALIGNMENT = 4
 
@@ -67,10 +79,16 @@ class TritonPagedAttention(CapturableAttention):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        if spec.head_dim > MAX_HEAD_DIM:
+        if spec.latent_rank > MAX_LATENT_RANK:
+            raise ConfigError(
+                f"kv_lora_rank {spec.latent_rank} exceeds the {MAX_LATENT_RANK} that triton_paged supports"
+            )
+        if spec.head_dim - spec.latent_rank > MAX_HEAD_DIM:
             raise ConfigError(
                 f"head_dim {spec.head_dim} exceeds the {MAX_HEAD_DIM} that triton_paged supports"
             )
+        if spec.tensor_elements:
+            raise ConfigError("heads that differ between layers are not supported by triton_paged")
         if power_of_2(spec.block_size) != spec.block_size:
             raise ConfigError(
                 f"--block-size {spec.block_size}: triton_paged supports only powers of two, such as "
@@ -78,18 +96,31 @@ class TritonPagedAttention(CapturableAttention):
             )
         if spec.dtype.itemsize == 1 and spec.dtype != torch.float8_e4m3fn:
             raise ConfigError(f"a KV cache of {spec.dtype} is not supported by triton_paged")
-        self._heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-        self._padded_head_dim = max(16, power_of_2(spec.head_dim))
-        self.prefill_tile = prefill_tile(spec.head_dim, self._heads_per_kv_head, spec.dtype)
-        self.decode_tile = decode_tile(spec.head_dim, self._heads_per_kv_head, spec.dtype)
+        self._padded_value_dim = max(16, power_of_2(self.value_dim))
+        rest = spec.head_dim - self.value_dim
+        self._padded_rotary_dim = max(16, power_of_2(rest)) if spec.latent_rank else 0
+        if spec.latent_rank:
+            # All heads share a key, and are too many for one program.
+            self._heads_per_group = heads_of_latent_tile(spec.num_heads, spec.dtype)
+            self._num_groups = spec.num_heads // self._heads_per_group
+            self.prefill_tile = latent_prefill_tile(spec.dtype)
+            self.decode_tile = latent_decode_tile(self._heads_per_group, spec.dtype)
+        else:
+            self._heads_per_group = spec.num_heads // spec.num_kv_heads
+            self._num_groups = spec.num_kv_heads
+            self.prefill_tile = prefill_tile(spec.head_dim, self._heads_per_group, spec.dtype)
+            self.decode_tile = decode_tile(spec.head_dim, self._heads_per_group, spec.dtype)
         self.split_keys = SPLIT_KEYS
-        self.max_splits = max_splits(spec.num_kv_heads)
+        self.max_splits = max_splits(self._num_groups)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return [num_blocks, 2, G, block_size, K]."""
-        return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        """Return [num_blocks, 2, G, block_size, K], or [num_blocks, 1, G, block_size, K] with latent attention."""
+        num_parts = 1 if self.spec.latent_rank else 2
+        return (num_blocks, num_parts, self.num_kv_heads, self.block_size, self.head_dim)
 
-    def build(self, batch: AttentionBatch, windows: Collection[int | None]) -> TritonPagedMetadata:
+    def build(
+        self, batch: AttentionBatch, windows: Collection[Window | None]
+    ) -> TritonPagedMetadata:
         """Copy the step to the device in one copy."""
         query_lens_S = np.diff(batch.query_start_loc)
         max_seq_len = int(batch.seq_lens.max())
@@ -113,7 +144,7 @@ class TritonPagedAttention(CapturableAttention):
         )
 
     def build_decode(
-        self, batch: DeviceBatch, windows: Collection[int | None]
+        self, batch: DeviceBatch, windows: Collection[Window | None]
     ) -> TritonPagedMetadata:
         """Return metadata whose grids have room for the longest sequence that the block table holds."""
         return TritonPagedMetadata(
@@ -129,7 +160,7 @@ class TritonPagedAttention(CapturableAttention):
     ) -> NDArray[np.int32]:
         """Return the tiles with the most keys first, so that no long tile is left when the others have finished."""
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
-        queries_per_tile = self.prefill_tile.rows // self._heads_per_kv_head
+        queries_per_tile = self.prefill_tile.rows // self._heads_per_group
         num_tiles = -(-query_lens_S[requests] // queries_per_tile)
         request_N = np.repeat(requests, num_tiles)
         first_tile_N = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -147,7 +178,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store keys and values, and return the attention output [T, H, K]."""
+        """Store keys and values, and return the attention output [T, H, V]."""
         self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
@@ -211,54 +242,60 @@ class TritonPagedAttention(CapturableAttention):
             k_TGK.stride(0),
             v_TGK.stride(0),
             NUM_KV_HEADS=self.num_kv_heads,
-            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            HEADS_PER_KV_HEAD=self.num_heads // self.num_kv_heads,
             HEAD_DIM=self.head_dim,
             ROTARY_DIM=0 if tables is None else tables.cos_T1R.shape[-1],
             BLOCK_SIZE=self.block_size,
-            BLOCK_K=self._padded_head_dim,
-            BLOCK_HEADS=power_of_2(self._heads_per_kv_head),
-            num_warps=1 if self._heads_per_kv_head <= 4 else 2,
+            BLOCK_K=max(16, power_of_2(self.head_dim)),
+            BLOCK_HEADS=power_of_2(self.num_heads // self.num_kv_heads),
+            HAS_VALUES=not self.spec.latent_rank,
+            num_warps=1 if self._heads_per_group <= 4 else 2,
         )
 
     def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: TritonPagedMetadata, layer: AttentionLayer
     ) -> Tensor:
-        """Return the attention output [T, H, K] from the cache: the second half of `forward`."""
-        out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+        """Return the attention output [T, H, V] from the cache: the second half of `forward`."""
+        out_THV = q_THK.new_empty((*q_THK.shape[:2], self.value_dim))
         if metadata.prefill_tiles is not None:
-            self._prefill(q_THK, out_THK, kv_cache, metadata, metadata.prefill_tiles, layer)
+            self._prefill(q_THK, out_THV, kv_cache, metadata, metadata.prefill_tiles, layer)
         if metadata.has_decodes:
-            self._decode(q_THK, out_THK, kv_cache, metadata, layer)
-        return out_THK
+            self._decode(q_THK, out_THV, kv_cache, metadata, layer)
+        return out_THV
 
     def _prefill(
         self,
         q_THK: Tensor,
-        out_THK: Tensor,
+        out_THV: Tensor,
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
         tiles_N2: Tensor,
         layer: AttentionLayer,
     ) -> None:
         tile = self.prefill_tile
-        prefill_kernel[(len(tiles_N2) * self.num_kv_heads,)](
+        prefill_kernel[(len(tiles_N2) * self._num_groups,)](
             q_THK,
-            out_THK,
+            out_THV,
             kv_cache,
             tiles_N2,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,
             layer.kv_scales_2G,
+            layer.alibi_slopes_H,
+            layer.sinks_H,
             layer.scale,
             q_THK.stride(0),
             metadata.block_table.stride(0),
             SOFTCAP=layer.softcap,
-            WINDOW=layer.window,
-            NUM_KV_HEADS=self.num_kv_heads,
-            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            WINDOW=_window_size(layer.window),
+            IS_CHUNKED=isinstance(layer.window, Chunk),
+            NUM_KV_HEADS=self._num_groups,
+            HEADS_PER_KV_HEAD=self._heads_per_group,
             HEAD_DIM=self.head_dim,
-            BLOCK_K=self._padded_head_dim,
+            VALUE_DIM=self.value_dim,
+            BLOCK_K=self._padded_value_dim,
+            BLOCK_R=self._padded_rotary_dim,
             BLOCK_SIZE=self.block_size,
             TILE_ROWS=tile.rows,
             TILE_KEYS=tile.keys,
@@ -269,27 +306,27 @@ class TritonPagedAttention(CapturableAttention):
     def _decode(
         self,
         q_THK: Tensor,
-        out_THK: Tensor,
+        out_THV: Tensor,
         kv_cache: Tensor,
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> None:
         tile = self.decode_tile
         num_requests = len(metadata.seq_lens)
-        num_splits = self._num_splits(metadata.max_seq_len, layer.window)
+        num_splits = self._num_splits(metadata.max_seq_len, _window_size(layer.window))
         partial_shape = (num_requests, self.num_heads, num_splits) if num_splits > 1 else (0,)
         log_sums = q_THK.new_empty(partial_shape, dtype=torch.float32)
-        partial = q_THK.new_empty((*partial_shape, self.head_dim), dtype=torch.float32)
+        partial = q_THK.new_empty((*partial_shape, self.value_dim), dtype=torch.float32)
         splitting = {
-            "WINDOW": layer.window,
-            "HEAD_DIM": self.head_dim,
-            "BLOCK_K": self._padded_head_dim,
+            "WINDOW": _window_size(layer.window),
+            "IS_CHUNKED": isinstance(layer.window, Chunk),
+            "BLOCK_K": self._padded_value_dim,
             "TILE_KEYS": tile.keys,
             "MAX_SPLITS": self.max_splits,
         }
-        decode_kernel[(self.num_kv_heads, num_requests, num_splits)](
+        decode_kernel[(self._num_groups, num_requests, num_splits)](
             q_THK,
-            out_THK,
+            out_THV,
             partial,
             log_sums,
             kv_cache,
@@ -297,13 +334,18 @@ class TritonPagedAttention(CapturableAttention):
             metadata.seq_lens,
             metadata.block_table,
             layer.kv_scales_2G,
+            layer.alibi_slopes_H,
+            layer.sinks_H,
             layer.scale,
             q_THK.stride(0),
             metadata.block_table.stride(0),
             self.split_keys,
             SOFTCAP=layer.softcap,
-            NUM_KV_HEADS=self.num_kv_heads,
-            HEADS_PER_KV_HEAD=self._heads_per_kv_head,
+            NUM_KV_HEADS=self._num_groups,
+            HEADS_PER_KV_HEAD=self._heads_per_group,
+            HEAD_DIM=self.head_dim,
+            VALUE_DIM=self.value_dim,
+            BLOCK_R=self._padded_rotary_dim,
             BLOCK_SIZE=self.block_size,
             TILE_ROWS=tile.rows,
             **splitting,
@@ -312,7 +354,7 @@ class TritonPagedAttention(CapturableAttention):
         )
         if num_splits > 1:
             combine_kernel[(self.num_heads, num_requests)](
-                out_THK,
+                out_THV,
                 partial,
                 log_sums,
                 metadata.query_start_loc,
@@ -320,8 +362,9 @@ class TritonPagedAttention(CapturableAttention):
                 num_splits,
                 self.split_keys,
                 NUM_HEADS=self.num_heads,
+                HEAD_DIM=self.value_dim,
                 **splitting,
-                num_warps=max(2, self.max_splits // 16),
+                num_warps=max(2, self.max_splits // 16) * max(1, self._padded_value_dim // 256),
             )
 
     def _num_splits(self, max_seq_len: int, window: int | None) -> int:
@@ -331,6 +374,10 @@ class TritonPagedAttention(CapturableAttention):
             # The first tile may begin before the window.
             num_keys = min(max_seq_len, window + self.decode_tile.keys - 1)
         return min(self.max_splits, -(-num_keys // self.split_keys))
+
+
+def _window_size(window: Window | None) -> int | None:
+    return window.size if isinstance(window, Chunk) else window
 
 
 def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..attention.interface import AttentionSpec, PagedAttention
 from ..batch import AttentionBatch
+from ..layers.spec import Window
 from .library import NotSupportedNatively
 
 KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
@@ -58,10 +59,11 @@ class NativeAttention(PagedAttention):
         padded_head_dim = -(-self.head_dim // _LANES) * _LANES
         if self.dtype == torch.int8:
             padded_head_dim += _SCALE_BYTES
-        return (num_blocks, 2, self.num_kv_heads, self.block_size, padded_head_dim)
+        num_parts = 1 if self.spec.latent_rank else 2
+        return (num_blocks, num_parts, self.num_kv_heads, self.block_size, padded_head_dim)
 
     def build(
-        self, batch: AttentionBatch, windows: Collection[int | None]
+        self, batch: AttentionBatch, windows: Collection[Window | None]
     ) -> NativeAttentionMetadata:
         """Return the batch's arrays as contiguous int32."""
         return NativeAttentionMetadata(

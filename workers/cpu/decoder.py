@@ -19,15 +19,19 @@ from ..batch import PersistentBatch
 from ..device.device import usable_cores
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
+from ..models.lora import LoraAdapters
+from ..models.score_head import ScoreHead
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
+from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
-from .recorder import Recorder, intermediate_shares
+from .recorder import Recorder
 from .sampling import NativeSampler, RowsToSample
+from .supported import check_supported
 from .weights import NativeWeightReader
 
 
@@ -47,6 +51,7 @@ class NativeDecoder:
         quantization: "int8" or "int4" to quantize float weights while they are read.
         keeps_float16: Whether float16 weights stay float16.
         num_threads: The number of threads; by default as many as the process may use.
+        loras: The LoRA adapters that requests may use.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -66,31 +71,44 @@ class NativeDecoder:
         quantization: str | None = None,
         keeps_float16: bool = False,
         num_threads: int | None = None,
+        loras: LoraAdapters | None = None,
     ) -> None:
         self.spec = spec
+        self.loras = loras
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = torch.float32
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
+        check_supported(spec)
         num_threads = num_threads or usable_cores()
+        adapters = None
+        if loras is not None:
+            loras.prepare(spec.tensor_names, shard)
+            adapters = NativeAdapters(loras, dtype)
         weights = NativeWeightReader(
             checkpoint,
             dtype,
             has_head=not spec.tie_word_embeddings,
+            tensor_names=spec.tensor_names,
+            is_transposed=spec.has_transposed_matrices,
             quantization=quantization,
             keeps_float16=keeps_float16,
             num_threads=num_threads,
             shard=shard,
             on_progress=on_progress,
+            on_matrix=None if adapters is None else adapters.add_matrix,
         )
-        share = intermediate_shares(spec, shard.tensor_parallel)[shard.tensor_parallel.rank]
-        self._program = NativeProgram(spec, shard, len(share), attention, num_threads)
+        self.score_head = ScoreHead.read(spec, weights) if shard.is_last else None
+        self._program = NativeProgram(spec, shard, attention, num_threads, adapters)
         Recorder(self._program, spec, shard, weights, max_model_len).record()
+        if adapters is not None:
+            adapters.finish()
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)
         self._kv_caches: Sequence[Tensor] = ()
-        self._kv_pointers = (ctypes.c_void_p * len(shard.layers))()
+        num_caches = sum(len(spec.layers[index].cache_groups) for index in shard.layers)
+        self._kv_pointers = (ctypes.c_void_p * num_caches)()
         self._groups = (StepGroup * len(spec.windows_by_group))()
         # The struct is reused, because creating it takes much longer.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
@@ -108,14 +126,14 @@ class NativeDecoder:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
                 overwritten.
             positions_T: Integer positions.
-            kv_caches: One tensor for each layer of the shard.
-            attn_metadata: Results of `NativeAttention.build` for each KV-cache group.
+            kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
+            attn_metadata: Results of `NativeAttention.build` for each KV-cache group, also those of states.
         """
         return self._run(inputs, positions_T, kv_caches, attn_metadata)
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
-        self._sampler = NativeSampler(batch, self.spec.vocab_size, self._program)
+        self._sampler = NativeSampler(batch, self.spec.num_token_ids, self._program)
         self._batch = batch
         return self._sampler
 
@@ -155,7 +173,7 @@ class NativeDecoder:
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
-        logits_SV = torch.empty((len(hidden_SD), self.spec.vocab_size), dtype=torch.float32)
+        logits_SV = torch.empty((len(hidden_SD), self.spec.num_token_ids), dtype=torch.float32)
         self._run_head(hidden_SD, logits=logits_SV.data_ptr())
         return logits_SV
 
@@ -171,7 +189,8 @@ class NativeDecoder:
         """
         if not (self.shard.is_first and self.shard.is_last):
             return None
-        return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative)
+        loras = None if self.loras is None else self.loras.number_by_slot
+        return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative, loras)
 
     def profile(self) -> list[tuple[str, float]]:
         """Return the kind of each operation, in order, and the seconds spent in it so far."""
@@ -213,9 +232,12 @@ class NativeDecoder:
         step.hidden, step.wants_all_hidden = hidden_TD.data_ptr(), wants_all_hidden
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
         step.tokens, step.sampling = tokens, sampling
+        step.adapters = None
+        if self.loras is not None and (self.loras.number_T >= 0).any():
+            step.adapters = self.loras.number_T.ctypes.data
         if not self._program.run(step):
             raise ValueError(
-                f"token ids must be in [0, {self.spec.vocab_size}), "
+                f"token ids must be in [0, {self.spec.num_token_ids}), "
                 f"got {ids_T.min()} to {ids_T.max()}"
             )
         return hidden_TD

@@ -45,6 +45,7 @@ class NativeDecoding:
         kv_caches: Sequence[Tensor],
         sampler: NativeSampler,
         speculative: SpeculativeConfig | None = None,
+        adapter_by_slot: Int32Array | None = None,
     ) -> None:
         self._program = program
         self._sampler = sampler
@@ -54,7 +55,7 @@ class NativeDecoding:
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
         # Native code has only the addresses of these arrays, so they must be kept alive.
-        self._kept = batch, kv_caches
+        self._kept = batch, kv_caches, adapter_by_slot
         self._metadata: SamplingMetadata | None = None
         self._rows: RowsToSample | None = None
         tables = batch.block_tables
@@ -71,6 +72,7 @@ class NativeDecoding:
             tokens=self._tokens.ctypes.data,
             num_sampled=self._num_sampled.ctypes.data,
             num_verified=self._num_verified.ctypes.data,
+            adapters=None if adapter_by_slot is None else adapter_by_slot.ctypes.data,
         )
 
     def step(

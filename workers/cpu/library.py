@@ -26,6 +26,20 @@ OP_KINDS = (
     "final_norm",
     "head",
     "sum",
+    "route",
+    "gated_experts",
+    "expert_outputs",
+    "combine_experts",
+    "short_convolution",
+    "convolve",
+    "scan",
+    "gate_mixed",
+    "quantize_columns",
+    "latent_queries",
+    "latent_values",
+    "norm",
+    "share_squares",
+    "adapt",
 )
 
 
@@ -44,6 +58,18 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class LatentShape(ctypes.Structure):
+    """The sizes of latent attention; see `csrc/program/model.h`."""
+
+    _fields_ = (
+        ("query_rank", c_int32),
+        ("kv_rank", c_int32),
+        ("plain_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("value_dim", c_int32),
+    )
+
+
 class ModelShape(ctypes.Structure):
     """The sizes of a rank's share of a model; see `csrc/program/model.h`."""
 
@@ -57,6 +83,13 @@ class ModelShape(ctypes.Structure):
         ("block_size", c_int32),
         ("kv_format", c_int32),
         ("activation", c_int32),
+        ("norm", c_int32),
+        ("is_bidirectional", c_int32),
+        ("is_parallel", c_int32),
+        ("router_size", c_int32),
+        ("projection_size", c_int32),
+        ("mixed_size", c_int32),
+        ("latent", LatentShape),
         ("num_threads", c_int32),
     )
 
@@ -68,6 +101,91 @@ class AttentionLayer(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int32),
+    )
+
+
+class Router(ctypes.Structure):
+    """The choice of a token's experts; see `csrc/experts/router.h`."""
+
+    _fields_ = (
+        ("num_experts", c_int32),
+        ("num_chosen", c_int32),
+        ("scoring", c_int32),
+        ("renormalizes", c_int32),
+        ("num_groups", c_int32),
+        ("num_chosen_groups", c_int32),
+        ("num_best", c_int32),
+        ("scale", c_float),
+        ("mixer_noise", c_float),
+        ("correction", c_void_p),
+    )
+
+
+class ExpertLayer(ctypes.Structure):
+    """A layer's mixture of experts; see `csrc/program/model.h`."""
+
+    _fields_ = (
+        ("router", Router),
+        ("size", c_int32),
+        ("first", c_int32),
+        ("count", c_int32),
+        ("adds_block", c_int32),
+        ("has_shared_gate", c_int32),
+        ("scales_inputs", c_int32),
+        ("gate", POINTER(PackedWeight)),
+        ("up", POINTER(PackedWeight)),
+        ("down", POINTER(PackedWeight)),
+        ("gate_biases", c_void_p),
+        ("up_biases", c_void_p),
+        ("down_biases", c_void_p),
+    )
+
+
+class Mixer(ctypes.Structure):
+    """A recurrent layer; see `csrc/program/model.h`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("channels", c_int32),
+        ("num_convolved", c_int32),
+        ("kernel", c_int32),
+        ("segment", c_int32),
+        ("num_heads", c_int32),
+        ("num_groups", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("norm_groups", c_int32),
+        ("gates_before_norm", c_int32),
+        ("has_tiled_heads", c_int32),
+        ("min_step", c_float),
+        ("max_step", c_float),
+        ("strength", c_float),
+        ("taps", c_void_p),
+        ("bias", c_void_p),
+        ("multipliers", c_void_p),
+        ("decay", c_void_p),
+        ("skip", c_void_p),
+        ("step_bias", c_void_p),
+        ("norm", c_void_p),
+    )
+
+
+class LowRankFactor(ctypes.Structure):
+    """The second factor of a LoRA adapter; see `csrc/rows/kernels.h`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("rank", c_int32),
+        ("is_bf16", c_int32),
+    )
+
+
+class Adapter(ctypes.Structure):
+    """What a LoRA adapter adds to a product; see `csrc/program/model.h`."""
+
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", LowRankFactor * MAX_PARTS),
     )
 
 
@@ -84,12 +202,20 @@ class Op(ctypes.Structure):
         ("group", c_int32),
         ("rope", c_int32),
         ("qk_norm", c_int32),
+        ("rotates_before_norm", c_int32),
         ("num_parts", c_int32),
+        ("first_column", c_int32),
+        ("num_columns", c_int32),
+        ("adapter_rank", c_int32),
         ("scale", c_float),
         ("eps", c_float),
         ("attention", AttentionLayer),
         ("parts", c_void_p * MAX_PARTS),
         ("vectors", c_void_p * MAX_PARTS),
+        ("experts", c_void_p),
+        ("mixer", c_void_p),
+        ("heads", c_void_p),
+        ("adapters", c_void_p),
     )
 
 
@@ -180,6 +306,7 @@ class Step(ctypes.Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("sampling", POINTER(SamplingRows)),
+        ("adapters", c_void_p),
     )
 
 
@@ -226,13 +353,20 @@ class DecodeBatch(ctypes.Structure):
         ("tokens", c_void_p),
         ("num_sampled", c_void_p),
         ("num_verified", c_void_p),
+        ("adapters", c_void_p),
     )
 
 
 STRUCTS = (
     PackedWeight,
+    LatentShape,
     ModelShape,
     AttentionLayer,
+    Router,
+    ExpertLayer,
+    Mixer,
+    LowRankFactor,
+    Adapter,
     Op,
     StepGroup,
     LogitRules,

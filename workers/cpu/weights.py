@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from ..device.host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
-from ..models.weights import ProgressCallback, Rows, WeightReader
+from ..models.weights import ProgressCallback, Rows, TensorNames, WeightReader
 from ..parallel.shard import ModelShard
-from ..quantization.gguf_blocks import as_blocks, block_type
+from ..parallel.tensor_parallel import TensorParallel
+from ..quantization.gguf_blocks import as_blocks, block_type, fits_block_scales
 from ..quantization.matrix import QuantizedMatrix
 from . import library
 from .library import NotSupportedNatively, native_library
@@ -87,11 +89,17 @@ QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
 GROUP_SIZE = 32
 """Elements of a row that integer formats quantize together; rows are whole groups."""
 
+_LARGEST_BLOCK = max(elements for elements, _ in BLOCK_SIZES.values())
 _ALIGNMENT = 64
 _CHUNK_BYTES = 64 << 20
 _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
 """BF16 packs this many rows at once; see `csrc/linear/pack.h`."""
+
+_DAMAGED = (
+    "the tensor {name} has NaN or infinite numbers; the file, or the model it was quantized from, is "
+    "damaged: download it again"
+)
 
 
 class PackedWeight(library.PackedWeight):
@@ -118,6 +126,9 @@ class PackedWeight(library.PackedWeight):
         for index, row in zip(indices, out, strict=True):
             unpack(ctypes.byref(self), index, row.ctypes.data)
         return out
+
+
+MatrixCallback: TypeAlias = Callable[[PackedWeight, Rows, int, range | None], None]
 
 
 class WeightMemory:
@@ -150,10 +161,11 @@ class WeightMemory:
 class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder packed, and its vectors as float32.
 
-    Quantized matrices keep their values. Those of a GGUF type without a packed format become int8 in groups of 32.
-    Those of other formats that no GGUF type can hold are dequantized. Float matrices are packed in `dtype`. With
+    Quantized matrices keep their values if a GGUF type with a packed format can hold them. Others of GGUF files become
+    int8 in groups of 32, and others of other formats are dequantized. Float matrices are packed in `dtype`. With
     `quantization`, those whose rows are whole groups are quantized, the embedding and the head to int8 or better. With
-    `keeps_float16`, matrices stored in float16 stay so.
+    `keeps_float16`, matrices stored in float16 stay so. `on_matrix` is called for the matrices of a layer's
+    products with their rows, all their columns, and the part of the columns that was read, None for all.
     """
 
     def __init__(
@@ -162,23 +174,29 @@ class NativeWeightReader(WeightReader):
         dtype: torch.dtype,
         *,
         has_head: bool,
+        tensor_names: TensorNames = (),
+        is_transposed: bool = False,
         quantization: str | None = None,
         keeps_float16: bool = False,
         num_threads: int = 1,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
+        on_matrix: MatrixCallback | None = None,
     ) -> None:
         super().__init__(
             checkpoint,
             dtype,
             torch.device("cpu"),
             has_head=has_head,
+            tensor_names=tensor_names,
+            is_transposed=is_transposed,
             shard=shard,
             on_progress=on_progress,
         )
         self._quantization = None if quantization is None else QUANTIZATIONS[quantization]
         self._keeps_float16 = keeps_float16
         self._num_threads = num_threads
+        self._on_matrix = on_matrix
         self._memory = WeightMemory()
 
     def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
@@ -191,6 +209,14 @@ class NativeWeightReader(WeightReader):
         name = self._prefix + name
         return self._packed(name, rows, columns, self._format(name), part)
 
+    def packed_float32(self, name: str, rows: int, columns: int) -> PackedWeight:
+        """Return the decoder's matrix `name`, of that shape, as float32."""
+        return self._packed(self._prefix + name, rows, columns, WeightFormat.F32, None)
+
+    def packed_float(self, name: str, rows: int, columns: int, part: range) -> PackedWeight:
+        """Return rows of the decoder's matrix `name`, of that shape, as floats of `dtype`."""
+        return self._packed(self._prefix + name, rows, columns, _FLOAT_FORMATS[self.dtype], part)
+
     def packed_columns(
         self, name: str, rows: int, columns: int, parts: Sequence[range], rank: int
     ) -> PackedWeight:
@@ -199,6 +225,11 @@ class NativeWeightReader(WeightReader):
         Raises:
             NotSupportedNatively: The part of some rank does not consist of whole blocks.
         """
+        module = Rows(name.removesuffix(".weight"), rows, range(rows))
+        if len(parts) == 1:
+            weight = self.packed(name, rows, columns)
+            self._report(weight, module, columns)
+            return weight
         name = self._prefix + name
         self._check(name, (rows, columns))
         weight_format = self._format(name)
@@ -206,12 +237,11 @@ class NativeWeightReader(WeightReader):
         stored_type = self._packable_type(name, weight_format)
         if stored_type is not None:
             unit = max(unit, BLOCK_SIZES[stored_type][0])
-        elif (
-            not isinstance(self.checkpoint, GGUFCheckpoint)
-            and (few := self._few_rows(name)) is not None
-            and few.scale_OG.shape[1] > 1
-        ):
-            unit = max(unit, few.group_size)
+        elif (few := self._few_rows(name)) is not None and few.scale_OG.shape[1] > 1:
+            if not isinstance(self.checkpoint, GGUFCheckpoint):
+                unit = max(unit, few.group_size)
+            elif block_type(few) is not None:
+                unit = max(unit, BLOCK_SIZES[self.checkpoint.ggml_type(self._stored_name(name))][0])
         if any(part.start % unit for part in parts):
             raise NotSupportedNatively(
                 f"{columns} columns in blocks of {unit} cannot be divided among {len(parts)} workers "
@@ -219,34 +249,65 @@ class NativeWeightReader(WeightReader):
             )
         part = parts[rank]
         source_type, source = self._columns(name, part, weight_format, stored_type)
-        return self._pack(
+        weight = self._pack(
             name,
             weight_format,
             stored_type,
             (rows, len(part)),
             lambda start, stop: (source_type, source[start:stop]),
         )
+        self._report(weight, module, columns, part)
+        return weight
 
     def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:
-        """Return rows of several matrices that read the same activations.
+        """Return rows of several modules that read the same activations.
 
         These activations have one format. If a float matrix is among quantized ones, all are packed as floats.
         """
-        formats = [self._format(self._prefix + each.name) for each in rows]
+        names = [f"{self._prefix}{each.name}.weight" for each in rows]
+        formats = [self._format(name) for name in names]
         if len({weight_format.activation_kind for weight_format in formats}) > 1:
             floats = set(formats) & set(_FLOAT_FORMATS.values())
             common = floats.pop() if len(floats) == 1 else _FLOAT_FORMATS[self.dtype]
             formats = [common] * len(rows)
-        return [
-            self._packed(self._prefix + each.name, each.total, columns, weight_format, each.part)
-            for each, weight_format in zip(rows, formats, strict=True)
+        weights = [
+            self._packed(name, each.total, columns, weight_format, each.part, each.order)
+            for name, each, weight_format in zip(names, rows, formats, strict=True)
         ]
+        for weight, each in zip(weights, rows, strict=True):
+            self._report(weight, each, columns)
+        return weights
 
     def packed_head(
         self, vocab_size: int, hidden_size: int, part: range | None = None
     ) -> PackedWeight:
         """Return the output projection of a model that does not tie it to the embedding, or some of its rows."""
         return self._packed(self._head, vocab_size, hidden_size, self._format(self._head), part)
+
+    def pack_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
+        """Return a matrix that is part of the tensor `name`, packed like the checkpoint's float matrices."""
+        weight_format = _FLOAT_FORMATS[matrix.dtype]
+        if self._quantization is not None and matrix.shape[1] % GROUP_SIZE == 0:
+            weight_format = self._quantization
+        return self._packed_tensor(name, weight_format, matrix)
+
+    def pack_float_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
+        """Return a matrix that is made of the tensor `name`, packed as floats."""
+        return self._packed_tensor(name, _FLOAT_FORMATS[matrix.dtype], matrix)
+
+    def _packed_tensor(
+        self, name: str, weight_format: WeightFormat, matrix: torch.Tensor
+    ) -> PackedWeight:
+        weight = pack_tensor(weight_format, matrix, self._memory)
+        if weight is None:
+            raise self._error(_DAMAGED.format(name=repr(name)))
+        return weight
+
+    def _report(
+        self, weight: PackedWeight, rows: Rows, num_columns: int, columns: range | None = None
+    ) -> None:
+        if self._on_matrix is not None:
+            self._on_matrix(weight, rows, num_columns, columns)
 
     def _packed(
         self,
@@ -255,17 +316,24 @@ class NativeWeightReader(WeightReader):
         columns: int,
         weight_format: WeightFormat,
         part: range | None,
+        order: torch.Tensor | None = None,
     ) -> PackedWeight:
         self._check(name, (rows, columns))
         part = part or range(rows)
         stored_type = self._packable_type(name, weight_format)
-        return self._pack(
-            name,
-            weight_format,
-            stored_type,
-            (len(part), columns),
-            lambda start, stop: self._rows(name, part[start:stop], weight_format, stored_type),
-        )
+
+        def read(start: int, stop: int) -> tuple[SourceType, NDArray[np.uint8]]:
+            if order is None:
+                return self._rows(name, part[start:stop], weight_format, stored_type)
+            index = order[start:stop].numpy()
+            first, last = int(index.min()), int(index.max())
+            source_type, source = self._rows(
+                name, part[first : last + 1], weight_format, stored_type
+            )
+            return source_type, np.ascontiguousarray(source[index - first])
+
+        num_rows = len(part) if order is None else len(order)
+        return self._pack(name, weight_format, stored_type, (num_rows, columns), read)
 
     def _pack(
         self,
@@ -278,15 +346,13 @@ class NativeWeightReader(WeightReader):
         """Pack what `rows` returns for a range of the matrix's rows."""
         num_rows, columns = shape
         weight = allocate_packed(weight_format, num_rows, columns, self._memory)
-        step = _round_up(max(1, _ELEMENTS_AT_ONCE // columns), _ROWS_TOGETHER)
+        most_rows = max(1, min(_ELEMENTS_AT_ONCE // columns, num_rows // self._num_threads))
+        step = _round_up(most_rows, _ROWS_TOGETHER)
 
         def pack(start: int) -> None:
             source_type, source = rows(start, min(start + step, num_rows))
             if not pack_rows(weight, source_type, source, start):
-                raise self._error(
-                    f"the tensor {name!r} has NaN or infinite numbers; the file, or the model it was "
-                    "quantized from, is damaged: download it again"
-                )
+                raise self._error(_DAMAGED.format(name=repr(name)))
 
         with ThreadPoolExecutor(self._num_threads) as threads:
             list(threads.map(pack, range(0, num_rows, step)))
@@ -297,15 +363,23 @@ class NativeWeightReader(WeightReader):
         self._mark_read(name)
         return weight
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = super()._shape(name)
+        return shape[::-1] if self._is_stored_transposed(name) else shape
+
     def _format(self, name: str) -> WeightFormat:
+        is_quantized_gguf = False
         if isinstance(self.checkpoint, GGUFCheckpoint):
-            source_type = self.checkpoint.ggml_type(name)
-            if source_type not in _FLOAT_TYPES.values():
-                return _QUANTIZED_FORMATS.get(source_type, WeightFormat.U8)
+            source_type = self.checkpoint.ggml_type(self._stored_name(name))
+            if source_type in _QUANTIZED_FORMATS:
+                return _QUANTIZED_FORMATS[source_type]
+            is_quantized_gguf = source_type not in _FLOAT_TYPES.values()
         few = self._few_rows(name)
         if few is not None and (stored_as := block_type(few)) is not None:
             return _QUANTIZED_FORMATS[stored_as]
-        if self._quantization is None or self.checkpoint.shape(name)[1] % GROUP_SIZE:
+        if is_quantized_gguf:
+            return WeightFormat.U8
+        if self._quantization is None or self._shape(name)[1] % GROUP_SIZE:
             is_half = self._keeps_float16 and self._stored_dtype(name) == torch.float16
             return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype]
         if name == self._head or name.endswith("embed_tokens.weight"):
@@ -314,16 +388,20 @@ class NativeWeightReader(WeightReader):
 
     def _few_rows(self, name: str) -> QuantizedMatrix | None:
         """Return the first rows of a quantized matrix, which determine its format, or None."""
-        return self.checkpoint.quantized(name, part=range(min(8, self.checkpoint.shape(name)[0])))
+        if self._is_stored_transposed(name):
+            return None
+        return self.checkpoint.quantized(
+            self._stored_name(name), part=range(min(8, self._shape(name)[0]))
+        )
 
     def _stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a matrix that is not stored quantized."""
-        return self.checkpoint.tensor(name, part=range(1)).dtype
+        return self.checkpoint.tensor(self._stored_name(name), part=range(1)).dtype
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
         """Return the type in which a tensor is stored if it can be packed directly, else None."""
         if isinstance(self.checkpoint, GGUFCheckpoint):
-            stored_type = self.checkpoint.ggml_type(name)
+            stored_type = self.checkpoint.ggml_type(self._stored_name(name))
             if can_pack(stored_type, weight_format):
                 return stored_type
         return None
@@ -337,7 +415,7 @@ class NativeWeightReader(WeightReader):
     ) -> tuple[SourceType, NDArray[np.uint8]]:
         """Return rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
-            return stored_type, self.checkpoint.raw(name, part)
+            return stored_type, self.checkpoint.raw(self._stored_name(name), part)
         return self._other(name, weight_format, part, 0)
 
     def _columns(
@@ -347,23 +425,44 @@ class NativeWeightReader(WeightReader):
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             elements, size = BLOCK_SIZES[stored_type]
             start, stop = (bound // elements * size for bound in (part.start, part.stop))
-            return stored_type, self.checkpoint.raw(name)[:, start:stop]
+            return stored_type, self.checkpoint.raw(self._stored_name(name))[:, start:stop]
         return self._other(name, weight_format, part, 1)
 
     def _other(
         self, name: str, weight_format: WeightFormat, part: range, dim: int
     ) -> tuple[SourceType, NDArray[np.uint8]]:
         """Return rows or columns of a tensor, converted to a type that can be packed."""
-        if not isinstance(self.checkpoint, GGUFCheckpoint) and (
-            matrix := self.checkpoint.quantized(name, part=part, dim=dim)
-        ):
+        if self._is_stored_transposed(name):
+            stored = self.checkpoint.tensor(self._stored_name(name), part=part, dim=1 - dim)
+            return _as_source(stored.T)
+        if matrix := self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim):
             stored_as = block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
+                if not fits_block_scales(matrix):
+                    raise NotSupportedNatively(
+                        f"the scales of {name!r} are too large for the native backend (float16)"
+                    )
                 return stored_as, as_blocks(matrix)
-        tensor = self.checkpoint.tensor(name, part=part, dim=dim)
-        if tensor.dtype not in _FLOAT_TYPES:
-            tensor = tensor.float()
-        return _FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
+        return _as_source(self.checkpoint.tensor(self._stored_name(name), part=part, dim=dim))
+
+
+def intermediate_shares(size: int, tensor_parallel: TensorParallel) -> list[range]:
+    """Return each rank's share of the `size` intermediate elements of an MLP or an expert.
+
+    Shares are whole blocks of stored weights if every rank can have at least one.
+    """
+    for unit in (_LARGEST_BLOCK, GROUP_SIZE):
+        if size % unit == 0 and size // unit >= tensor_parallel.size:
+            shares = tensor_parallel.parts(size // unit)
+            return [range(share.start * unit, share.stop * unit) for share in shares]
+    return tensor_parallel.parts(size)
+
+
+def _as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
+    """Return a tensor in a type that can be packed."""
+    if tensor.dtype not in _FLOAT_TYPES:
+        tensor = tensor.float()
+    return _FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
 
 
 def allocate_packed(
@@ -372,6 +471,19 @@ def allocate_packed(
     """Return a matrix of zeros for `pack_rows` to fill. Integer formats need whole groups in `k`."""
     num_bytes = native_library().engine_packed_bytes(weight_format, n, k)
     return PackedWeight(weight_format, n, k, memory.allocate(num_bytes))
+
+
+def pack_tensor(
+    weight_format: WeightFormat, matrix: torch.Tensor, memory: WeightMemory
+) -> PackedWeight | None:
+    """Return a float matrix packed, or None if it has a NaN or infinity that the format cannot represent."""
+    n, k = matrix.shape
+    weight = allocate_packed(weight_format, n, k, memory)
+    source = matrix.contiguous().view(torch.uint8).numpy()
+    if not pack_rows(weight, _FLOAT_TYPES[matrix.dtype], source):
+        return None
+    weight.data = memory.shrink(finish_packing(weight), weight.data)
+    return weight
 
 
 def can_pack(source_type: SourceType, weight_format: WeightFormat) -> bool:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .float8 import Rounding, RowOutput, Rows, store_row
 
+GATED_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+"""The activations that the kernel computes."""
+
 
 @triton.jit
 def _gated_kernel(
@@ -37,6 +40,10 @@ def _gated_kernel(
     up_GC = tl.load(gate_row + num_columns + columns_GC, mask=mask_GC, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         slope_GC = tl.sigmoid(gate_GC)
+    elif ACTIVATION == "clamped_swiglu":
+        gate_GC = tl.minimum(gate_GC, 7.0)
+        up_GC = tl.minimum(tl.maximum(up_GC, -7.0), 7.0) + 1.0
+        slope_GC = tl.sigmoid(1.702 * gate_GC)
     else:
         # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
         z_GC = 0.7978845608028654 * (gate_GC + 0.044715 * gate_GC * gate_GC * gate_GC)
@@ -50,7 +57,7 @@ def _gated_kernel(
 def gated_activation(name: str, gate_up_T2F: Tensor, rounding: Rounding | None = None) -> Rows:
     """Return activation(gate) * up [T, F] of a fused projection, computed in float32.
 
-    `name` is "silu" or "gelu_tanh". The last dimension is contiguous.
+    `name` is one of `GATED_ACTIVATIONS`. The last dimension is contiguous.
     """
     out = RowOutput.allocate(gate_up_T2F, gate_up_T2F.shape[1] // 2, rounding)
     if len(gate_up_T2F):

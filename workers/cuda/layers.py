@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
-from ..layers.layers import GatedActivation, LayerKernels, Linear, RMSNorm
+from ..layers.layers import GatedActivation, GroupedLinear, LayerKernels, Linear, RMSNorm
 from ..layers.rope import RotaryEmbedding, RotaryTables
 from ..parallel.parallel_layers import RowParallelLinear
-from ..quantization.matrix import QuantizedMatrix, Weight
+from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
-from .gated_activation import gated_activation
+from .gated_activation import GATED_ACTIVATIONS, gated_activation
 from .norm import rms_norm
-from .quantized_linear import QuantizedLinear, can_keep
+from .quantized_linear import GroupedLinear as GroupedProduct
+from .quantized_linear import QuantizedLinear, can_keep, combine
 from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
+
+_LIBRARY_ALIGNMENT = 8
+"""torch's grouped product requires rows of 16 bytes or multiples."""
 
 
 class TritonKernels(LayerKernels):
@@ -52,12 +58,50 @@ class TritonKernels(LayerKernels):
             weight, bias_O, self._dtype, is_batch_invariant=self._is_batch_invariant
         )
 
+    def router_linear(self, weight_ED: Tensor) -> Linear:
+        """Return x_TD -> x @ weight.T in float32."""
+        if self._is_batch_invariant:
+            multiply = QuantizedLinear((_unscaled(weight_ED),), None, torch.float32)
+            return lambda x_TD: multiply(x_TD.float())
+        return lambda x_TD: F.linear(x_TD.float(), weight_ED)
+
+    def grouped_linear(self, weights: Sequence[Weight], biases: Sequence[Tensor]) -> GroupedLinear:
+        """Return the products of rows with the matrices of their experts.
+
+        Experts that are quantized alike stay so.
+        """
+        bias_EO = torch.cat(tuple(biases)) if biases else None
+        parts = [
+            matrix for weight in weights if not isinstance(weight, Tensor) for matrix in weight
+        ]
+        if len(parts) == len(weights) and len(merged := merge_rows(parts)) == 1:
+            return GroupedProduct(merged[0], len(weights), bias_EO, self._dtype)
+        dense_EOI = torch.stack([self._dense(weight) for weight in weights])
+        is_aligned = not any(size % _LIBRARY_ALIGNMENT for size in dense_EOI.shape[1:])
+        is_plain = self._dtype == torch.bfloat16 and bias_EO is None and is_aligned
+        if is_plain and not self._is_batch_invariant:
+            return lambda x_AI, ends_E: F.grouped_mm(x_AI, dense_EOI.mT, offs=ends_E)
+        return GroupedProduct(
+            _unscaled(dense_EOI.flatten(0, 1)), len(weights), bias_EO, self._dtype
+        )
+
+    def combine(self, y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return the weighted sum [T, D] of each token's rows."""
+        return combine(y_AD, order_A, weights_TC)
+
+    def _dense(self, weight: Weight) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        return torch.cat([matrix.dequantize(self._dtype) for matrix in weight])
+
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
         """Return a root-mean-square norm that rounds as `consumer` needs."""
         return _Norm(weight_D, eps, _rounding(consumer))
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
         """Return gate_up_T2F -> activation(gate) * up, rounded as `consumer` needs."""
+        if name not in GATED_ACTIVATIONS:
+            return super().gated_activation(name)
         return partial(gated_activation, name, rounding=_rounding(consumer))
 
     def choose_tokens(

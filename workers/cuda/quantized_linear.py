@@ -8,7 +8,8 @@ depends on the matrix alone; for many tokens one program sums all splits.
 If both factors are float8 with one scale per row, torch's library has a faster product for many tokens, which may sum
 in another order.
 
-Shapes: T tokens, O output and D input features, G groups of a row, S splits of it.
+Shapes: T tokens, O output and D input features, G groups of a row, S splits of it. For mixtures of experts: E experts,
+C choices of a token, A choices of all tokens ordered by expert, I input features.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _PROGRAMS = 528
 
 _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
+_COMBINED_COLUMNS = 512
 
 _LIBRARY_ALIGNMENT = 16
 """torch requires both sizes of a float8 matrix to be multiples of it."""
@@ -88,6 +90,28 @@ def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask
     return sum_OT
 
 
+@triton.jit
+def _tokens_of_expert(ends_ptr, num_experts, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the expert that this program computes, its first token of it, and the end of the expert's tokens.
+
+    The programs of axis 1 are the blocks of BLOCK_T tokens of the first expert, then of the second, and so on. Programs
+    that are left over get expert NUM_EXPERTS and no tokens.
+    """
+    experts_E = tl.arange(0, NUM_EXPERTS)
+    mask_E = experts_E < num_experts
+    ends_E = tl.load(ends_ptr + experts_E, mask=mask_E, other=0)
+    starts_E = tl.load(ends_ptr + experts_E - 1, mask=mask_E & (experts_E > 0), other=0)
+    blocks_E = tl.where(mask_E, (ends_E - starts_E + BLOCK_T - 1) // BLOCK_T, 0)
+    until_E = tl.cumsum(blocks_E, 0)
+    block = tl.program_id(1)
+    expert = tl.sum((until_E <= block).to(tl.int32), 0)
+    is_own_E = experts_E == expert
+    before = tl.sum(tl.where(is_own_E, until_E - blocks_E, 0), 0)
+    start = tl.sum(tl.where(is_own_E, starts_E, 0), 0)
+    end = tl.sum(tl.where(is_own_E, ends_E, 0), 0)
+    return expert, start + (block - before) * BLOCK_T, end
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x_ptr,
@@ -108,7 +132,10 @@ def _linear_kernel(
     num_rows,
     num_columns,
     split_columns,
+    ends_ptr,
+    num_experts,
     one,
+    NUM_EXPERTS: tl.constexpr,
     BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     ZERO: tl.constexpr,
@@ -119,9 +146,21 @@ def _linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    rows_O1 = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None].to(tl.int64)
-    tokens_1T = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[None, :].to(tl.int64)
-    mask_O1, mask_1T = rows_O1 < num_rows, tokens_1T < num_tokens
+    """Multiply a block of tokens by a block of rows. With `ends_ptr` the matrix has `num_rows` of each expert."""
+    outputs_O1 = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None].to(tl.int64)
+    mask_O1 = outputs_O1 < num_rows
+    rows_O1 = outputs_O1
+    first_token = tl.program_id(1) * BLOCK_T
+    end_token = num_tokens
+    if ends_ptr is not None:
+        expert, first_token, end_token = _tokens_of_expert(
+            ends_ptr, num_experts, NUM_EXPERTS, BLOCK_T
+        )
+        if expert >= num_experts:
+            return
+        rows_O1 += expert.to(tl.int64) * num_rows
+    tokens_1T = (first_token + tl.arange(0, BLOCK_T))[None, :].to(tl.int64)
+    mask_1T = tokens_1T < end_token
     group_row = rows_O1 * num_groups
     begin, end = 0, num_columns
     if HAS_SPLITS:
@@ -183,7 +222,7 @@ def _linear_kernel(
     mask_OT = mask_O1 & mask_1T
     if HAS_SPLITS:
         out_row = out_ptr + (tl.program_id(2).to(tl.int64) * num_tokens + tokens_1T) * num_rows
-        tl.store(out_row + rows_O1, total_OT, mask=mask_OT)
+        tl.store(out_row + outputs_O1, total_OT, mask=mask_OT)
     else:
         y_OT = _finished(
             total_OT,
@@ -196,7 +235,7 @@ def _linear_kernel(
             mask_1T,
         )
         out_row = out_ptr + tokens_1T * out_stride
-        tl.store(out_row + rows_O1, y_OT.to(out_ptr.dtype.element_ty), mask=mask_OT)
+        tl.store(out_row + outputs_O1, y_OT.to(out_ptr.dtype.element_ty), mask=mask_OT)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -242,10 +281,13 @@ def can_keep(matrix: QuantizedMatrix) -> bool:
 
 
 class PackedMatrix:
-    """A matrix in the kernel's layout."""
+    """A matrix in the kernel's layout, or the matrices of `num_experts` experts one below the other."""
 
-    def __init__(self, matrix: QuantizedMatrix, *, is_batch_invariant: bool = False) -> None:
-        self._num_rows, self._num_columns = matrix.shape
+    def __init__(
+        self, matrix: QuantizedMatrix, *, num_experts: int = 1, is_batch_invariant: bool = False
+    ) -> None:
+        self._num_experts = num_experts
+        self._num_rows, self._num_columns = matrix.shape[0] // num_experts, matrix.shape[1]
         self._pack_values(matrix)
         self._set_groups(matrix)
         self._order_D = matrix.column_order_D
@@ -307,8 +349,14 @@ class PackedMatrix:
         self._zero_OG = None if isinstance(zero, int) else regrouped(zero)
         self._offset_OG = None if matrix.offset_OG is None else regrouped(matrix.offset_OG)
 
-    def multiply(self, x: Float8Rows, bias_O: Tensor | None, out_TO: Tensor) -> None:
-        """Write x @ matrix.T + bias. The last dimension of all tensors is contiguous."""
+    def multiply(
+        self, x: Float8Rows, bias_O: Tensor | None, out_TO: Tensor, ends_E: Tensor | None = None
+    ) -> None:
+        """Write x @ matrix.T + bias. The last dimension of all tensors is contiguous.
+
+        With several experts, rows ends_E[e - 1] to ends_E[e] of x are multiplied by the matrix of expert e, `bias_O`
+        has the biases of all, and rows beyond the last end are not written.
+        """
         x_TD, x_scale_TG = x
         if self._order_D is not None:
             x_TD = x_TD[:, self._order_D]
@@ -316,11 +364,21 @@ class PackedMatrix:
         scale_1O = self._library_scale_1O
         # With one scale per row, torch's product supports bfloat16 output only.
         dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
-        if num_tokens > _TILES[-1].tokens and scale_1O is not None and dtypes == {torch.bfloat16}:
+        if (
+            ends_E is None
+            and num_tokens > _TILES[-1].tokens
+            and scale_1O is not None
+            and dtypes == {torch.bfloat16}
+        ):
             self._multiply_by_library(x_TD, x_scale_TG, scale_1O, bias_O, out_TO)
             return
-        tile = next((t for t in _TILES if num_tokens <= t.tokens), _TILES[-1])
-        has_splits = self._num_splits > 1 and num_tokens <= _SPLIT_TOKENS
+        tokens_of_expert = triton.cdiv(num_tokens, self._num_experts)
+        tile = next((t for t in _TILES if tokens_of_expert <= t.tokens), _TILES[-1])
+        num_blocks = triton.cdiv(num_tokens, tile.tokens)
+        if ends_E is not None:
+            # The last block of every expert may be incomplete.
+            num_blocks = min(num_tokens, num_blocks + self._num_experts - 1)
+        has_splits = ends_E is None and self._num_splits > 1 and num_tokens <= _SPLIT_TOKENS
         num_splits = self._num_splits if has_splits else 1
         target = out_TO
         if has_splits:
@@ -328,7 +386,7 @@ class PackedMatrix:
             target = torch.empty(shape, dtype=torch.float32, device=out_TO.device)
         grid = (
             triton.cdiv(self._num_rows, _BLOCK_ROWS),
-            triton.cdiv(num_tokens, tile.tokens),
+            num_blocks,
             num_splits,
         )
         _linear_kernel[grid](
@@ -350,7 +408,10 @@ class PackedMatrix:
             self._num_rows,
             self._num_columns,
             self._split_columns,
+            ends_E,
+            self._num_experts,
             1.0,
+            NUM_EXPERTS=triton.next_power_of_2(self._num_experts),
             BITS=self._bits,
             HIGH_BITS=self._high_bits,
             ZERO=self._zero,
@@ -445,3 +506,73 @@ class QuantizedLinear:
                 own = Float8Rows(own, None) if part.rounding is None else part.rounding(own)
             part.multiply(own, bias_O, out_TO[:, rows])
         return out_TO
+
+
+class GroupedLinear:
+    """x [A, I] -> the products [A, O] of rows with the matrix of their expert, in `dtype`.
+
+    `matrix` has the matrices of all experts one below the other, and `bias_EO` their biases.
+    """
+
+    def __init__(
+        self,
+        matrix: QuantizedMatrix,
+        num_experts: int,
+        bias_EO: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._matrix = PackedMatrix(matrix, num_experts=num_experts)
+        self._bias_EO = bias_EO
+        self._num_rows = matrix.shape[0] // num_experts
+        self._dtype = dtype
+
+    def __call__(self, x_AI: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the products; rows beyond the last end are undefined."""
+        out_AO = torch.empty((len(x_AI), self._num_rows), dtype=self._dtype, device=x_AI.device)
+        if len(x_AI):
+            rounding = self._matrix.rounding
+            x = Float8Rows(x_AI, None) if rounding is None else rounding(x_AI)
+            self._matrix.multiply(x, self._bias_EO, out_AO, ends_E)
+        return out_AO
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, place_ptr, weights_ptr, out_ptr, num_columns, num_chosen, BLOCK_D: tl.constexpr
+):
+    """Add up the weighted rows of one token in the order of choice. Grid (T, ceil(D / BLOCK_D))."""
+    token = tl.program_id(0).to(tl.int64)
+    columns_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_D = columns_D < num_columns
+    total_D = tl.zeros((BLOCK_D,), tl.float32)
+    for i in range(num_chosen):
+        choice = token * num_chosen + i
+        weight = tl.load(weights_ptr + choice)
+        row = tl.load(place_ptr + choice)
+        y_D = tl.load(y_ptr + row * num_columns + columns_D, mask=mask_D, other=0.0)
+        # Choices of weight 0 may be of another rank, whose rows are undefined.
+        total_D += tl.where(weight == 0.0, 0.0, y_D.to(tl.float32) * weight)
+    out_row = out_ptr + token * num_columns
+    tl.store(out_row + columns_D, total_D.to(out_ptr.dtype.element_ty), mask=mask_D)
+
+
+def combine(y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+    """Return the weighted sum [T, D] of each token's rows; see `LayerKernels.combine`."""
+    num_tokens, num_chosen = weights_TC.shape
+    num_columns = y_AD.shape[1]
+    out_TD = torch.empty((num_tokens, num_columns), dtype=y_AD.dtype, device=y_AD.device)
+    if not num_tokens:
+        return out_TD
+    place_A = torch.empty_like(order_A)
+    place_A[order_A] = torch.arange(len(order_A), device=order_A.device)
+    grid = (num_tokens, triton.cdiv(num_columns, _COMBINED_COLUMNS))
+    _combine_kernel[grid](
+        y_AD,
+        place_A,
+        weights_TC.contiguous(),
+        out_TD,
+        num_columns,
+        num_chosen,
+        BLOCK_D=_COMBINED_COLUMNS,
+    )
+    return out_TD

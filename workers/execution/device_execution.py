@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,8 +20,8 @@ from ..batch import StepPlan, even_requests, mixed_requests
 from ..device.accelerator import Accelerator
 from ..device.cpu_offload import staging_bytes
 from ..device.memory_profile import MemoryProfile, profile_memory
-from ..device.transfers import DownloadedOutput
-from ..models.decoder import Decoder
+from ..device.transfers import DownloadedOutput, to_device
+from ..models.torch_decoder import TorchDecoder
 from ..sampling import Grammar, SamplerOutput
 from ..sampling.masks import pack_bitmask
 from .device_forward import DeviceForward
@@ -38,7 +39,7 @@ class DeviceExecution:
     def __init__(
         self,
         config: EngineConfig,
-        model: Decoder,
+        model: TorchDecoder,
         requests: RequestStates,
         kv_cache: KVCache,
         pipeline: Pipeline,
@@ -60,7 +61,10 @@ class DeviceExecution:
             kv_cache,
             pipeline,
             self._max_tokens,
-            None if config.device.enforce_eager else accelerator.graph_recorder(),
+            # Recurrent layers read numbers of the step on the host, which a graph would keep.
+            None
+            if config.device.enforce_eager or kv_cache.has_states
+            else accelerator.graph_recorder(),
             config.device.max_cudagraph_capture_size,
         )
 
@@ -169,20 +173,29 @@ class DeviceExecution:
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
         self._requests.prompt_logprobs.collect(plan, hidden_TD, self._batch)
+        pooled = self._requests.pooling.collect(plan, hidden_TD)
+        step = forwarded.step
+        if self._requests.pooling.is_pending:
+            samples_R = ~self._requests.pooling.find(slots_R)
+            slots_R, rows_R = (
+                slots_R[samples_R],
+                to_device(plan.logit_rows[samples_R], self._batch.device),
+            )
+            step = replace(step, logit_rows_R=rows_R)
         make_output = partial(ModelRunnerOutput, output.step)
         sampled = None
         if len(slots_R):
             metadata = self._requests.sampler.describe(slots_R)
             is_greedy = metadata.takes_most_likely and not output.grammar_slots
-            if forwarded.greedy_R is not None and is_greedy:
+            if forwarded.greedy_R is not None and is_greedy and step is forwarded.step:
                 sampled = SamplerOutput(forwarded.greedy_R.clone(), metadata)
             else:
-                logits_RV = forwarded.logits_RV
+                logits_RV = forwarded.logits_RV if step is forwarded.step else None
                 if logits_RV is None:
-                    hidden_RD = hidden_TD.index_select(0, forwarded.step.logit_rows_R)
+                    hidden_RD = hidden_TD.index_select(0, step.logit_rows_R)
                     logits_RV = self._model.compute_logits(hidden_RD)
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
-                self._forward.append_tokens(forwarded.step, sampled.token_ids)
+                self._forward.append_tokens(step, sampled.token_ids)
             self._batch.reserve_columns(slots_R)
             if not self._shard.is_first:
                 self._pipeline.send_tokens(sampled.token_ids)
@@ -192,4 +205,8 @@ class DeviceExecution:
         with self._accelerator.download() as download:
             if sampled is not None:
                 sampled.fetch(download)
-        return DownloadedOutput(output.step, download, make_output)
+            if pooled is not None:
+                pooled.fetch(download)
+        if pooled is None:
+            return DownloadedOutput(output.step, download, make_output)
+        return DownloadedOutput(output.step, download, lambda: pooled.add_to(make_output()))

@@ -16,7 +16,7 @@ from ..attention import CapturableAttention
 from ..attention.graph_break import BreakingAttention, CurrentMetadata
 from ..batch import PersistentBatch, StepPlan, even_requests
 from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
-from ..models.decoder import Decoder
+from ..models.torch_decoder import TorchDecoder
 from .kv_cache import KVCache
 from .pipeline import Pipeline
 from .step_buffers import DeviceStep, StepBuffers
@@ -45,7 +45,7 @@ class DeviceForward:
 
     def __init__(
         self,
-        model: Decoder,
+        model: TorchDecoder,
         batch: PersistentBatch,
         kv_cache: KVCache,
         pipeline: Pipeline,
@@ -60,7 +60,7 @@ class DeviceForward:
         batch.mirror_block_tables()
         self._buffers = StepBuffers(batch, max_tokens)
         if not model.shard.is_first:
-            shape = (max_tokens, model.spec.hidden_size)
+            shape = (max_tokens, model.spec.stage_width(model.shard.layers.start))
             self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
         self._current = [CurrentMetadata() for _ in kv_cache.groups]
         self._decodes: SizedGraphs | None = None

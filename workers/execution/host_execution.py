@@ -22,6 +22,7 @@ from ..sampling import SamplerOutput, SamplingMetadata
 from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
+from .pooling import Pooled
 from .request_states import RequestStates
 from .runner import GrammarSource
 
@@ -72,7 +73,7 @@ class HostExecution:
     def warm_up(self) -> None:
         """Run a prefill and a decode into the null block, because kernels are prepared on first use."""
         for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
-            hidden_TD = self._model.forward(*self._inputs(even_requests(num_tokens, 1)))
+            hidden_TD = self._forward(even_requests(num_tokens, 1))
             if self._shard.is_last:
                 self._model.compute_logits(hidden_TD[-1:])
             else:
@@ -131,7 +132,9 @@ class HostExecution:
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         if output.draft_token_ids:
             self._drafts.set_drafts(slots_S[rows], counts, int32_view(output.draft_token_ids))
-        return self._batch.num_drafts(output)[slots_S]
+        return self._kv_cache.limit_drafts(
+            self._batch.num_drafts(output)[slots_S], self._batch.num_tokens[slots_S]
+        )
 
     def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
         """Return the grammar's message, and store the tokens that it forces as drafts."""
@@ -149,22 +152,38 @@ class HostExecution:
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]
-        inputs = self._inputs(plan)
         if not self._shard.is_last:
-            self._pipeline.send_hidden(self._model.forward(*inputs))
+            self._pipeline.send_hidden(self._forward(plan))
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
         prompt_logprobs = self._requests.prompt_logprobs
-        if output.grammar_slots or prompt_logprobs.is_pending:
-            hidden_TD = self._model.forward(*inputs)
+        pooled: Pooled | None = None
+        if output.grammar_slots or prompt_logprobs.is_pending or self._requests.pooling.is_pending:
+            hidden_TD = self._forward(plan)
             prompt_logprobs.collect(plan, hidden_TD, self._batch)
+            pooled = self._requests.pooling.collect(plan, hidden_TD)
+            samples_R = ~self._requests.pooling.find(slots_R)
+            slots_R, rows_R = slots_R[samples_R], plan.logit_rows[samples_R]
             if len(slots_R):
-                logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(plan.logit_rows)])
+                logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(rows_R)])
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         else:
+            inputs = self._inputs(plan)
             sampled = self._model.forward_and_sample(*inputs, plan.logit_rows, slots_R)
-        if not len(slots_R):
-            return ModelRunnerOutput(output.step)
+        result = ModelRunnerOutput(output.step)
+        if len(slots_R):
+            result = self._take_sampled(output, plan, slots_R, sampled)
+        return result if pooled is None else pooled.add_to(result)
+
+    def _take_sampled(
+        self,
+        output: SchedulerOutput,
+        plan: StepPlan,
+        slots_R: Int32Array,
+        sampled: SamplerOutput,
+    ) -> ModelRunnerOutput:
+        """Append sampled tokens and look up drafts. Return the output of the step."""
+        prompt_logprobs = self._requests.prompt_logprobs
         self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
             self._pipeline.send_tokens(sampled.token_ids)
@@ -190,16 +209,30 @@ class HostExecution:
         slots_S = self._batch.decoding_slots(output)
         if slots_S is None or self._requests.prompt_logprobs.is_pending:
             return None
+        if self._requests.pooling.is_pending:
+            return None
         return self._requests.sampler.describe(slots_S)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Return the hidden states of a step.
+
+        Torch sums in an order that depends on the number of rows. So an encoder in torch, which computes a whole
+        sequence in one step, computes them one by one: the numbers are then the same in every batch.
+        """
+        if self._model.spec.is_causal or isinstance(self._model, NativeDecoder):
+            return self._model.forward(*self._inputs(plan))
+        return torch.cat([self._model.forward(*self._inputs(each)) for each in plan.split()])
 
     def _inputs(self, plan: StepPlan) -> _Inputs:
         """Return the arguments of the model's `forward`."""
         self._requests.await_tokens(plan)
+        if self._requests.loras is not None:
+            self._requests.loras.begin_step(plan.slots_T)
         # The first stage starts from tokens, the others from hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._batch.input_ids(plan)
         else:
-            shape = (len(plan.positions_T), self._model.spec.hidden_size)
+            shape = (len(plan.positions_T), self._model.spec.stage_width(self._shard.layers.start))
             inputs = self._pipeline.receive_hidden(
                 torch.empty(shape, dtype=self._model.hidden_dtype)
             )

@@ -4,58 +4,124 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ...protocol.arrays import Int32Array
+from ...protocol.errors import ConfigError
+from ...protocol.kv_cache_groups import AttentionKind
 from ...protocol.worker_messages import SchedulerOutput
-from ..batch import PersistentBatch, StepPlan
+from ..attention import PagedAttention
+from ..batch import AttentionBatch, PersistentBatch, StepPlan
+from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
+from ..layers.spec import LayerSpec
 from ..models.kv_cache_groups import kv_cache_groups
+from ..models.mixers import StateBatch
 from .model_loader import Model
 
 
 class KVCache:
-    """The KV cache, without memory until `allocate`. `layers` has a tensor for each of the worker's layers.
+    """The KV cache, without memory until `allocate`.
 
-    The n-th layers of all groups share one tensor, because each block belongs to one group.
+    `layers` has a tensor for each group that a layer of this worker reads, in the order of the layers: the backend's
+    for attention, and uint8 [blocks, bytes] for a recurrent state. The n-th tensors of all groups share one memory,
+    because each block belongs to one group. A layer that reads the keys and values of another has the other's tensor.
+    Several layers with few elements for a token are parts of one tensor.
+
+    Raises:
+        ConfigError: A layer's state does not fit into a block.
     """
 
     def __init__(self, model: Model, max_model_len: int, device: torch.device) -> None:
         self.groups = kv_cache_groups(model.spec, max_model_len)
+        self._kinds_of_state = {x for x in self.groups if x.kind is AttentionKind.STATE_SPACE}
         self.layers: list[torch.Tensor] = []
         self._attention = model.attention
         self._device = device
         own_layers = model.spec.layers[model.shard.layers.start : model.shard.layers.stop]
-        self._group_of_layer = [layer.kv_cache_group for layer in own_layers]
-        self._num_tensors = max(Counter(self._group_of_layer).values())
+        self._group_of_cache = [group for layer in own_layers for group in layer.cache_groups]
+        self._attention_by_group = _attention_by_group(own_layers, model)
+        self._places = _places(own_layers, model)
+        self._num_tensors = 1 + max((place.tensor for place in self._places), default=0)
         self.windows_by_group = [
-            frozenset(layer.window for layer in own_layers if layer.kv_cache_group == group)
+            frozenset(
+                layer.window
+                for layer in own_layers
+                if layer.attends and layer.kv_cache_group == group
+            )
             for group in range(len(self.groups))
         ]
+        self._recurrent_by_group = model.spec.recurrent_by_group
+        self._page_bytes = self._bytes_of_layer(own_layers, model)
         self._cpu_offload: CPUOffloadCache | None = None
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model has recurrent layers."""
+        return any(self._recurrent_by_group)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of a group in this worker."""
-        elements = math.prod(self._attention.kv_cache_shape(1))
-        return elements * self._attention.dtype.itemsize * self._num_tensors
+        return self._page_bytes * self._num_tensors
+
+    def _bytes_of_layer(self, layers: Sequence[LayerSpec], model: Model) -> int:
+        """Return the bytes of a block in one layer, which are equal for attention and states."""
+        attention = self._attention
+        num_bytes = math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize
+        ranks, input_bytes = model.shard.tensor_parallel.size, model.hidden_dtype.itemsize
+        largest = max(
+            (
+                layer.recurrent.state_size(ranks).num_bytes(input_bytes)
+                for layer in layers
+                if layer.recurrent is not None
+            ),
+            default=0,
+        )
+        if largest > num_bytes:
+            needed = -(-largest * attention.block_size // num_bytes)
+            raise ConfigError(
+                f"--block-size {attention.block_size}: the state of a recurrent layer has {largest} bytes, and a block of "
+                f"one layer {num_bytes}; use at least --block-size {needed}, or omit it"
+            )
+        return num_bytes
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the cache and, if `num_host_blocks` is not 0, the CPU offload."""
         shape, dtype = self._attention.kv_cache_shape(num_blocks), self._attention.dtype
         memories = [
-            _zeros(math.prod(shape) * dtype.itemsize, self._device)
-            for _ in range(self._num_tensors)
+            _zeros(num_blocks * self._page_bytes, self._device) for _ in range(self._num_tensors)
         ]
-        tensors = [memory.view(dtype).view(shape) for memory in memories]
-        next_tensor = {group: iter(tensors) for group in self._group_of_layer}
-        self.layers = [next(next_tensor[group]) for group in self._group_of_layer]
+        tensors = [memory.view(dtype) for memory in memories]
+        pages = [memory.view(num_blocks, self._page_bytes) for memory in memories]
+        self.layers = []
+        for group, place in zip(self._group_of_cache, self._places, strict=True):
+            if self._recurrent_by_group[group] is not None:
+                self.layers.append(pages[place.tensor])
+            elif self._attention.spec.tensor_elements:
+                self.layers.append(tensors[place.tensor][place.first_element :])
+            else:
+                self.layers.append(tensors[place.tensor].view(shape))
         if self._device.type == "cpu":
             host_memory.populate([memory.numpy() for memory in memories])
         if num_host_blocks:
-            self._cpu_offload = CPUOffloadCache(num_host_blocks, tensors)
+            self._cpu_offload = CPUOffloadCache(num_host_blocks, pages)
+
+    def limit_drafts(self, num_drafts_S: Int32Array, num_tokens_S: Int32Array) -> Int32Array:
+        """Return how many drafts a step may compute after the known tokens of each row.
+
+        Rejected drafts then leave nothing to undo. Whatever verifies drafts must not compute more.
+        """
+        for group in self._kinds_of_state:
+            num_drafts_S = group.limit_drafts(
+                num_drafts_S, num_tokens_S, self._attention.block_size
+            )
+        return num_drafts_S
 
     def free(self) -> None:
         """Free the cache."""
@@ -70,13 +136,79 @@ class KVCache:
                 self._cpu_offload.copy_in(output.host_copies_in)
 
     def attention_metadata(self, batch: PersistentBatch, plan: StepPlan) -> list[Any]:
-        """Return the attention backend's metadata of the step for each group."""
+        """Return the metadata of the step for each group: the attention backend's, or a `StateBatch`."""
+        batches = batch.attention_batches(plan)
+        # A native program reads states by their block tables, and clears new blocks itself.
+        is_native = isinstance(self._attention, NativeAttention)
+        if self.has_states and self._device.type == "cpu" and not is_native:
+            self._clear_new_blocks(batches)
         return [
-            self._attention.build(group_batch, windows)
-            for group_batch, windows in zip(
-                batch.attention_batches(plan), self.windows_by_group, strict=True
+            attention.build(group_batch, windows)
+            if layer is None or is_native
+            else StateBatch.build(group_batch, self._attention.block_size, layer, self._device)
+            for group_batch, windows, layer, attention in zip(
+                batches,
+                self.windows_by_group,
+                self._recurrent_by_group,
+                self._attention_by_group,
+                strict=True,
             )
         ]
+
+    def _clear_new_blocks(self, batches: Sequence[AttentionBatch]) -> None:
+        """Clear the blocks whose first token is computed in a step.
+
+        They may have held a state, which is no number as keys and values. The attention on the CPU multiplies the
+        unused part of a block by 0, which is not 0 for a value that is no number.
+        """
+        block_size = self._attention.block_size
+        for cache, group in zip(self.layers, self._group_of_cache, strict=True):
+            if self._recurrent_by_group[group] is None:
+                slots_T = batches[group].slot_mapping
+                blocks = slots_T[slots_T % block_size == 0] // block_size
+                cache[torch.from_numpy(blocks)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The tensor of a layer's cache, and the first of the layer's elements in the tensor."""
+
+    tensor: int
+    first_element: int = 0
+
+
+def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
+    """Return the place of each tensor in `KVCache.layers`."""
+    ranks, block_size = model.shard.tensor_parallel.size, model.attention.block_size
+    num_caches: Counter[int] = Counter()
+    place_of_layer: dict[int, _Place] = {}
+    places = []
+    for index, layer in zip(model.shard.layers, layers, strict=True):
+        if layer.kv_source is not None:
+            places.append(place_of_layer[layer.kv_source])
+            continue
+        for group in layer.cache_groups:
+            cache = num_caches[group]
+            num_caches[group] += 1
+            place = _Place(cache)
+            if model.attention.spec.tensor_elements:
+                size = model.spec.token_elements(layer, ranks)
+                tensor, position = divmod(cache, model.attention.spec.tensor_elements // size)
+                place = _Place(tensor, position * size * block_size)
+            place_of_layer.setdefault(index, place)
+            places.append(place)
+    return places
+
+
+def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[PagedAttention]:
+    """Return the attention of each group's layers, which have equal heads."""
+    by_group = {
+        layer.kv_cache_group: model.attention.for_layer(model.spec.for_layer(layer), model.shard)
+        for layer in layers
+        if layer.attends
+    }
+    num_groups = len(model.spec.windows_by_group)
+    return [by_group.get(group, model.attention) for group in range(num_groups)]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:

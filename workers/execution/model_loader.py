@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.config import CPUBackend, EngineConfig
-from ...protocol.errors import ConfigError
+from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
+from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
 from ..attention.graph_break import BreakingAttention
 from ..batch import PersistentBatch
@@ -24,8 +24,15 @@ from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint
 from ..models.decoder import Decoder
-from ..models.families import model_spec
+from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
+from ..models.lora import LoraAdapters
+from ..models.score_head import ScoreHead
+from ..models.transformers_decoder import (
+    TransformersDecoder,
+    TransformersModel,
+    has_transformers,
+)
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import Sampler, SamplerOutput
@@ -66,6 +73,14 @@ class Model(Protocol):
     @property
     def hidden_dtype(self) -> torch.dtype:
         """The dtype of hidden states that stages exchange."""
+
+    @property
+    def loras(self) -> LoraAdapters | None:
+        """The LoRA adapters that requests may use."""
+
+    @property
+    def score_head(self) -> ScoreHead | None:
+        """The classification head on pooled hidden states; None without one, and on all stages but the last."""
 
     def forward(
         self,
@@ -113,11 +128,15 @@ def load_model(
         CheckpointError: The checkpoint cannot be served.
         ConfigError: A requested backend or dtype is not available.
     """
+    found = _model_spec(config, checkpoint)
+    foreign = found if isinstance(found, TransformersModel) else None
     spec = group_layers(
-        model_spec({**checkpoint.config, **config.model.hf_overrides}, checkpoint.config_path),
+        found.spec if isinstance(found, TransformersModel) else found,
         config.model.max_model_len,
+        config.parallel.tensor_parallel_size,
     )
-    check_parallel(spec.dimensions, config.parallel)
+    for layer in spec.layers:
+        check_parallel(spec.for_layer(layer).dimensions, config.parallel)
     attention = AttentionSpec.from_model(
         spec,
         parallel.shard(spec),
@@ -125,11 +144,68 @@ def load_model(
         dtype=_kv_cache_dtype(config, device),
         device=device,
     )
-    if device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH:
+    is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
+    _check_loras(config, device, foreign)
+    if is_native and foreign is None:
         native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
         if native is not None:
             return native
+    _check_torch(config, attention)
+    if foreign is not None:
+        return _load_transformers(config, foreign, spec, attention)
     return _load_torch(config, spec, checkpoint, attention, parallel, on_progress, breaks_graphs)
+
+
+def _check_loras(
+    config: EngineConfig, device: torch.device, foreign: TransformersModel | None
+) -> None:
+    """Raise ConfigError if something is asked for that LoRA adapters cannot be combined with."""
+    if not config.model.loras:
+        return
+    if device.type != "cpu":
+        raise ConfigError("--lora-modules needs --device cpu; merge the adapter for a GPU")
+    if foreign is not None:
+        raise ConfigError("--lora-modules needs Engine's own layers; remove --model-impl")
+
+
+def _open_loras(config: EngineConfig) -> LoraAdapters | None:
+    """Return the LoRA adapters, or None if there are none."""
+    if not config.model.loras:
+        return None
+    return LoraAdapters(
+        config.model.loras, config.model.max_lora_rank, config.scheduler.max_num_seqs
+    )
+
+
+def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | TransformersModel:
+    """Return Engine's spec of the model, or transformers' model if Engine has none or it is asked for."""
+    impl, overrides = config.model.model_impl, config.model.hf_overrides
+    if impl is ModelImpl.TRANSFORMERS:
+        return _transformers_model(config, checkpoint)
+    try:
+        return model_spec({**checkpoint.config, **overrides}, checkpoint.config_path)
+    except UnknownArchitecture as unknown:
+        if impl is ModelImpl.ENGINE or not checkpoint.path.is_dir() or not has_transformers():
+            raise
+        try:
+            return _transformers_model(config, checkpoint)
+        except CheckpointError as error:
+            reason = str(error).removeprefix(f"{checkpoint.path}: ")
+            raise CheckpointError(checkpoint.path, f"{reason}; {unknown}") from error
+
+
+def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> TransformersModel:
+    """Return transformers' model, which is not divided among workers."""
+    if config.parallel.workers_per_core > 1:
+        raise ConfigError(
+            "--model-impl transformers runs a model in one worker; remove --tensor-parallel-size and "
+            "--pipeline-parallel-size (--data-parallel-size works)"
+        )
+    return TransformersModel(
+        checkpoint.path,
+        config.model.hf_overrides,
+        trusts_remote_code=config.model.trust_remote_code,
+    )
 
 
 def _kv_cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -168,6 +244,7 @@ def _load_native(
             # as fast, so it is done there.
             keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
             num_threads=num_threads,
+            loras=_open_loras(config),
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:
@@ -189,20 +266,6 @@ def _load_torch(
     on_progress: ProgressCallback,
     breaks_graphs: bool,
 ) -> Decoder:
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"--quantization {config.model.quantization} needs the native CPU backend, "
-            "which is not available"
-        )
-    if attention.dtype == torch.int8:
-        raise ConfigError(
-            "--kv-cache-dtype int8 needs the native CPU backend, which is not available"
-        )
-    # OpenMP's threads spin at barriers. When the frontend or the engine core needs a processor that one of them holds,
-    # every operation waits for a time slice. Leaving one processor free for them is faster.
-    torch.set_num_threads(
-        config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
-    )
     device, dtype = attention.device, _DTYPES[config.model.dtype]
     is_batch_invariant = config.device.batch_invariant
     if is_batch_invariant and device.type == "cuda":
@@ -219,6 +282,36 @@ def _load_torch(
         shard=parallel.shard(spec),
         kernels=_layer_kernels(dtype, device, is_batch_invariant),
         on_progress=on_progress,
+        loras=_open_loras(config),
+    )
+
+
+def _load_transformers(
+    config: EngineConfig, model: TransformersModel, spec: ModelSpec, attention: AttentionSpec
+) -> TransformersDecoder:
+    decoder = TransformersDecoder(
+        model, spec, attention_backend(attention), dtype=_DTYPES[config.model.dtype]
+    )
+    decoder.check()
+    logger.info("the layers are those of transformers: %s", spec.model_type)
+    return decoder
+
+
+def _check_torch(config: EngineConfig, attention: AttentionSpec) -> None:
+    """Set the number of threads, and refuse what only native programs support."""
+    if config.model.quantization is not None:
+        raise ConfigError(
+            f"--quantization {config.model.quantization} needs the native CPU backend, "
+            "which is not available"
+        )
+    if attention.dtype == torch.int8:
+        raise ConfigError(
+            "--kv-cache-dtype int8 needs the native CPU backend, which is not available"
+        )
+    # OpenMP's threads spin at barriers. When the frontend or the engine core needs a processor that one of them holds,
+    # every operation waits for a time slice. Leaving one processor free for them is faster.
+    torch.set_num_threads(
+        config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
     )
 
 

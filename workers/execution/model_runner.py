@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import torch
 
 from ...protocol.config import EngineConfig
@@ -14,7 +15,8 @@ from ..device.accelerator import Accelerator, CUDAAccelerator
 from ..device.errors import explaining_device_errors
 from ..device.memory_profile import MemoryProfile
 from ..loaders import Checkpoint
-from ..models.decoder import Decoder
+from ..models.torch_decoder import TorchDecoder
+from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
 from .host_execution import HostExecution
 from .kv_cache import KVCache
@@ -61,6 +63,10 @@ class ModelRunner:
         pipeline = self._pipeline = parallel.pipeline
         use_graphs = accelerator is not None and not config.device.enforce_eager
         model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
+        if isinstance(model, TransformersDecoder):
+            # Its module may wait for the device, which a graph cannot.
+            eager = msgspec.structs.replace(config.device, enforce_eager=True)
+            config = msgspec.structs.replace(config, device=eager)
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
@@ -69,7 +75,7 @@ class ModelRunner:
             speculative = config.scheduler.speculative
             self._execution = HostExecution(model, requests, kv_cache, pipeline, speculative)
         else:
-            assert isinstance(model, Decoder), "a native program runs on the host"
+            assert isinstance(model, TorchDecoder), "a native program runs on the host"
             self._execution = DeviceExecution(
                 config, model, requests, kv_cache, pipeline, accelerator
             )

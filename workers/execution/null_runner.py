@@ -11,10 +11,23 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, float32_bytes, int32_bytes, int32_view
+from ...protocol.arrays import (
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    float32_bytes,
+    int32_bytes,
+    int32_view,
+)
 from ...protocol.config import EngineConfig
 from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
-from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, RowLogprobs, SchedulerOutput
+from ...protocol.worker_messages import (
+    HeldRequest,
+    ModelRunnerOutput,
+    RowLogprobs,
+    RowVector,
+    SchedulerOutput,
+)
 from .runner import GrammarSource
 
 
@@ -52,6 +65,7 @@ class NullRunner:
         self._seeds = np.zeros(num_slots, np.int64)
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, tuple[int, Int32Array]] = {}
+        self._pooled: dict[int, Int32Array] = {}
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._idle_from = 0.0
 
@@ -79,6 +93,9 @@ class NullRunner:
             self._seeds[slot] = params.seed or 0
             self._logprobs.pop(slot, None)
             self._prompt_logprobs.pop(slot, None)
+            self._pooled.pop(slot, None)
+            if new.pooling_params is not None:
+                self._pooled[slot] = tokens
             if params.logprobs is not None:
                 self._logprobs[slot] = params.logprobs
             # The first token of a prompt has no log-probability.
@@ -95,6 +112,9 @@ class NullRunner:
         result = ModelRunnerOutput(output.step, sampled_token_ids=int32_bytes(token_ids))
         if self._logprobs or self._prompt_logprobs:
             self._add_logprobs(result, slots_R, token_ids)
+        for slot in slots_R.tolist():
+            if (prompt := self._pooled.pop(slot, None)) is not None:
+                result.pooled.append(RowVector(slot, float32_bytes(made_up_vector(prompt))))
         return NullOutput(result, self._idle_from)
 
     def _follow_grammars(
@@ -157,6 +177,13 @@ class NullRunner:
         seq_lens_S = self._num_computed_tokens[slots_S] + num_scheduled_S
         self._num_computed_tokens[slots_S] = seq_lens_S
         return slots_S[seq_lens_S == self._num_tokens[slots_S]]
+
+
+def made_up_vector(prompt: Int32Array) -> Float32Array:
+    """Return a vector, float32 [8], that depends on every token of the prompt and on their order."""
+    numbers = prompt.astype(np.float64) + 1
+    angles = np.arange(1, len(prompt) + 1)[:, None] * np.arange(1, 9)
+    return (numbers @ np.sin(angles)).astype(np.float32)
 
 
 def count_null_blocks(config: EngineConfig) -> int:

@@ -35,12 +35,18 @@ class ParallelState:
     pipeline: Pipeline = field(default_factory=Pipeline)
     is_output_rank: bool = True
     """True if this rank sends the sampled tokens to the core."""
+    has_whole_experts: bool = False
+    """True if the ranks of a stage divide the experts, instead of the elements of each."""
 
     def shard(self, spec: ModelSpec) -> ModelShard:
         """Return this rank's part of the model."""
         pipeline = self.pipeline
         return ModelShard.from_stage(
-            spec, pipeline.stage, pipeline.num_stages, self.tensor_parallel
+            spec,
+            pipeline.stage,
+            pipeline.num_stages,
+            self.tensor_parallel,
+            has_whole_experts=self.has_whole_experts,
         )
 
 
@@ -83,6 +89,7 @@ def join_replica(
         TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),
         Pipeline(stage, parallel.pipeline_parallel_size, size, rank),
         is_output_rank=rank == parallel.output_rank,
+        has_whole_experts=parallel.enable_expert_parallel,
     )
 
 

@@ -18,6 +18,7 @@ from ..batch import PersistentBatch, StepPlan
 from ..sampling import Grammar, SamplerOutput
 from .model_loader import Model
 from .pipeline import Pipeline, TokenFeed
+from .pooling import Pooling, mark_second_segments
 from .prompt_logprobs import PromptLogprobs
 from .runner import GrammarSource
 
@@ -43,27 +44,39 @@ class RequestStates:
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)
+        self.pooling = Pooling(model.score_head)
+        self._spec = model.spec
+        self.loras = model.loras
         self._token_feed: TokenFeed | None = None
         if self._shard.is_first and not self._shard.is_last:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
 
     def apply_output(self, output: SchedulerOutput) -> None:
         """Apply the changes of a step."""
+        if self._spec.tells_segments:
+            mark_second_segments(output.new_requests, self._spec.vocab_size)
         self.batch.apply_output(output)
         if self._token_feed is not None:
             for new in output.new_requests:
                 self._token_feed.drop_tokens(new.slot)
-        if not self._shard.is_last:
-            return
         if output.removed_slots:
             for slot in int32_view(output.removed_slots).tolist():
                 self._remove(slot)
+        for new in output.new_requests:
+            if self.loras is not None:
+                self.loras.set_slot(new.slot, new.lora_name)
+            if new.pooling_params is not None:
+                self.pooling.add_request(new.slot, new.pooling_params.kind)
+        if not self._shard.is_last:
+            return
         if output.new_requests:
             self._add_to_sampler(output.new_requests)
 
     @torch.inference_mode()
     def _add_to_sampler(self, new_requests: Sequence[NewRequestData]) -> None:
         for new in new_requests:
+            if new.pooling_params is not None:
+                continue
             tokens = int32_view(new.token_ids)
             prompt, generated = np.split(tokens, [new.num_prompt_tokens])
             self.sampler.add_request(
@@ -81,6 +94,7 @@ class RequestStates:
     def _remove(self, slot: int) -> None:
         self.sampler.remove_request(slot)
         self.prompt_logprobs.remove_request(slot)
+        self.pooling.remove_request(slot)
 
     def await_tokens(self, plan: StepPlan) -> None:
         """Wait for tokens that the last stage samples and this step needs."""
@@ -88,7 +102,11 @@ class RequestStates:
             self._token_feed.await_tokens(plan.slots_S)
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
-        """Record that the last stage samples for these slots. The first stage also receives the tokens."""
+        """Record that the last stage samples for these slots, unless they are pooled.
+
+        The first stage also receives the tokens.
+        """
+        slots_R = slots_R[~self.pooling.find(slots_R)]
         if self._token_feed is None:
             self.batch.reserve_columns(slots_R)
         elif len(slots_R):

@@ -1,12 +1,15 @@
 """The building blocks of a decoder layer, as plain functions of tensors.
 
 Shapes: T tokens, D hidden size, F intermediate size, O output features, H heads, K head dimension, S sampled rows,
-N slots, L max_model_len.
+N slots, L max_model_len. For mixtures of experts: E experts, C choices of a token, A choices of all tokens by expert,
+I input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from .rope import RotaryEmbedding, RotaryTables
 
 Linear = Callable[[Any], Tensor]
 GatedActivation = Callable[[Tensor], Any]
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
+"""(x_AI, ends_E) -> y_AO, where rows ends_E[e - 1] to ends_E[e] of x are multiplied by expert e's matrix."""
 
 
 class RMSNorm:
@@ -41,6 +46,20 @@ class RMSNorm:
         return self(x.add_(block, alpha=multiplier))
 
 
+class LayerNorm(RMSNorm):
+    """Layer norm over the last dimension, computed in float32 and rounded once."""
+
+    __slots__ = ("bias",)
+
+    def __init__(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> None:
+        super().__init__(weight, eps)
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the norm of `x`."""
+        return F.layer_norm(x.float(), self.shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
 class HeadNorm:
     """A norm applied to each head; `weight_HK` is float32 with one row for every head."""
 
@@ -54,6 +73,24 @@ class HeadNorm:
         """Return the norm of each head."""
         normed_THK = torch.rms_norm(x_THK.float(), x_THK.shape[-1:], None, self.eps)
         return normed_THK.mul_(self.weight_HK).to(x_THK.dtype)
+
+
+class HeadLayerNorm(HeadNorm):
+    """A layer norm applied to each head; `bias_HK` is like the weight."""
+
+    __slots__ = ("bias_HK",)
+
+    def __init__(self, weight_HK: Tensor, eps: float, bias_HK: Tensor | None) -> None:
+        super().__init__(weight_HK, eps)
+        self.bias_HK = bias_HK
+
+    def __call__(self, x_THK: Tensor) -> Tensor:
+        """Return the norm of each head."""
+        normed_THK = F.layer_norm(x_THK.float(), x_THK.shape[-1:], None, None, self.eps)
+        normed_THK = normed_THK.mul_(self.weight_HK)
+        if self.bias_HK is not None:
+            normed_THK = normed_THK.add_(self.bias_HK)
+        return normed_THK.to(x_THK.dtype)
 
 
 class LayerKernels:
@@ -74,13 +111,53 @@ class LayerKernels:
         assert isinstance(weight, Tensor)
         return linear(weight, bias_O)
 
+    def router_linear(self, weight_ED: Tensor) -> Linear:
+        """Return x_TD -> x @ weight.T in float32; `weight_ED` is float32."""
+        # In float64 the order of a sum, which depends on the number of tokens, is lost in the rounding.
+        weight_ED = weight_ED.double()
+        return lambda x_TD: F.linear(x_TD.double(), weight_ED).float()
+
+    def grouped_linear(self, weights: Sequence[Weight], biases: Sequence[Tensor]) -> GroupedLinear:
+        """Return the products of rows with the matrices of their experts; `biases` are [O] of each, or none.
+
+        Rows beyond the last end have undefined results.
+        """
+        linears = [self.linear(weight, bias) for weight, bias in zip_longest(weights, biases)]
+
+        def forward(x_AI: Tensor, ends_E: Tensor) -> Tensor:
+            outputs, start = [], 0
+            for multiply, end in zip(linears, ends_E.tolist(), strict=True):
+                if end > start:
+                    outputs.append(multiply(x_AI[start:end]))
+                start = end
+            if start < len(x_AI):
+                outputs.append(linears[0](x_AI[start:]).zero_())
+            return torch.cat(outputs)
+
+        return forward
+
+    def combine(self, y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return the weighted sum [T, D] of each token's C rows, in their order.
+
+        Row i of `y_AD` is choice `order_A[i]` of all tokens. Choices of weight 0 are ignored.
+        """
+        y_TCD = torch.empty_like(y_AD).index_copy_(0, order_A, y_AD).unflatten(0, weights_TC.shape)
+        total_TD = y_TCD[:, 0].float() * weights_TC[:, 0, None]
+        for i in range(1, weights_TC.shape[1]):
+            total_TD.addcmul_(y_TCD[:, i].float(), weights_TC[:, i, None])
+        return total_TD.to(y_AD.dtype)
+
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
         """Return a root-mean-square norm; `weight_D` is float32."""
         return RMSNorm(weight_D, eps)
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
         """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
-        return GATED_ACTIVATIONS[name]
+        return gated_by(name)
+
+    def activation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return the function of this name, which is applied to each element."""
+        return ACTIVATIONS[name]
 
     def choose_tokens(
         self, logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array
@@ -130,16 +207,56 @@ def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
     return forward
 
 
-def silu_gated(gate_up_T2F: Tensor) -> Tensor:
-    """Return silu(gate) * up of a fused projection."""
+def relu_squared(x: Tensor) -> Tensor:
+    """Return the square of the positive part."""
+    return F.relu(x).square_()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu_squared,
+}
+
+
+class XIELU:
+    """The xIELU activation (arXiv 2411.13010) with the trained factors of one layer, in float32."""
+
+    def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
+        self.beta, self.eps = beta, eps
+        self.alpha_p = F.softplus(alpha_p)
+        self.alpha_n = beta + F.softplus(alpha_n)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the activations in the dtype of `x`."""
+        y = x.float()
+        curved = torch.expm1(torch.minimum(y, self.eps)) - y
+        y = torch.where(y > 0, self.alpha_p * y * y, curved * self.alpha_n) + self.beta * y
+        return y.to(x.dtype)
+
+
+_SWIGLU_LIMIT, _SWIGLU_SLOPE = 7.0, 1.702
+"""The constants of gpt-oss."""
+
+
+def clamped_swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gate up to 7 and up from -7 to 7."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-    return F.silu(gate_TF).mul_(up_TF)
+    gate_TF = gate_TF.clamp(max=_SWIGLU_LIMIT)
+    up_TF = up_TF.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    return (up_TF + 1) * (gate_TF * torch.sigmoid(gate_TF * _SWIGLU_SLOPE))
 
 
-def gelu_tanh_gated(gate_up_T2F: Tensor) -> Tensor:
-    """Return gelu(gate) * up of a fused projection, with gelu's tanh approximation."""
-    gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-    return F.gelu(gate_TF, approximate="tanh").mul_(up_TF)
+def gated_by(name: str) -> GatedActivation:
+    """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
+    if name == "clamped_swiglu":
+        return clamped_swiglu
+    activation = ACTIVATIONS[name]
 
+    def forward(gate_up_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        return activation(gate_TF).mul_(up_TF)
 
-GATED_ACTIVATIONS = {"silu": silu_gated, "gelu_tanh": gelu_tanh_gated}
+    return forward

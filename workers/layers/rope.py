@@ -55,6 +55,19 @@ class LinearScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Rotates only the first `num_frequencies` pairs of a head, by its own frequencies divided by `factor`."""
+
+    num_frequencies: int
+    factor: float
+
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+        """Set the frequencies of the other pairs to 0."""
+        is_rotated = torch.arange(len(inv_freq)) < self.num_frequencies
+        return torch.where(is_rotated, inv_freq / self.factor, 0.0), 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class DynamicScaling:
     """NTK-aware scaling: a base that grows once sequences are longer than the trained context."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as T
 from ..quantization.matrix import QuantizedMatrix
+from . import codebooks
 
 # torch forks threads from 32768 elements on, which costs more than an operation whose data is in the cache. So work
 # is cut below that. Before conversion to floats, an operation handles four or more elements as one word.
@@ -59,8 +60,8 @@ def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) 
 def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
     """Return the matrix of R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as integers.
 
-    Scales and offsets are float16; those of types with scales of scales are rounded to it. Raises KeyError for a type
-    that is not in `BLOCK_TYPES`.
+    Scales and offsets are float16, those of MXFP4 bfloat16; those of types with scales of scales are rounded to it.
+    Raises KeyError for a type that is not in `BLOCK_TYPES`.
     """
     block = BLOCK_TYPES[ggml_type]
     num_rows = len(raw_Rb)
@@ -69,7 +70,7 @@ def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
     return QuantizedMatrix(
         q_BGN.reshape(num_rows, -1).view(torch.uint8) + block.zero,
         block.bits,
-        scale_BG1.reshape(num_rows, -1).half(),
+        scale_BG1.reshape(num_rows, -1).to(block.scale_dtype),
         q_BGN.shape[2],
         block.zero,
         None if offset_BG1 is None else offset_BG1.reshape(num_rows, -1).half(),
@@ -220,11 +221,15 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function."""
+    """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function.
+
+    `scale_dtype` holds the scales of matrices that stay quantized.
+    """
 
     bits: int
     zero: int
     unpack: Callable[[Tensor], _Unpacked]
+    scale_dtype: torch.dtype = torch.float16
 
 
 BLOCK_TYPES = {
@@ -238,8 +243,21 @@ BLOCK_TYPES = {
     T.Q4_K: BlockType(4, 0, _q4_k),
     T.Q5_K: BlockType(5, 0, _q5_k),
     T.Q6_K: BlockType(6, 32, _q6_k),
+    T.IQ4_NL: BlockType(8, 128, codebooks.iq4_nl),
+    T.IQ4_XS: BlockType(8, 128, codebooks.iq4_xs),
+    T.IQ3_XXS: BlockType(8, 128, codebooks.iq3_xxs),
+    T.IQ3_S: BlockType(8, 128, codebooks.iq3_s),
+    T.IQ2_XXS: BlockType(8, 128, codebooks.iq2_xxs),
+    T.IQ2_XS: BlockType(8, 128, codebooks.iq2_xs),
+    T.IQ2_S: BlockType(8, 128, codebooks.iq2_s),
+    T.IQ1_S: BlockType(8, 128, codebooks.iq1_s),
+    T.IQ1_M: BlockType(8, 128, codebooks.iq1_m),
+    T.TQ1_0: BlockType(4, 8, codebooks.tq1_0),
+    T.TQ2_0: BlockType(4, 8, codebooks.tq2_0),
+    T.MXFP4: BlockType(5, 16, codebooks.mxfp4, torch.bfloat16),
+    T.NVFP4: BlockType(5, 16, codebooks.nvfp4),
 }
-"""Quantized types. Types of two and three bits are unpacked to four, which kernels support."""
+"""Quantized types. Those of two and three bits are unpacked to four, which kernels support, codes to five or eight."""
 
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as(torch.float32),

@@ -1,7 +1,9 @@
 """GGUF files, read by Hugging Face's names and conventions."""
 
+import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFFile, GGUFTensor
-from ...protocol.checkpoint.gguf_config import gguf_to_hf_config
+from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 from .checkpoint import Checkpoint, part_of
@@ -18,14 +20,29 @@ from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
 
 _MODULES = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embed_norm",
+    "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "altup_proj": "model.altup_projections.{part}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{part}",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj.{part}",
+    "attn_v_b": "self_attn.v_b_proj.{part}",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
@@ -36,21 +53,139 @@ _LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{part}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{part}.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.{part}.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.{part}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_latent_down": "mlp.to_latent",
+    "ffn_latent_up": "mlp.from_latent",
+    "shortconv.in_proj": "mixer.in_proj",
+    "shortconv.conv": "mixer.conv1d",
+    "shortconv.out_proj": "mixer.out_proj",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
 }
 _GEMMA_MODULES = _LAYER_MODULES | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA3N_MODULES = _GEMMA_MODULES | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4_MODULES = _GEMMA_MODULES | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_exps": "experts.{part}.gate_proj",
+    "ffn_up_exps": "experts.{part}.up_proj",
+    "ffn_gate_up_exps": "experts.{part}.gate_up_proj",
+    "ffn_down_exps": "experts.{part}.down_proj",
+}
+_LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
+_NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
+_DELTA_NET_MODULES = _LAYER_MODULES | {
+    "attn_qkv": "mixer.in_proj_qkv",
+    "attn_gate": "mixer.in_proj_z",
+    "ssm_alpha": "mixer.in_proj_a",
+    "ssm_beta": "mixer.in_proj_b",
+    "ssm_ba": "mixer.in_proj_ba",
+}
+_KIMI_LINEAR_MODULES = _LAYER_MODULES | {
+    **{f"ssm_conv1d_{x}": f"mixer.{x}_conv1d" for x in "qkv"},
+    **{f"ssm_{x}": f"mixer.{x}_proj" for x in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "mixer.b_proj",
+}
+_FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
+# By architecture, or "bamba", which shares the architecture "granitehybrid".
 _LAYER_MODULES_OF_ARCHITECTURE = {
+    "apertus": _LAYER_MODULES
+    | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "chatglm": _FUSED_MLP,
+    "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma2": _GEMMA_MODULES,
     "gemma3": _GEMMA_MODULES,
-    "phi3": _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3n": _GEMMA3N_MODULES,
+    "gemma4": _GEMMA4_MODULES,
+    "kimi-linear": _KIMI_LINEAR_MODULES,
+    "lfm2": _LFM2_MODULES,
+    "lfm2moe": _LFM2_MODULES,
+    "nemotron_h": _NEMOTRON_H_MODULES,
+    "nemotron_h_moe": _NEMOTRON_H_MODULES,
+    "phi3": _FUSED_MLP,
+    "qwen35": _DELTA_NET_MODULES,
+    "qwen35moe": _DELTA_NET_MODULES,
+    "qwen3next": _DELTA_NET_MODULES,
+    "falcon": _LAYER_MODULES | {"attn_norm_2": "ln_attn"},
+    "glm4": _FUSED_MLP
+    | {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
 }
 # The rotary embedding of these architectures pairs neighboring elements, while Hugging Face pairs the two halves of a
 # head, so the converter interleaves the rows of q and k.
-_INTERLEAVED = ("llama", "smollm3", "granite")
+_INTERLEAVED = (
+    "llama",
+    "arcee",
+    "smollm3",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "mistral3",
+    "olmo",
+)
 # The norms of these architectures multiply by 1 + weight; the converter stores the sum.
-_NORM_PLUS_ONE = ("gemma2", "gemma3")
-# The config has the values of these tensors.
-_ROTARY_TENSORS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*")
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NORM_PLUS_ONE = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "nemotron",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+)
+# The last norm of these architectures has the name of one of embeddings.
+_EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
+# Values that the config has, and layers that predict further tokens.
+_UNUSED = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*"
+)
+# Tensors whose names have no last part in a Hugging Face checkpoint.
+_PLAIN_TENSOR = re.compile(
+    r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
+    r"|ssm_(?:a|d|dt))"
+    r"(?:\.(?:weight|bias))?"
+)
+_PLAIN_NAMES = {
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "attn_sinks": "self_attn.sinks",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ssm_a": "mixer.A_log",
+    "ssm_d": "mixer.D",
+    "ssm_dt": "mixer.dt_bias",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 _STORED_DTYPES = {
@@ -60,6 +195,40 @@ _STORED_DTYPES = {
 }
 
 
+def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """Return the tensor by its name, or its parts if it stacks those of all experts or heads."""
+    if "{part}" not in name:
+        if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        elif re.search(r"\.mixer\.([qkv]_)?conv1d\.weight", name) and len(tensor.shape) > 1:
+            tensor = replace(tensor, shape=(math.prod(tensor.shape[:-1]), 1, tensor.shape[-1]))
+        elif name.endswith(("mixer.A_log", "mixer.D", "mixer.norm.weight")):
+            tensor = replace(tensor, shape=(math.prod(tensor.shape),))
+        return {name: tensor}
+    num_parts, *shape = tensor.shape
+    size = tensor.n_bytes // num_parts
+    return {
+        name.format(part=i): replace(
+            tensor,
+            name=f"{tensor.name}[{i}]",
+            shape=tuple(shape),
+            offset=tensor.offset + i * size,
+            n_bytes=size,
+        )
+        for i in range(num_parts)
+    }
+
+
+def _activation_parameters(gguf: GGUFFile) -> dict[str, torch.Tensor]:
+    """Return the parameters of each layer's xIELU activation, which are metadata, by their tensors' names."""
+    parameters = {}
+    for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+        for layer, value in enumerate(np.atleast_1d(gguf.metadata.get(f"xielu.{name}", ()))):
+            parameter = torch.tensor(float(value), dtype=torch.float32).reshape(shape)
+            parameters[f"model.layers.{layer}.mlp.act_fn.{name}"] = parameter
+    return parameters
+
+
 class GGUFCheckpoint(Checkpoint):
     """A GGUF file; quantized tensors are dequantized as they are read."""
 
@@ -67,28 +236,38 @@ class GGUFCheckpoint(Checkpoint):
         self._gguf = GGUFFile(path)
         super().__init__(path, ConfigFields(gguf_to_hf_config(self._gguf), path))
         self._architecture: str = self._gguf.metadata["general.architecture"]
-        layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(self._architecture, _LAYER_MODULES)
+        is_bamba = self.config["model_type"] == "bamba"
+        layer_modules = _LAYER_MODULES_OF_ARCHITECTURE.get(
+            "bamba" if is_bamba else self._architecture, _LAYER_MODULES
+        )
         self._tensors: dict[str, GGUFTensor] = {}
+        self._scalars = _activation_parameters(self._gguf)
         for tensor in self._gguf.tensors.values():
-            if _ROTARY_TENSORS.fullmatch(tensor.name):
+            if _UNUSED.fullmatch(tensor.name) or self._is_repeated(tensor.name):
                 continue
-            name = self._hf_name(tensor.name, layer_modules)
-            if other := self._tensors.get(name):
-                raise CheckpointError(
-                    path, f"tensors {other.name!r} and {tensor.name!r} are both {name!r}"
-                )
-            self._tensors[name] = tensor
+            for name, part in _parts(self._hf_name(tensor.name, layer_modules), tensor).items():
+                if other := self._tensors.get(name):
+                    raise CheckpointError(
+                        path, f"tensors {other.name!r} and {tensor.name!r} are both {name!r}"
+                    )
+                self._tensors[name] = part
+                self._check_shape(part)
             if tensor.ggml_type not in DEQUANTIZABLE:
                 raise CheckpointError(
                     path,
                     f"tensor {tensor.name!r} is {tensor.ggml_type.name}, which is not supported; "
                     f"supported are {', '.join(t.name for t in DEQUANTIZABLE)}",
                 )
-            self._check_shape(tensor)
+
+    def _is_repeated(self, name: str) -> bool:
+        """Return whether a tensor is a part of one that the file has as a whole."""
+        whole = re.sub(r"attn_[kv]_b\.", "attn_kv_b.", name)
+        return whole != name and whole in self._gguf.tensors
 
     def _check_shape(self, tensor: GGUFTensor) -> None:
         num_heads = self._num_interleaved_heads(tensor.name)
-        if len(tensor.shape) not in (1, 2):
+        is_convolution = len(tensor.shape) == 3 and tensor.shape[1] == 1
+        if len(tensor.shape) not in (1, 2) and not is_convolution:
             problem = f"has {len(tensor.shape)} dimensions, not 1 or 2"
         elif tensor.n_bytes == 0:
             problem = f"is empty, of shape {tensor.shape}"
@@ -101,20 +280,27 @@ class GGUFCheckpoint(Checkpoint):
         raise CheckpointError(self.path, f"tensor {tensor.name!r} {problem}")
 
     def _hf_name(self, name: str, layer_modules: Mapping[str, str]) -> str:
+        if match := _PLAIN_TENSOR.fullmatch(name):
+            return f"model.layers.{match[1]}.{_PLAIN_NAMES[match[2]]}"
         if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in layer_modules:
             return f"model.layers.{match[1]}.{layer_modules[match[2]]}.{match[3]}"
         if (match := _TENSOR.fullmatch(name)) and match[1] in _MODULES:
-            return f"{_MODULES[match[1]]}.{match[2]}"
+            is_last = (
+                match[1] == "token_embd_norm" and self._architecture in _EMBEDDING_NORM_IS_LAST
+            )
+            return f"{_MODULES['output_norm' if is_last else match[1]]}.{match[2]}"
         raise CheckpointError(
             self.path, f"tensor {name!r} is not known for the architecture {self._architecture!r}"
         )
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
-        return self._tensors.keys()
+        return self._tensors.keys() | self._scalars.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
+        if name in self._scalars:
+            return tuple(self._scalars[name].shape)
         return self._tensor(name).shape
 
     def ggml_type(self, name: str) -> GGMLQuantizationType:
@@ -148,10 +334,14 @@ class GGUFCheckpoint(Checkpoint):
         dim: int = 0,
     ) -> torch.Tensor:
         """Read a tensor, or part of a dimension, dequantized."""
+        if name in self._scalars:
+            return self._scalars[name].to(dtype or torch.float32)
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, dim)
         dtype = dtype or _STORED_DTYPES.get(tensor.ggml_type, torch.float32)
         is_shifted = self._architecture in _NORM_PLUS_ONE and name.endswith("norm.weight")
+        # Gated delta nets norm their outputs by the weight itself.
+        is_shifted = is_shifted and ".mixer." not in name
         columns = slice(None)
         if dim == 0:
             raw = self.raw(name, part)
@@ -165,8 +355,11 @@ class GGUFCheckpoint(Checkpoint):
         values = dequantize(raw, tensor.ggml_type, torch.float32 if is_shifted else dtype)
         if is_shifted:
             values = values.sub_(1).to(dtype)
+        if name.endswith("mixer.A_log"):
+            # The file has -exp(A_log).
+            values = values.neg_().log_()
         values = values[:, columns].contiguous()
-        return values if len(tensor.shape) == 2 else values[:, 0]
+        return values if len(tensor.shape) == 2 else values.reshape(-1, *tensor.shape[1:])
 
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0

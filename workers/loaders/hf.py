@@ -1,6 +1,8 @@
 """Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +17,110 @@ from .quantized_modules import QuantizedModules
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# One tensor with the matrices, biases or scales of all experts of a layer.
+_STACKED = re.compile(
+    r"(?P<block>.*\.(?:experts|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
+    r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)"
+    r"(?:[._](?P<tensor>[a-z_]+))?"
+)
 # Files beside a model that are not its weights: Mistral's own layout of them, and LoRA adapters.
 _NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Stacking:
+    """How a family stacks the matrices of its experts.
+
+    If `is_transposed`, matrices are stored [inputs, outputs], unless they are quantized. If `is_interleaved`, the rows
+    of gate and up projections alternate.
+    """
+
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
+_STACKINGS = {
+    "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
+    "llama4": _Stacking(is_transposed=True),
+    "llama4_text": _Stacking(is_transposed=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """The tensor `name` of a file, or one expert's part of it.
+
+    `first` is the first of every `step` rows that the part consists of.
+    """
+
+    file: Any
+    name: str
+    expert: int | None = None
+    is_transposed: bool = False
+    first: int = 0
+    step: int = 1
+
+    @property
+    def view(self) -> Any:
+        """The tensor's type and shape in the file, whose parts can be read."""
+        return self.file.get_slice(self.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor or of the expert's part."""
+        shape = tuple(self.view.get_shape())
+        if self.expert is None:
+            return shape
+        num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
+        return num_rows // self.step, *rest
+
+    def part(self, parts: Sequence[range | None]) -> torch.Tensor:
+        """Read these ranges of the dimensions, without a copy where the file has them together."""
+        if not self.view.get_shape():
+            scalar: torch.Tensor = self.file.get_tensor(self.name)
+            return scalar
+        rows, *rest = parts or (None,)
+        if self.step > 1:
+            rows = range(self.shape[0]) if rows is None else rows
+            rows = range(rows.start * self.step, rows.stop * self.step)
+        dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
+        if self.expert is None:
+            whole: torch.Tensor = self.view[tuple(dims)]
+            return whole
+        one = slice(self.expert, self.expert + 1)
+        if self.is_transposed:
+            columns = dims[1] if len(dims) > 1 else slice(None)
+            found: torch.Tensor = self.view[one, columns, dims[0]].squeeze(0).T
+        else:
+            found = self.view[(one, *dims)].squeeze(0)
+        return found[self.first :: self.step]
+
+
 class HFCheckpoint(Checkpoint):
     """A directory with ``config.json`` and safetensors files.
 
-    A quantized module's matrix is read as the module's tensor ``weight``, even if several tensors store it.
+    A quantized module's matrix is read as the module's tensor ``weight``, even if several tensors store it. A tensor
+    that stacks those of all experts, such as ``experts.down_proj``, is read as one for each expert, such as
+    ``experts.3.down_proj.weight``.
     """
 
     def __init__(self, path: Path) -> None:
         config = ConfigFields.read(path / "config.json")
         super().__init__(path, config)
-        self._shards: dict[str, Any] = {}
+        self._stored: dict[str, _StoredTensor] = {}
         expected = _expected_shards(path)
+        seen: set[str] = set()
+        stacking = _STACKINGS.get(str(config.get("model_type")), _Stacking())
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path):
             shard = _open(file)
             for name in shard.keys():  # noqa: SIM118 - not a mapping
-                if name in self._shards:
+                if name in seen:
                     raise CheckpointError(file, f"tensor {name!r} is also in another file")
-                self._shards[name] = shard
+                seen.add(name)
+                self._stored |= _tensors_of(shard, name, stacking)
         for name, file in expected.items():
-            if name not in self._shards:
+            if name not in seen:
                 raise CheckpointError(
                     file, f"there is no tensor {name!r}, which {_INDEX} lists here; download both"
                 )
@@ -86,37 +168,49 @@ class HFCheckpoint(Checkpoint):
 
     def stored_names(self) -> Collection[str]:
         """Return the names of the tensors in the files."""
-        return self._shards.keys()
+        return self._stored.keys()
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor as stored."""
-        return tuple(self._view(name).get_shape())
+        return self._tensor(name).shape
 
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a tensor in safetensors' spelling."""
-        dtype: str = self._view(name).get_dtype()
+        dtype: str = self._tensor(name).view.get_dtype()
         return dtype
 
     def load(
         self, name: str, *parts: range | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Read these ranges of a tensor's dimensions, converted to `dtype` if it is given."""
-        view = self._view(name)
-        if view.get_shape():
-            every = slice(None)
-            mapped = view[
-                tuple(every if p is None else slice(p.start, p.stop) for p in parts or (None,))
-            ]
-        else:
-            mapped = self._shards[name].get_tensor(name)
+        mapped = self._tensor(name).part(parts)
         self.bytes_read += mapped.nbytes
         return self.place(mapped, dtype or mapped.dtype)
 
-    def _view(self, name: str) -> Any:
-        shard = self._shards.get(name)
-        if shard is None:
+    def _tensor(self, name: str) -> _StoredTensor:
+        tensor = self._stored.get(name)
+        if tensor is None:
             raise self.missing(name)
-        return shard.get_slice(name)
+        return tensor
+
+
+def _tensors_of(file: Any, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
+    """Return the tensor by its name, or the part of each expert if it stacks those of all experts."""
+    stacked = _STACKED.fullmatch(name)
+    if stacked is None:
+        return {name: _StoredTensor(file, name)}
+    module, tensor = stacked["module"], stacked["tensor"] or "weight"
+    modules = {module: (0, 1)}
+    if stacking.is_interleaved and module == "gate_up_proj":
+        modules = {"gate_proj": (0, 2), "up_proj": (1, 2)}
+    is_transposed = stacking.is_transposed and tensor == "weight"
+    return {
+        f"{stacked['block']}.{i}.{part}.{tensor}": _StoredTensor(
+            file, name, i, is_transposed, *rows
+        )
+        for i in range(file.get_slice(name).get_shape()[0])
+        for part, rows in modules.items()
+    }
 
 
 def _expected_shards(path: Path) -> dict[str, Path]:

@@ -1,34 +1,49 @@
 """The decoder for all model families; `ModelSpec` describes their differences and `ModelShard` the local part.
 
 Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard,
-K head dimension, V vocabulary.
+K head dimension, V vocabulary, P positions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ...protocol.arrays import Int32Array
-from ..attention import AttentionBackend, AttentionLayer
-from ..batch import PersistentBatch
-from ..layers.layers import HeadNorm, LayerKernels, Linear, RMSNorm
+from ...protocol.errors import ConfigError
+from ..attention import AttentionBackend
+from ..layers.layers import LayerKernels, LayerNorm, Linear, RMSNorm
 from ..layers.rope import RotaryEmbedding, RotaryTables
 from ..layers.spec import LayerSpec, ModelSpec
 from ..loaders.checkpoint import Checkpoint
-from ..parallel.parallel_layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from ..parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..parallel.shard import ModelShard
-from ..sampling import SamplerOutput, TorchSampler
-from .weights import ProgressCallback, WeightReader, rows_of, weight_reader
+from .altup import AltUpLayer, Streams
+from .attention import Attention
+from .experts import Experts, ExpertsBesideMLP
+from .latent_attention import LatentAttention
+from .lora import LoraAdapters
+from .mixers import Mixer, make_mixer
+from .mlp import MLP
+from .per_layer_inputs import PerLayerBlock, PerLayerInputs
+from .score_head import ScoreHead
+from .torch_decoder import TorchDecoder
+from .weights import ProgressCallback, WeightReader, weight_reader
+
+_TOKEN_TYPES: Final = "embed_token_types.weight"
 
 
-class Decoder:
+class Decoder(TorchDecoder):
     """The model of `spec`, or a shard of it, with its weights on one device.
 
     Args:
         attention: Attention with the heads of the shard.
         max_model_len: The longest sequence that will be served; some rotary embeddings depend on it.
+        loras: The adapters that requests may use.
 
     Raises:
         CheckpointError: A tensor is missing, has another shape than the spec says, or does not belong to the model.
@@ -46,22 +61,25 @@ class Decoder:
         shard: ModelShard | None = None,
         kernels: LayerKernels | None = None,
         on_progress: ProgressCallback | None = None,
+        loras: LoraAdapters | None = None,
     ) -> None:
         kernels = kernels or LayerKernels()
-        self.spec = spec
-        self.attention = attention
-        self.shard = shard = shard or ModelShard.whole(spec)
-        self.hidden_dtype = dtype
-        self.kernels = kernels
+        shard = shard or ModelShard.whole(spec)
+        super().__init__(spec, attention, shard, dtype, kernels)
         weights = weight_reader(
             checkpoint,
             dtype,
             device,
             has_head=not spec.tie_word_embeddings,
+            tensor_names=spec.tensor_names,
+            is_transposed=spec.has_transposed_matrices,
             can_keep=kernels.can_keep if kernels.keeps_quantized else None,
             shard=shard,
             on_progress=on_progress,
         )
+        self.loras = weights.loras = loras
+        if loras is not None:
+            loras.prepare(spec.tensor_names, shard, kernels, dtype)
         tensor_parallel = shard.tensor_parallel
         vocabulary = (spec.vocab_size, spec.hidden_size)
         part = tensor_parallel.part(spec.vocab_size)
@@ -69,24 +87,48 @@ class Decoder:
             embedding_vD = weights.read("embed_tokens.weight", *vocabulary, part=part)
         if shard.is_first:
             self._embed = VocabParallelEmbedding(embedding_vD, spec.vocab_size, tensor_parallel)
+            self._embedding_norm: RMSNorm | None = None
+            if spec.has_embedding_norm:
+                self._embedding_norm = read_norm(spec, weights, "embed_norm", kernels)
+            self._per_layer_inputs: PerLayerInputs | None = None
+            if spec.per_layer_inputs is not None:
+                self._per_layer_inputs = PerLayerInputs(
+                    spec, spec.per_layer_inputs, weights, shard, kernels
+                )
+            self._streams: Streams | None = None
+            if spec.altup is not None:
+                self._streams = Streams(spec, spec.altup, weights, "altup_projections", kernels)
+            self._second_type_D: Tensor | None = None
+            if spec.tells_segments:
+                types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
+                self._second_type_D = types[1] - types[0]
+            self._positions_PD: Tensor | None = None
+            if spec.num_positions:
+                self._positions_PD = _read_positions(spec, weights, max_model_len)
         self._embedding_scale = spec.rounded_embedding_scale(dtype)
         layers = spec.layers[shard.layers.start : shard.layers.stop]
         self._layers = [
-            DecoderLayer(spec, layer, weights, f"layers.{i}.", attention, shard, kernels)
+            _layer(spec.for_layer(layer), layer, weights, f"layers.{i}.", attention, shard, kernels)
             for i, layer in zip(shard.layers, layers, strict=True)
         ]
+        self._last_streams: Streams | None = None
         if shard.is_last:
-            self._norm = kernels.norm(
-                weights.read_vector("norm.weight", spec.hidden_size) + spec.norm_weight_offset,
-                spec.norm_eps,
-            )
+            if spec.altup is not None:
+                self._last_streams = Streams(
+                    spec, spec.altup, weights, "altup_unembed_projections", kernels
+                )
+            self._norm = read_norm(spec, weights, "norm", kernels) if spec.has_final_norm else None
+            self.score_head = ScoreHead.read(spec, weights)
             self._head = VocabParallelHead(
                 embedding_vD if spec.tie_word_embeddings else weights.read_head(*vocabulary, part),
+                weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None,
                 spec,
                 tensor_parallel,
                 kernels,
             )
         weights.finish()
+        if loras is not None:
+            loras.finish()
         self._ropes = {
             rope: RotaryEmbedding(rope, max_model_len=max_model_len, dtype=dtype, device=device)
             for rope in {layer.rope for layer in layers if layer.rope is not None}
@@ -102,60 +144,72 @@ class Decoder:
     ) -> Tensor:
         """Fill the KV caches and return the hidden states [T, D] in `hidden_dtype`; those of the last stage are normed.
 
+        Hidden states between stages have all streams and the inputs of the further layers, [T, `stage_width`].
+
         Args:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
                 overwritten.
             positions_T: Integer positions.
-            kv_caches: One tensor for each layer of the shard.
-            attn_metadata: The attention backend's metadata for each KV-cache group.
+            kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
+            attn_metadata: The attention backend's metadata or the `StateBatch` for each KV-cache group.
         """
-        x_TD = inputs
+        x_TD, per_layer = self._split(inputs)
         if self.shard.is_first:
-            x_TD = self._embed(inputs)
+            x_TD = self._embed_tokens(inputs)
             if self._embedding_scale != 1.0:
                 x_TD *= self._embedding_scale
+            if self._positions_PD is not None:
+                x_TD += F.embedding(positions_T + self.spec.position_offset, self._positions_PD)
+            if self._embedding_norm is not None:
+                x_TD = self._embedding_norm(x_TD)
+            if self._per_layer_inputs is not None:
+                per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
+            if self._streams is not None:
+                x_TD = self._streams.expand(x_TD)
         tables = {
             rope: self.kernels.rotary_tables(embedding, positions_T)
             for rope, embedding in self._ropes.items()
         }
-        block_TD = None
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        block_TD, caches = None, iter(kv_caches)
+        own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]
+        for layer, inputs_TP in zip_longest(self._layers, own):
             block_TD = layer.forward(
                 x_TD,
                 block_TD,
+                positions_T,
                 None if layer.rope is None else tables[layer.rope],
-                kv_cache,
-                attn_metadata[layer.kv_cache_group],
+                [(next(caches), attn_metadata[group]) for group in layer.cache_groups],
+                inputs_TP,
             )
+        if rest:
+            return torch.cat((added(x_TD, block_TD, self.spec, None), *rest), -1)
+        if self._last_streams is not None:
+            assert self._norm is not None
+            return self._norm(self._last_streams.reduce(x_TD))
         return added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
+
+    def _embed_tokens(self, ids_T: Tensor) -> Tensor:
+        if self._second_type_D is None:
+            return self._embed(ids_T)
+        is_second_T1 = (ids_T >= self.spec.vocab_size).unsqueeze(1)
+        return self._embed(ids_T % self.spec.vocab_size) + is_second_T1 * self._second_type_D
+
+    def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the hidden states and the inputs of the layers that the previous stage sent."""
+        if self.shard.is_first or self.spec.per_layer_inputs is None:
+            return inputs, ()
+        width = self.spec.stage_width(len(self.spec.layers))
+        return inputs[:, :width], self._per_layer_parts(inputs[:, width:])
+
+    def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
+        """Return the inputs of each layer."""
+        assert self.spec.per_layer_inputs is not None
+        return inputs_TE.split(self.spec.per_layer_inputs.size, -1)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""
         return self._head.logits(hidden_SD)
-
-    def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
-        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
-        self._sampler = TorchSampler(
-            batch.num_slots, self.spec.vocab_size, batch.device, self.kernels.choose_tokens
-        )
-        self._batch = batch
-        return self._sampler
-
-    def forward_and_sample(
-        self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
-        attn_metadata: Sequence[Any],
-        rows_S: Int32Array,
-        slots_S: Int32Array,
-    ) -> SamplerOutput:
-        """Run `forward`, and sample from the logits of its rows `rows_S`."""
-        hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
-        hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
-        logits_SV = self.compute_logits(hidden_SD)
-        return self._sampler.sample(logits_SV, slots_S, self._batch.num_tokens[slots_S])
 
 
 def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
@@ -167,8 +221,80 @@ def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm 
     return norm.add_and_norm(x_TD, block_TD, spec.residual_multiplier)
 
 
+def read_norm(
+    spec: ModelSpec,
+    weights: WeightReader,
+    name: str,
+    kernels: LayerKernels,
+    consumer: Linear | None = None,
+) -> RMSNorm:
+    """Return the norm `name` over the hidden size."""
+    size = spec.hidden_size
+    if spec.has_norm_weights:
+        weight_D = weights.read_vector(f"{name}.weight", size) + spec.norm_weight_offset
+    else:
+        weight_D = torch.ones(size, device=weights.device)
+    if spec.norm_kind == "rms":
+        return kernels.norm(weight_D, spec.norm_eps, consumer)
+    bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
+    return LayerNorm(weight_D, spec.norm_eps, bias_D)
+
+
+def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) -> Tensor:
+    """Return the table of position embeddings [P, D].
+
+    Raises:
+        ConfigError: A sequence may be longer than the table.
+    """
+    check_num_positions(spec, max_model_len)
+    num_rows = spec.num_positions + spec.position_offset
+    positions_PD = weights.read("embed_positions.weight", num_rows, spec.hidden_size)
+    if spec.num_token_types:
+        # A token of the second type has the difference to the first one in its own embedding.
+        shape = spec.num_token_types, spec.hidden_size
+        positions_PD = positions_PD + weights.read(_TOKEN_TYPES, *shape)[0]
+    return positions_PD
+
+
+def check_num_positions(spec: ModelSpec, max_model_len: int) -> None:
+    """Raise `ConfigError` if a sequence may be longer than the table of position embeddings."""
+    if max_model_len > spec.num_positions:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: the model has embeddings of only {spec.num_positions} positions"
+        )
+
+
+def _attention(
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: WeightReader,
+    prefix: str,
+    backend: AttentionBackend,
+    shard: ModelShard,
+    kernels: LayerKernels,
+) -> Attention | LatentAttention:
+    if spec.latent is None:
+        return Attention(spec, layer, weights, prefix, backend, shard, kernels)
+    return LatentAttention(spec, spec.latent, layer, weights, prefix, backend, shard, kernels)
+
+
+def _layer(
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: WeightReader,
+    prefix: str,
+    attention: AttentionBackend,
+    shard: ModelShard,
+    kernels: LayerKernels,
+) -> AltUpLayer | DecoderLayer:
+    """Return the layer `layer` of a spec from `for_layer`."""
+    if spec.altup is not None:
+        return AltUpLayer(spec, spec.altup, layer, weights, prefix, attention, shard, kernels)
+    return DecoderLayer(spec, layer, weights, prefix, attention, shard, kernels)
+
+
 class DecoderLayer:
-    """Attention and MLP, each between its norms, on the residual stream."""
+    """Attention or a recurrent part, or both, and MLP or experts, each between its norms, on the residual stream."""
 
     def __init__(
         self,
@@ -183,186 +309,115 @@ class DecoderLayer:
         def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
             if name is None:
                 return None
-            weight_D = weights.read_vector(f"{prefix}{name}.weight", spec.hidden_size)
-            return kernels.norm(weight_D + spec.norm_weight_offset, spec.norm_eps, consumer)
+            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer)
 
+        norms = layer.norms or spec.norms
         self.rope = layer.rope
-        self.kv_cache_group = layer.kv_cache_group
+        self.cache_groups = layer.cache_groups
         self._spec = spec
-        self._attention = Attention(
-            spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
-        )
-        self._attention_input_norm = norm(spec.norms.attention_input, self._attention.qkv)
-        self._attention_output_norm = norm(spec.norms.attention_output)
-        self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels)
-        self._mlp_input_norm = norm(spec.norms.mlp_input, self._mlp.gate_up)
-        self._mlp_output_norm = norm(spec.norms.mlp_output)
+        self._attention: Attention | LatentAttention | None = None
+        self._mixer: Mixer | None = None
+        consumer = None
+        if layer.attends:
+            self._attention = _attention(
+                spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
+            )
+            consumer = self._attention.qkv
+        if layer.recurrent is not None:
+            self._mixer = make_mixer(
+                spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
+            )
+        is_shared = spec.is_parallel and norms.mlp_input is None
+        self._attention_input_norm = self._attention_output_norm = None
+        if layer.cache_groups:
+            self._attention_input_norm = norm(
+                norms.attention_input,
+                None if is_shared or self._mixer is not None else consumer,
+            )
+            self._attention_output_norm = norm(norms.attention_output)
+        self._per_layer: PerLayerBlock | None = None
+        if spec.per_layer_inputs is not None:
+            self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
+        self._scale_1: Tensor | None = None
+        if spec.has_layer_scales:
+            self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
+        self._beside: ExpertsBesideMLP | None = None
+        self._mlp: MLP | Experts | None = None
+        if not layer.has_mlp:
+            return
+        experts = layer.experts
+        if experts is not None and experts.has_own_norms:
+            self._beside = ExpertsBesideMLP(spec, experts, weights, prefix, shard, kernels)
+            experts = None
+        if experts is None:
+            self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+        else:
+            self._mlp = Experts(spec, experts, weights, f"{prefix}mlp.", shard, kernels)
+        self._mlp_input_norm = norm(norms.mlp_input, self._mlp.gate_up)
+        self._mlp_output_norm = norm(norms.mlp_output)
 
     def forward(
         self,
         x_TD: Tensor,
         block_TD: Tensor | None,
+        positions_T: Tensor,
         tables: RotaryTables | None,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-    ) -> Tensor:
-        """Add the previous block's output to the stream `x_TD`, and return the MLP's output to be added next."""
-        x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
-        block_TD = self._attention.forward(x, tables, kv_cache, attn_metadata)
-        if self._attention_output_norm is not None:
-            block_TD = self._attention_output_norm(block_TD)
+        caches: Sequence[tuple[Tensor, Any]],
+        inputs_TP: Tensor | None,
+    ) -> Tensor | None:
+        """Add the previous block's output to the stream `x_TD`, and return the output to be added next, if any.
+
+        `caches` are the tensors and the metadata of the layer's `cache_groups`, and `inputs_TP` the layer's own input.
+        """
+        if self.cache_groups:
+            x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+            block_TD = self._mixed(x, positions_T, tables, caches)
+            if self._attention_output_norm is not None and not self._spec.norms_stream:
+                block_TD = self._attention_output_norm(block_TD)
+        if self._mlp is None:
+            assert block_TD is not None
+            return block_TD
+        if self._spec.norms_stream:
+            self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
+            self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
+            return None
+        if self._spec.is_parallel:
+            assert block_TD is not None
+            if self._mlp_input_norm is not None:
+                x = self._mlp_input_norm(x_TD)
+            return block_TD.add_(self._mlp.forward(x))
         block_TD = self._mlp.forward(added(x_TD, block_TD, self._spec, self._mlp_input_norm))
-        return block_TD if self._mlp_output_norm is None else self._mlp_output_norm(block_TD)
+        if self._beside is not None:
+            block_TD = self._beside.forward(block_TD, x_TD)
+        if self._mlp_output_norm is not None:
+            block_TD = self._mlp_output_norm(block_TD)
+        if self._per_layer is not None and inputs_TP is not None:
+            added(x_TD, block_TD, self._spec, None)
+            block_TD = self._per_layer.forward(x_TD, inputs_TP)
+        if self._scale_1 is None:
+            return block_TD
+        added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
+        return None
 
+    def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:
+        """Add a block's output to the stream, and replace the stream by its norm."""
+        assert block_TD is not None and norm is not None
+        x_TD.copy_(norm.add_and_norm(x_TD, block_TD, self._spec.residual_multiplier))
 
-class Attention:
-    """Fused query, key and value projection, norms, rotation, attention, output projection."""
-
-    def __init__(
+    def _mixed(
         self,
-        spec: ModelSpec,
-        layer: LayerSpec,
-        weights: WeightReader,
-        prefix: str,
-        backend: AttentionBackend,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
-        self._backend = backend
-        self._head_dim = spec.head_dim
-        heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
-        kv_scales = None
-        if backend.dtype == torch.float8_e4m3fn:
-            kv_scales = weights.read_kv_scales(prefix, spec.num_kv_heads, kv_heads)
-        self._layer = AttentionLayer(
-            spec.attention_scale, layer.window, spec.attention_softcap, kv_scales
-        )
-        self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
-        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        queries, keys = self._elements(heads), self._elements(kv_heads)
-        rows = rows_of(
-            ["qkv_proj"] if spec.fused_projections else ["q_proj", "k_proj", "v_proj"],
-            [query_size, kv_size, kv_size],
-            [queries, keys, keys],
-        )
-        self.qkv = kernels.linear(
-            weights.read_matrix_rows(prefix, rows, spec.hidden_size),
-            weights.read_rows(prefix, "bias", rows) if spec.qkv_bias else None,
-        )
-        self._output = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}o_proj.weight", spec.hidden_size, query_size, part=queries, dim=1
-            ),
-            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
-            if spec.attention_output_bias
-            else None,
-            shard.tensor_parallel,
-            kernels,
-        )
-        self._head_norm: HeadNorm | None = None
-        self._full_norm: FullNorm | None = None
-        if spec.qk_norm == "head":
-            self._head_norm = _head_norm(spec, weights, prefix, shard)
-        elif spec.qk_norm == "full":
-            self._full_norm = FullNorm(spec, weights, prefix, shard)
-
-    def _elements(self, heads: range) -> range:
-        return range(heads.start * self._head_dim, heads.stop * self._head_dim)
-
-    def forward(
-        self, x: Any, tables: RotaryTables | None, kv_cache: Tensor, attn_metadata: Any
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
     ) -> Tensor:
-        """Return the attention output [T, D] of a layer."""
-        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))
-        qk_THK, v_TGK = qkv_THK.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        if self._full_norm is not None:
-            qk_THK = self._full_norm(qk_THK)
-        attended_THK = self._backend.forward_projected(
-            qk_THK, v_TGK, self._head_norm, tables, kv_cache, attn_metadata, self._layer
-        )
-        return self._output(attended_THK.flatten(1))
-
-
-def _head_norm(spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard) -> HeadNorm:
-    """Return a norm over every query head and every key head."""
-    q_K, k_K = (
-        weights.read_vector(f"{prefix}{name}.weight", spec.head_dim) + spec.norm_weight_offset
-        for name in ("q_norm", "k_norm")
-    )
-    weight_HK = torch.cat(
-        (q_K.expand(len(shard.heads(spec)), -1), k_K.expand(len(shard.kv_heads(spec)), -1))
-    )
-    return HeadNorm(weight_HK, spec.norm_eps)
-
-
-class FullNorm:
-    """Norms over all query heads together and over all key heads together, across ranks."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
-    ) -> None:
-        self._shard = shard
-        self._spec = spec
-        self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
-        self._q_norm, self._k_norm = (
-            RMSNorm(
-                weights.read_vector(f"{prefix}{name}.weight", heads * spec.head_dim)
-                + spec.norm_weight_offset,
-                spec.norm_eps,
-            )
-            for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
-        )
-
-    def __call__(self, qk_THK: Tensor) -> Tensor:
-        """Return the normed queries and keys of this rank, [T, H + G, K]."""
-        q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
-        q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
-        k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
-        return torch.cat((q_THK, k_TGK), 1)
-
-    def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
-        """Norm all heads of the model, and return this rank's."""
-        tensor_parallel = self._shard.tensor_parallel
-        # If several ranks have the same heads, the heads of one of them are enough.
-        step = max(1, tensor_parallel.size // num_heads)
-        all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
-        own = tensor_parallel.part(num_heads)
-        return norm(all_THK.flatten(1)).view_as(all_THK)[:, own.start : own.stop]
-
-
-class MLP:
-    """Gated feed-forward block."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: WeightReader,
-        prefix: str,
-        shard: ModelShard,
-        kernels: LayerKernels,
-    ) -> None:
-        hidden, intermediate = spec.hidden_size, spec.intermediate_size
-        part = shard.tensor_parallel.part(intermediate)
-        rows = rows_of(
-            ["gate_up_proj"] if spec.fused_projections else ["gate_proj", "up_proj"],
-            [intermediate] * 2,
-            [part] * 2,
-        )
-        self.gate_up = kernels.linear(
-            weights.read_matrix_rows(prefix, rows, hidden),
-            weights.read_rows(prefix, "bias", rows) if spec.mlp_bias else None,
-        )
-        self._down = RowParallelLinear(
-            weights.read_matrix(
-                f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1
-            ),
-            weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
-            shard.tensor_parallel,
-            kernels,
-        )
-        self._gated_activation = kernels.gated_activation(spec.activation, self._down)
-
-    def forward(self, x: Any) -> Tensor:
-        """Return the MLP's output [T, D]."""
-        return self._down(self._gated_activation(self.gate_up(x)))
+        """Return the output of the attention and of the recurrent part."""
+        outputs = []
+        if self._attention is not None:
+            attended_TD = self._attention.forward(x, positions_T, tables, *caches[0])
+            outputs.append((attended_TD, self._spec.attention_multiplier))
+        if self._mixer is not None:
+            mixed_TD = self._mixer.forward(x, *caches[-1])
+            outputs.append((mixed_TD, self._spec.recurrent_multiplier))
+        scaled = [y_TD if factor == 1.0 else y_TD * factor for y_TD, factor in outputs]
+        return scaled[0] if len(scaled) == 1 else scaled[0] + scaled[1]

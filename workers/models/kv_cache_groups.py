@@ -1,57 +1,133 @@
-"""Divides a model's layers into KV-cache groups of equal size."""
+"""Divides a model's layers into KV-cache groups of equal size.
+
+The unit of size is the cache tensor, which holds one layer with the most elements for a token, or several layers with
+fewer.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
+from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from ..layers.spec import LayerSpec, ModelSpec
+from ..layers.spec import Chunk, LayerSpec, ModelSpec, Window
 
 
-def group_layers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
-    """Return the spec with every layer assigned to a group, full attention first.
+class _Attention(NamedTuple):
+    """Attention with a window, or full attention, and the number of layers that share a cache tensor."""
 
-    Layers with a window have groups of their own, unless no sequence is longer than the window. The group size is
-    chosen so that few groups are incomplete.
+    window: Window | None
+    layers_per_tensor: int
+    num_kv_heads: int
+    head_dim: int
+
+
+_Kind: TypeAlias = _Attention | RecurrentLayer
+
+
+def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSpec:
+    """Return the spec with every layer assigned to a group, full attention first and states last.
+
+    Layers with a window have groups of their own, unless no sequence is longer than the window, and so have layers with
+    other key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another
+    is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
+    size.
     """
-    windows = [_limiting_window(layer, max_model_len) for layer in spec.layers]
-    num_layers = Counter(windows)
-    size = _group_size(num_layers.values())
-    groups_of_window: dict[int | None, range] = {}
+    kinds = [_kinds(spec, layer, max_model_len, ranks) for layer in spec.layers]
+    num_layers = Counter(kind for of_layer in kinds for kind in of_layer)
+    num_tensors = {
+        kind: -(-count // _layers_per_tensor(kind)) for kind, count in num_layers.items()
+    }
+    size = _group_size(num_tensors.values())
+    groups_of_kind: dict[_Kind, range] = {}
     num_groups = 0
-    for window in sorted(num_layers, key=lambda window: window or 0):
+    for kind in sorted(num_layers, key=_group_order):
         first = num_groups
-        num_groups += -(-num_layers[window] // size)
-        groups_of_window[window] = range(first, num_groups)
-    seen: Counter[int | None] = Counter()
-    layers = []
-    for layer, window in zip(spec.layers, windows, strict=True):
-        groups = groups_of_window[window]
-        layers.append(replace(layer, kv_cache_group=groups[seen[window] % len(groups)]))
-        seen[window] += 1
+        num_groups += -(-num_tensors[kind] // size)
+        groups_of_kind[kind] = range(first, num_groups)
+    seen: Counter[_Kind] = Counter()
+    layers: list[LayerSpec] = []
+    for layer, of_layer in zip(spec.layers, kinds, strict=True):
+        if layer.kv_source is not None:
+            group = layers[layer.kv_source].kv_cache_group
+            layers.append(replace(layer, kv_cache_group=group))
+            continue
+        groups = [groups_of_kind[kind][seen[kind] % len(groups_of_kind[kind])] for kind in of_layer]
+        seen.update(of_layer)
+        layers.append(_with_groups(layer, groups))
     return replace(spec, layers=tuple(layers))
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:
     """Return the KV-cache groups of a spec from `group_layers`."""
-    windows = {
-        layer.kv_cache_group: _limiting_window(layer, max_model_len) for layer in spec.layers
+    groups = {
+        group: _kv_cache_group(kind)
+        for layer in spec.layers
+        if layer.kv_source is None
+        for group, kind in zip(
+            layer.cache_groups, _kinds(spec, layer, max_model_len, 1), strict=True
+        )
     }
-    return tuple(
-        KVCacheGroup()
-        if windows[group] is None
-        else KVCacheGroup(AttentionKind.SLIDING_WINDOW, windows[group] or 0)
-        for group in sorted(windows)
-    )
+    return tuple(groups[group] for group in sorted(groups))
 
 
-def _limiting_window(layer: LayerSpec, max_model_len: int) -> int | None:
+def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) -> list[_Kind]:
+    """Return what the layer stores, in the order of its `cache_groups`."""
+    kinds: list[_Kind] = []
+    if layer.attends and layer.kv_source is None:
+        kinds.append(
+            _Attention(
+                _limiting_window(layer, max_model_len),
+                spec.tensor_elements(ranks) // spec.token_elements(layer, ranks),
+                layer.num_kv_heads or spec.num_kv_heads,
+                layer.head_dim or spec.head_dim,
+            )
+        )
+    return kinds if layer.recurrent is None else [*kinds, layer.recurrent]
+
+
+def _layers_per_tensor(kind: _Kind) -> int:
+    return kind.layers_per_tensor if isinstance(kind, _Attention) else 1
+
+
+def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
+    """Return the layer with these `cache_groups`."""
+    if layer.attends:
+        layer = replace(layer, kv_cache_group=groups[0])
+    return layer if layer.recurrent is None else replace(layer, state_group=groups[-1])
+
+
+def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
+    if not isinstance(kind, _Attention):
+        return KVCacheGroup(AttentionKind.STATE_SPACE, kind.segment)
+    window = kind.window
+    if window is None:
+        return KVCacheGroup()
+    if isinstance(window, Chunk):
+        return KVCacheGroup(AttentionKind.CHUNKED_LOCAL, window.size)
+    return KVCacheGroup(AttentionKind.SLIDING_WINDOW, window)
+
+
+def _group_order(kind: _Kind) -> tuple[int, ...]:
+    if not isinstance(kind, _Attention):
+        return (2,)
+    window, *sizes = kind
+    if isinstance(window, Chunk):
+        return 1, window.size, *sizes
+    return 0, window or 0, *sizes
+
+
+def _limiting_window(layer: LayerSpec, max_model_len: int) -> Window | None:
     window = layer.window
-    return window if window is not None and window < max_model_len else None
+    if window is None:
+        return None
+    size = window.size if isinstance(window, Chunk) else window
+    return window if size < max_model_len else None
 
 
-def _group_size(num_layers: Collection[int]) -> int:
-    """Return the number of layers per group that leaves the fewest places empty, the largest among equals."""
-    return min(num_layers, key=lambda size: (sum(-n % size for n in num_layers), -size))
+def _group_size(num_tensors: Collection[int]) -> int:
+    """Return the number of tensors per group that leaves the fewest places empty, the largest among equals."""
+    return min(num_tensors, key=lambda size: (sum(-n % size for n in num_tensors), -size))

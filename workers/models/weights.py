@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,18 +11,29 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
+from ..layers.layers import Linear
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
 from ..loaders.upload import PinnedUpload
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
+from .lora import AdaptedRows, LoraAdapters
 
+TensorNames = tuple[tuple[str, str], ...]
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_FINAL_NORM = "norm.weight"
+_FIRST_STAGE = (
+    "embed_positions.",
+    "embed_token_types.",
+    "embed_norm.",
+    "embed_tokens_per_layer.",
+    "per_layer_",
+    "altup_projections.",
+)
+_LAST_STAGE = ("norm.", "altup_unembed_projections.", "score_head.")
 _KV_SCALES = ("k_scale", "v_scale")
 _OPTIONAL = ("rotary_emb.inv_freq", *_KV_SCALES)
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -30,30 +41,48 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `part` of the tensor `name`, which has `total` rows."""
+    """Rows `part` of the module `name`, which has `total` rows.
+
+    With `order`, only those of them at these indices of the part, in this order.
+    """
 
     name: str
     total: int
     part: range
+    order: Tensor | None = None
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the selected rows of the part `x`."""
+        return x if self.order is None else x[self.order.to(x.device)]
+
+    def select_from_all(self, x: Tensor) -> Tensor:
+        """Return the selected rows of all `total` rows `x`."""
+        return self.select(x[self.part.start : self.part.stop])
 
 
-def rows_of(names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:
-    """Return the requested rows of several matrices, which are stored separately or in one tensor (if one is named)."""
-    if len(names) == len(sizes):
-        return [Rows(*rows) for rows in zip(names, sizes, parts, strict=True)]
-    starts = accumulate(sizes, initial=0)
-    return [
-        Rows(names[0], sum(sizes), range(start + part.start, start + part.stop))
-        for start, part in zip(starts, parts, strict=False)
-    ]
+def _translated(stored_names: Collection[str], tensor_names: TensorNames) -> dict[str, str]:
+    """Return the stored name of each translated name."""
+    rules = [(re.compile(pattern), replacement) for pattern, replacement in tensor_names]
+    translated = {}
+    for stored in stored_names:
+        name = stored
+        for pattern, replacement in rules:
+            name = pattern.sub(replacement, name)
+        if name:
+            translated[name] = stored
+    return translated
 
 
 class WeightReader:
     """Reads the text decoder's tensors, under whatever prefix the checkpoint uses.
 
     Every tensor that `shard` (by default the whole model) uses must be read. `has_head` says whether the output
-    projection is a separate tensor. Quantized matrices are not dequantized if `can_keep` accepts them.
+    projection is a separate tensor. Quantized matrices are not dequantized if `can_keep` accepts them. `tensor_names`
+    is that of `ModelSpec`; all names of tensors here are the translated ones. With `is_transposed` the layers' matrices
+    are stored as [inputs, outputs], and read as [outputs, inputs]. Products get the adapters of `loras`, if it is set.
     """
+
+    loras: LoraAdapters | None = None
 
     def __init__(
         self,
@@ -62,6 +91,8 @@ class WeightReader:
         device: torch.device,
         *,
         has_head: bool,
+        tensor_names: TensorNames = (),
+        is_transposed: bool = False,
         can_keep: Callable[[QuantizedMatrix], bool] | None = None,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
@@ -70,20 +101,21 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._can_keep = can_keep
+        self._is_transposed = is_transposed
         self._is_tied = not has_head
-        self._names = set(checkpoint.names())
-        embedding = next((name for name in sorted(self._names) if name.endswith(_EMBEDDING)), None)
+        self._stored = _translated(checkpoint.names(), tensor_names)
+        embedding = next((name for name in sorted(self._stored) if name.endswith(_EMBEDDING)), None)
         if embedding is None:
             raise self._error(f"there is no tensor named '...{_EMBEDDING}'")
         self._prefix = embedding.removesuffix(_EMBEDDING)
         self._unread = {
             name
-            for name in self._names
+            for name in self._stored
             if name.startswith(self._prefix) and not name.endswith(_OPTIONAL)
         }
-        self._head = next((name for name in sorted(self._names) if name.endswith(_HEAD)), _HEAD)
+        self._head = next((name for name in sorted(self._stored) if name.endswith(_HEAD)), _HEAD)
         self._unread.discard(self._head)
-        if has_head and self._head in self._names:
+        if has_head and self._head in self._stored:
             self._unread.add(self._head)
         if shard is not None:
             self._unread -= {name for name in self._unread if self._is_elsewhere(name, shard)}
@@ -99,9 +131,55 @@ class WeightReader:
         """Read a vector like `read`, but in float32, so that values stored with more bits than `dtype` keep them."""
         return self._read(self._prefix + name, (size,), part, dtype=torch.float32)
 
-    def read_rows(self, prefix: str, suffix: str, rows: Sequence[Rows], *rest: int) -> Tensor:
-        """Return rows of several tensors, concatenated along their first dimension."""
-        parts = [self.read(f"{prefix}{r.name}.{suffix}", r.total, *rest, part=r.part) for r in rows]
+    def read_float32(self, name: str, *shape: int) -> Tensor:
+        """Read a tensor like `read`, but in float32."""
+        return self._read(self._prefix + name, shape, dtype=torch.float32)
+
+    def read_elements(self, name: str, size: int) -> Tensor:
+        """Read a tensor of any shape with `size` elements as a float32 vector."""
+        shape = self._stored_shape(self._prefix + name, (size,))
+        if math.prod(shape) != size:
+            shape = (size,)
+        return self._read(self._prefix + name, shape, dtype=torch.float32).flatten()
+
+    def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a tensor has; a reader without a checkpoint takes the given one."""
+        return self._shape(name)
+
+    def skip(self, prefixes: Sequence[str]) -> None:
+        """Do not expect the tensors with these prefixes to be read: another rank has them."""
+        start = tuple(self._prefix + prefix for prefix in prefixes)
+        skipped = {name for name in self._unread if name.startswith(start)}
+        self._unread -= skipped
+        self._total -= sum(map(self._size, skipped))
+
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has the decoder's tensor `name`."""
+        return self._prefix + name in self._stored
+
+    def rows(
+        self, prefix: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]
+    ) -> list[Rows]:
+        """Return the rows `parts` of the modules `names` with these numbers of rows.
+
+        They may be stored as one module, whose name joins theirs: "gate_up_proj" for "gate_proj" and "up_proj".
+        """
+        fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
+        fused = "qkv_proj" if fused == "q_k_v_proj" else fused
+        if f"{self._prefix}{prefix}{fused}.weight" not in self._stored:
+            return [
+                Rows(f"{prefix}{name}", size, part)
+                for name, size, part in zip(names, sizes, parts, strict=True)
+            ]
+        starts = accumulate(sizes, initial=0)
+        return [
+            Rows(f"{prefix}{fused}", sum(sizes), range(start + part.start, start + part.stop))
+            for start, part in zip(starts, parts, strict=False)
+        ]
+
+    def read_biases(self, rows: Sequence[Rows]) -> Tensor:
+        """Return the biases of rows of several modules."""
+        parts = [r.select(self.read(f"{r.name}.bias", r.total, part=r.part)) for r in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_matrix(
@@ -110,20 +188,51 @@ class WeightReader:
         """Read a matrix for products, quantized if possible."""
         return self._stacked([self._read_matrix(self._prefix + name, (rows, columns), part, dim)])
 
-    def read_matrix_rows(self, prefix: str, rows: Sequence[Rows], columns: int) -> Weight:
-        """Read rows of several tensors for products, quantized if all of them can be."""
-        names = (f"{self._prefix}{prefix}{r.name}.weight" for r in rows)
+    def read_matrix_rows(self, rows: Sequence[Rows], columns: int) -> Weight:
+        """Read rows of several modules for products, quantized if all of them can be."""
+        names = (f"{self._prefix}{r.name}.weight" for r in rows)
         shapes = ((r.total, columns) for r in rows)
-        return self._stacked(
-            [
-                self._read_matrix(name, shape, r.part)
-                for name, shape, r in zip(names, shapes, rows, strict=True)
-            ]
-        )
+        parts = [
+            self._read_matrix(name, shape, r.part)
+            for name, shape, r in zip(names, shapes, rows, strict=True)
+        ]
+        return self._stacked([_ordered(part, r.order) for part, r in zip(parts, rows, strict=True)])
+
+    def adapt_rows(self, linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
+        """Return the product with rows of several modules, with the LoRA adapters added."""
+        if self.loras is None:
+            return linear
+        adapted = [AdaptedRows(r.name, r.total, r.select_from_all) for r in rows]
+        return self.loras.adapt(linear, adapted, columns)
+
+    def adapt_columns(
+        self, linear: Linear, name: str, rows: int, columns: int, part: range
+    ) -> Linear:
+        """Return the product with some columns of a module, with the LoRA adapters added."""
+        if self.loras is None:
+            return linear
+        return self.loras.adapt(linear, [AdaptedRows(name, rows, lambda x: x)], columns, part)
+
+    def read_head_bias(self, vocab_size: int, part: range | None = None) -> Tensor:
+        """Return the bias of the output projection, or a part of it."""
+        return self._read(self._head.removesuffix("weight") + "bias", (vocab_size,), part)
 
     def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
         """Return the output projection, or rows of it, of a model that does not tie it to the embedding."""
         return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
+
+    def read_score_head(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of the classification head, which has no prefix, in float32."""
+        return self._read(f"score_head.{name}", shape, dtype=torch.float32)
+
+    def read_token_rows(
+        self, token_ids: Sequence[int], vocab_size: int, hidden_size: int, *, of_embedding: bool
+    ) -> Tensor:
+        """Return the rows of tokens in the output projection, or in the embedding, in float32."""
+        name = self._prefix + _EMBEDDING if of_embedding else self._head
+        shape = vocab_size, hidden_size
+        rows = [self._read(name, shape, range(i, i + 1), dtype=torch.float32) for i in token_ids]
+        return torch.cat(rows)
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
         """Return the divisors of these heads' keys and values in an FP8 cache, float32 [2, G], or None.
@@ -131,11 +240,11 @@ class WeightReader:
         A calibrated checkpoint has one number for a layer's keys and one for its values, or one for each head.
         """
         names = [f"{self._prefix}{prefix}{name}" for name in _KV_SCALES]
-        if not self._names.issuperset(names):
+        if not self._stored.keys() >= set(names):
             return None
         scales = []
         for name in names:
-            scale = self.checkpoint.tensor(name, torch.float32).reshape(-1)
+            scale = self.checkpoint.tensor(self._stored_name(name), torch.float32).reshape(-1)
             if len(scale) not in (1, num_kv_heads):
                 raise self._error(
                     f"the tensor {name!r} has {len(scale)} scales for {num_kv_heads} heads"
@@ -160,17 +269,22 @@ class WeightReader:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         self._check(name, shape)
-        tensor = self.checkpoint.tensor(name, dtype or self.dtype, part=part, dim=dim)
+        tensor = self.checkpoint.tensor(
+            self._stored_name(name), dtype or self.dtype, part=part, dim=dim
+        )
         self._mark_read(name)
         return tensor.to(self.device)
 
     def _read_matrix(
         self, name: str, shape: tuple[int, int], part: range | None = None, dim: int = 0
     ) -> Tensor | QuantizedMatrix:
+        if self._is_stored_transposed(name):
+            columns = part or range(shape[dim])
+            return self._read(name, shape[::-1], columns, 1 - dim).T.contiguous()
         self._check(name, shape)
         if self._can_keep is None:
             return self._read(name, shape, part, dim)
-        matrix = self.checkpoint.quantized(name, part=part, dim=dim)
+        matrix = self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim)
         if matrix is None or not self._can_keep(matrix):
             return self._read(name, shape, part, dim)
         self._mark_read(name)
@@ -186,9 +300,7 @@ class WeightReader:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._names:
-            raise self._error(f"the tensor {name!r} is missing")
-        found = tuple(self.checkpoint.shape(name))
+        found = self._shape(name)
         if found != shape:
             raise self._error(
                 f"the tensor {name!r} has shape {list(found)}, the config needs {list(shape)}"
@@ -207,15 +319,37 @@ class WeightReader:
         name = name if name == self._head else name.removeprefix(self._prefix)
         if match := _LAYER.match(name):
             return int(match[1]) in range(shard.num_layers) and int(match[1]) not in shard.layers
+        if name.startswith(_FIRST_STAGE):
+            return not shard.is_first
         if name == _EMBEDDING:
             return not (shard.is_first or (shard.is_last and self._is_tied))
-        return name in (self._head, _FINAL_NORM) and not shard.is_last
+        return (name == self._head or name.startswith(_LAST_STAGE)) and not shard.is_last
 
     def _size(self, name: str) -> int:
-        return math.prod(self.checkpoint.shape(name)) * self.dtype.itemsize
+        return math.prod(self._shape(name)) * self.dtype.itemsize
+
+    def _stored_name(self, name: str) -> str:
+        stored = self._stored.get(name)
+        if stored is None:
+            raise self._error(f"the tensor {name!r} is missing")
+        return stored
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.checkpoint.shape(self._stored_name(name)))
+
+    def _is_stored_transposed(self, name: str) -> bool:
+        """Return whether a matrix is stored as [inputs, outputs]."""
+        return self._is_transposed and _LAYER.search(name) is not None
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(self.checkpoint.path, problem)
+
+
+def _ordered(matrix: Tensor | QuantizedMatrix, order: Tensor | None) -> Tensor | QuantizedMatrix:
+    if order is None:
+        return matrix
+    order = order.to((matrix if isinstance(matrix, Tensor) else matrix.values_OD).device)
+    return matrix[order] if isinstance(matrix, Tensor) else matrix.select_rows(order)
 
 
 class DummyWeightReader(WeightReader):
@@ -225,11 +359,13 @@ class DummyWeightReader(WeightReader):
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self._names = set()
+        self._stored = {}
         self._unread = set()
         self._prefix = ""
         self._head = _HEAD
         self._can_keep = None
+        self._is_transposed = False
+        self._total = 0
 
     def _read(
         self,
@@ -245,6 +381,9 @@ class DummyWeightReader(WeightReader):
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Accept any name and shape."""
+
+    def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        return default
 
 
 def weight_reader(

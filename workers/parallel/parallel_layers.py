@@ -6,20 +6,24 @@ v this rank's share of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.layers import LayerKernels
+from ..layers.layers import LayerKernels, Linear
 from ..layers.spec import ModelSpec
 from ..quantization.matrix import Weight
 from .tensor_parallel import TensorParallel
 
 
 class RowParallelLinear:
-    """x_TI -> x @ weight.T + bias, where each rank has a part of the inputs."""
+    """x_TI -> x @ weight.T + bias, where each rank has a part of the inputs.
+
+    `adapt` changes the product of this rank's part.
+    """
 
     def __init__(
         self,
@@ -27,9 +31,12 @@ class RowParallelLinear:
         bias_O: Tensor | None,
         tensor_parallel: TensorParallel,
         kernels: LayerKernels,
+        adapt: Callable[[Linear], Linear] | None = None,
     ) -> None:
         is_alone = tensor_parallel.size == 1
         self.own = kernels.linear(weight, bias_O if is_alone else None)
+        if adapt is not None:
+            self.own = adapt(self.own)
         self._bias_O = None if is_alone else bias_O
         self._tensor_parallel = tensor_parallel
 
@@ -64,11 +71,12 @@ class VocabParallelHead:
     def __init__(
         self,
         weight: Weight,
+        bias_v: Tensor | None,
         spec: ModelSpec,
         tensor_parallel: TensorParallel,
         kernels: LayerKernels,
     ) -> None:
-        self._multiply = kernels.linear(weight)
+        self._multiply = kernels.linear(weight, bias_v)
         self._parts = tensor_parallel.parts(spec.vocab_size)
         self._spec = spec
         self._tensor_parallel = tensor_parallel

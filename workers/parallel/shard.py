@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..layers.spec import ModelSpec
+from ..layers.spec import ExpertsSpec, ModelSpec
 from .tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """The part of a layer's experts that one rank has: `elements` of the intermediate elements of each of `experts`.
+
+    Of the ranks that share an expert, one `adds_bias`. `elsewhere` are the experts of other ranks.
+    """
+
+    experts: range
+    elsewhere: tuple[int, ...]
+    elements: range
+    adds_bias: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
     """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel share of each of its layers.
 
-    The first stage has the embedding, the last one the final norm and the head.
+    The first stage has the embedding, the last one the final norm and the head. With `has_whole_experts` the ranks
+    divide the experts, otherwise the elements of each expert.
     """
 
     layers: range
     num_layers: int
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
+    has_whole_experts: bool = False
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> ModelShard:
@@ -26,15 +41,26 @@ class ModelShard:
 
     @classmethod
     def from_stage(
-        cls, spec: ModelSpec, stage: int, num_stages: int, tensor_parallel: TensorParallel
+        cls,
+        spec: ModelSpec,
+        stage: int,
+        num_stages: int,
+        tensor_parallel: TensorParallel,
+        *,
+        has_whole_experts: bool = False,
     ) -> ModelShard:
         """Return the shard of a stage.
 
-        Stages differ by at most one layer. The last one, which has the head, has the fewest.
+        Stages differ by at most one layer. The last one, which has the head, has the fewest. A layer that reads the
+        keys and values of another is in the same stage. If that needs a longer last stage, the others share the rest.
         """
         num_layers = len(spec.layers)
-        start, stop = (-(-num_layers * i // num_stages) for i in (stage, stage + 1))
-        return cls(range(start, stop), num_layers, tensor_parallel)
+        starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
+        limit = spec.first_source
+        if limit is not None and starts[-1] > limit:
+            starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
+        start, stop = [*starts, num_layers][stage : stage + 2]
+        return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts)
 
     @property
     def is_first(self) -> bool:
@@ -53,3 +79,14 @@ class ModelShard:
     def kv_heads(self, spec: ModelSpec) -> range:
         """Return the key/value heads of this rank's query heads; several ranks may have the same one."""
         return self.tensor_parallel.part(spec.num_kv_heads)
+
+    def placement(self, experts: ExpertsSpec) -> ExpertPlacement:
+        """Return the part of a layer's experts that this rank has."""
+        parallel = self.tensor_parallel
+        every = range(experts.num_experts)
+        if not self.has_whole_experts:
+            elements = parallel.part(experts.intermediate_size)
+            return ExpertPlacement(every, (), elements, adds_bias=parallel.rank == 0)
+        own = parallel.part(experts.num_experts)
+        elsewhere = tuple(expert for expert in every if expert not in own)
+        return ExpertPlacement(own, elsewhere, range(experts.intermediate_size), adds_bias=True)

@@ -10,6 +10,7 @@ from .compressed_integers import CompressedIntegerScheme
 from .float8 import Float8Scheme
 from .gptq import GPTQScheme
 from .matrix import ActivationScheme
+from .microscaling import MXFP4Scheme
 from .scheme import QuantizationScheme, UnsupportedScheme
 
 
@@ -22,6 +23,8 @@ def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
         return AWQScheme(config)
     if method == "gptq":
         return GPTQScheme(config)
+    if method == "mxfp4":
+        return MXFP4Scheme()
     if method == "compressed-tensors":
         return _compressed_tensors(config)
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))

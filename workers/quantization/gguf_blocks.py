@@ -14,6 +14,8 @@ from ...protocol.checkpoint.gguf import GGMLQuantizationType
 from .matrix import QuantizedMatrix
 
 _BLOCK = 32
+_LARGEST_SCALE = torch.finfo(torch.float16).max / 16
+"""The offset of a block, at most 16 times its scale, must be a float16 as well."""
 
 
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
@@ -34,7 +36,18 @@ def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
         return GGMLQuantizationType.Q4_0 if is_symmetric else GGMLQuantizationType.Q4_1
     if matrix.bits == 8 and isinstance(zero, int) and zero == 128:
         return GGMLQuantizationType.Q8_0
+    if matrix.bits == 5 and isinstance(zero, int) and zero == 16:
+        return GGMLQuantizationType.Q5_0
     return None
+
+
+def fits_block_scales(matrix: QuantizedMatrix) -> bool:
+    """Return whether float16 can hold the largest scales of a matrix and the offsets of its blocks.
+
+    The scales of MXFP4 have the exponents of float32. Scales below those of float16 become 0.
+    """
+    scale_OG = matrix.scale_OG.float()
+    return not bool((scale_OG.isfinite() & (scale_OG.abs() > _LARGEST_SCALE)).any())
 
 
 def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
@@ -49,6 +62,10 @@ def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
         if matrix.offset_OG is not None:
             offset_OG += matrix.offset_OG.float()
         parts.append(_of_blocks(matrix, offset_OG))
+    if stored_as is GGMLQuantizationType.Q5_0:
+        fifths = (values_OBN >> 4).int() << torch.arange(_BLOCK, dtype=torch.int32)
+        parts.append(fifths.sum(2, dtype=torch.int32).unsqueeze(2).view(torch.uint8))
+        values_OBN = values_OBN & 15
     if stored_as is GGMLQuantizationType.Q8_0:
         parts.append(values_OBN ^ 128)
     else:

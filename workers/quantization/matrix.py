@@ -64,6 +64,21 @@ class QuantizedMatrix:
             x_OD = torch.empty_like(x_OD).index_copy_(1, self.column_order_D, x_OD)
         return x_OD.to(dtype)
 
+    def select_rows(self, index_O: Tensor) -> QuantizedMatrix:
+        """Return these rows of the matrix, in this order."""
+
+        def selected(x: Tensor) -> Tensor:
+            # torch cannot select from float8, so the bytes are selected.
+            return x.view(torch.uint8)[index_O].view(x.dtype) if x.itemsize == 1 else x[index_O]
+
+        return replace(
+            self,
+            values_OD=selected(self.values_OD),
+            scale_OG=self.scale_OG if len(self.scale_OG) == 1 else self.scale_OG[index_O],
+            zero_OG=self.zero_OG if isinstance(self.zero_OG, int) else self.zero_OG[index_O],
+            offset_OG=None if self.offset_OG is None else self.offset_OG[index_O],
+        )
+
     def to(self, device: torch.device) -> QuantizedMatrix:
         """Return the matrix on a device."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits) and compressed-tensors "
+    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits), mxfp4 and compressed-tensors "
     "(float-quantized, int-quantized, pack-quantized with 4 and 8 bits)"
 )
 """The alternatives that an error suggests if a scheme is not supported."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +18,7 @@ from .messages import (
     LENGTH,
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
+    OUT_OF_MEMORY,
     SCHEMAS,
 )
 
@@ -28,18 +30,24 @@ MAX_WALL_S: Final = 60.0
 MAX_BODIES: Final = 100
 """Bodies after which a process is replaced, which bounds the memory that it keeps."""
 
+PIECE_BYTES: Final = 1 << 16
+
 RETRY_AFTER_S: Final = 1.0
 
 
 class DecoderPool:
-    """A pool of processes that start on demand. A body that kills its process fails only its own request."""
+    """A pool of processes that start on demand. A body that kills its process fails only its own request.
+
+    A process that waits for a body may be killed, too. So if one that has decoded bodies before ends for no known
+    reason, the body goes once to a new process.
+    """
 
     def __init__(self, *, strict: bool, log_level: str) -> None:
         self._arguments = (str(strict), log_level)
         self._idle: list[_Decoder] = []
         self._slots = asyncio.Semaphore(NUM_PROCESSES)
 
-    async def decode(self, schema: type[msgspec.Struct], body: Body) -> bytes:
+    async def decode(self, schema: type[msgspec.Struct], body: Body) -> bytearray:
         """Return the decoded body or its rejection, encoded for `unpack`.
 
         Raises:
@@ -47,21 +55,33 @@ class DecoderPool:
                 time (503).
         """
         async with self._slots:
-            decoder = self._idle.pop() if self._idle else None
-            if decoder is None or not decoder.is_alive:
-                decoder = _Decoder(await self._start())
-            reply = None
-            try:
-                async with asyncio.timeout(MAX_WALL_S):
-                    reply = await decoder.decode(SCHEMAS.index(schema), body)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError):
-                raise await decoder.find_cause() from None
-            finally:
-                if reply is not None and decoder.num_bodies < MAX_BODIES:
-                    self._idle.append(decoder)
-                else:
-                    decoder.kill()
-        return reply
+            while self._idle:
+                decoder = self._idle.pop()
+                if decoder.is_alive:
+                    with contextlib.suppress(_EndedEarly):
+                        return await self._decode(decoder, schema, body)
+                    break
+            return await self._decode(_Decoder(await self._start()), schema, body)
+
+    async def _decode(
+        self, decoder: _Decoder, schema: type[msgspec.Struct], body: Body
+    ) -> bytearray:
+        reply = None
+        try:
+            async with asyncio.timeout(MAX_WALL_S):
+                reply = await decoder.decode(SCHEMAS.index(schema), body)
+            return reply
+        except TimeoutError:
+            raise unavailable(
+                f"the request body was not decoded in {MAX_WALL_S:g} s", RETRY_AFTER_S
+            ) from None
+        except (OSError, asyncio.IncompleteReadError):
+            raise await decoder.find_cause() from None
+        finally:
+            if reply is not None and decoder.num_bodies < MAX_BODIES:
+                self._idle.append(decoder)
+            else:
+                decoder.kill()
 
     async def _start(self) -> Process:
         try:
@@ -77,6 +97,10 @@ class DecoderPool:
             raise unavailable(
                 f"no process can be started to decode a large body: {error.strerror}", RETRY_AFTER_S
             ) from None
+
+
+class _EndedEarly(Exception):
+    """A process ended for an unknown reason, perhaps before it received the body."""
 
 
 class _Decoder:
@@ -96,7 +120,7 @@ class _Decoder:
         if self.is_alive:
             self._process.kill()
 
-    async def decode(self, schema: int, body: Body) -> bytes:
+    async def decode(self, schema: int, body: Body) -> bytearray:
         """Return the encoded reply.
 
         Raises:
@@ -111,26 +135,31 @@ class _Decoder:
             self._bodies.write(part)
             await self._bodies.drain()
         [size] = LENGTH.unpack(await self._replies.readexactly(LENGTH.size))
-        return await self._replies.readexactly(size)
+        reply, num_read = bytearray(size), 0
+        while num_read < size:
+            # Reading a large reply at once would copy it on the event loop.
+            piece = await self._replies.read(min(size - num_read, PIECE_BYTES))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", size)
+            reply[num_read : num_read + len(piece)] = piece
+            num_read += len(piece)
+        return reply
 
     def _verify_open(self) -> None:
         """Raise BrokenPipeError if the process has ended, because uvloop's write would raise RuntimeError."""
         if self._bodies.is_closing():
             raise BrokenPipeError
 
-    async def find_cause(self) -> APIError:
-        """Return the error for a body whose process ended or did not reply in time."""
-        is_late = self.is_alive and not self._replies.at_eof()
+    async def find_cause(self) -> APIError | _EndedEarly:
+        """Return the error for a body whose process has ended."""
         self.kill()
         code = await self._process.wait()
-        if is_late:
-            return unavailable(
-                f"the request body was not decoded in {MAX_WALL_S:g} s", RETRY_AFTER_S
-            )
         if code == -signal.SIGPROF:
             reason = f"takes more than {MAX_CPU_S} s of processor time to decode"
-        else:
+        elif code == OUT_OF_MEMORY or self.num_bodies == 1:
             reason = f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to decode"
+        else:
+            return _EndedEarly()
         return bad_request(
             None, f"the request body {reason}; send less in one request", "body_too_complex"
         )

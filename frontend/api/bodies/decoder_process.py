@@ -24,6 +24,7 @@ from .messages import (
     LENGTH,
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
+    OUT_OF_MEMORY,
     SCHEMAS,
     Refused,
     Reply,
@@ -73,7 +74,7 @@ def main() -> None:
         try:
             reply = encode_reply(_decode(decoders[index], body, num_values))
         except MemoryError:
-            os._exit(1)
+            os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(LENGTH.pack(len(reply)))
         replies.write(reply)

@@ -13,7 +13,7 @@ from ..serving import Serving
 from .body import BodyDecoder, read_body
 from .decoder_pool import DecoderPool
 from .messages import unpack
-from .request_memory import MemoryLease, RequestMemory
+from .request_memory import MemoryLease
 from .structure import FREE_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -43,11 +43,10 @@ class Intake:
         limits = serving.config.frontend
         self._max_body_bytes = limits.max_body_bytes
         self._decoders = DecoderPool(strict=limits.strict, log_level=limits.log_level)
-        self._memory = RequestMemory(max(limits.max_request_memory, 2 * limits.max_body_bytes))
 
     def lease(self) -> MemoryLease:
         """Return a request's share of the memory for large bodies; enter it until the request ends."""
-        return self._memory.lease()
+        return self._serving.request_memory.lease()
 
     async def receive(
         self, scope: Scope, receive: Receive, decoder: BodyDecoder[T], lease: MemoryLease

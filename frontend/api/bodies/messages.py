@@ -9,14 +9,19 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ...http.errors import APIError
+from ...http.errors import APIError, bad_request
 from ..schema import (
     WITHOUT_EFFECT,
     BatchChatCompletionRequest,
     ChatCompletionRequest,
+    ClassificationRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 
@@ -33,6 +38,11 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     TokenizeRequest,
     DetokenizeRequest,
     GenerationRequest,  # A completion or a chat completion.
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 
 MAX_CPU_S: Final = 5
@@ -42,11 +52,26 @@ MAX_MEMORY_BYTES: Final = 1 << 30
 """Maximum memory for decoding one body, in bytes."""
 
 
-class Decoded(msgspec.Struct, tag=0, array_like=True):
-    """A decoded request without its token ids, which travel separately as 64-bit integers.
+OUT_OF_MEMORY: Final = 3
+"""Exit code of a process whose body needed more."""
 
-    `token_ids` is the prompt if it is one list of ids, `token_lists` if it is several. `fields` is MessagePack, or JSON
-    if a number does not fit in 64 bits.
+
+LONG_TEXT: Final = 1 << 20
+"""Longest text in characters that is decoded at once, which blocks all other threads."""
+
+PIECE: Final = 1 << 16
+"""Characters of a piece of a longer text."""
+
+_TEXT: Final = 1
+"""The MessagePack extension type of a long text in a message: its position in `Decoded.texts`."""
+
+
+class Decoded(msgspec.Struct, tag=0, array_like=True):
+    """A decoded request without its token ids and long texts, which travel separately.
+
+    `token_ids` is the prompt if it is one list of ids, `token_lists` if it is several, as 64-bit integers. `texts` are
+    the pieces of long texts; with `is_prompt`, there is one, the prompt. `fields` is MessagePack, or JSON if a number
+    does not fit in 64 bits.
     """
 
     schema: int
@@ -54,6 +79,8 @@ class Decoded(msgspec.Struct, tag=0, array_like=True):
     is_json: bool = False
     token_ids: bytes | None = None
     token_lists: list[bytes] | None = None
+    texts: list[list[memoryview]] | None = None
+    is_prompt: bool = False
 
 
 class Refused(msgspec.Struct, tag=1, array_like=True):
@@ -90,9 +117,14 @@ def pack(request: Any) -> tuple[Decoded, int]:
         num_token_ids = _pack_token_ids(request.prompt, decoded)
         if num_token_ids:
             request.prompt = None
+    _pack_texts(request, decoded)
     try:
         decoded.fields = _encode(request)
     except OverflowError:
+        if decoded.texts:
+            raise bad_request(
+                None, "the request body has a number that does not fit in 64 bits"
+            ) from None
         decoded.fields, decoded.is_json = msgspec.json.encode(request), True
     return decoded, num_token_ids
 
@@ -111,7 +143,29 @@ def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
     return len(values)
 
 
-def unpack(reply: bytes) -> Any:
+def _pack_texts(request: Any, decoded: Decoded) -> None:
+    """Move long texts of the prompt or of the messages to the message."""
+    texts: list[list[memoryview]] = []
+
+    def move(value: Any) -> Any:
+        if isinstance(value, str) and len(value) > LONG_TEXT:
+            starts = range(0, len(value), PIECE)
+            texts.append([memoryview(value[at : at + PIECE].encode()) for at in starts])
+            return msgspec.msgpack.Ext(_TEXT, LENGTH.pack(len(texts) - 1))
+        if isinstance(value, dict):
+            return {key: move(item) for key, item in value.items()}
+        return [move(item) for item in value] if isinstance(value, list) else value
+
+    if isinstance(prompt := getattr(request, "prompt", None), str):
+        if len(prompt) > LONG_TEXT:
+            move(prompt)
+            request.prompt, decoded.is_prompt = None, True
+    elif (messages := getattr(request, "messages", None)) is not None:
+        request.messages = move(messages)
+    decoded.texts = texts or None
+
+
+def unpack(reply: bytes | bytearray) -> Any:
     """Return the request of a reply, with its token ids as numpy arrays.
 
     Raises:
@@ -122,8 +176,21 @@ def unpack(reply: bytes) -> Any:
         raise APIError(decoded.status, decoded.message, param=decoded.param, code=decoded.code)
     schema = SCHEMAS[decoded.schema]
     request: Any
+    texts = [
+        # Other threads can run between the pieces.
+        "".join([str(piece, "utf-8") for piece in pieces])
+        for pieces in decoded.texts or ()
+    ]
     if decoded.is_json:
         request = msgspec.json.decode(decoded.fields, type=schema)
+    elif texts:
+
+        def find_text(_: int, index: memoryview) -> str:
+            return texts[int.from_bytes(index, "little")]
+
+        request = msgspec.msgpack.decode(decoded.fields, type=schema, ext_hook=find_text)
+        if decoded.is_prompt:
+            [request.prompt] = texts
     else:
         request = _decoders[decoded.schema](decoded.fields)
     if decoded.token_ids is not None:

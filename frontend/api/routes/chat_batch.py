@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from ...client.engine_client import Delta, RequestGroup, Sequence
 from ...http.errors import APIError, bad_request
+from ...http.json_pieces import encode_list
 from ..answer import Answer
 from ..bodies.intake import Intake
 from ..endpoint import NewAnswer
@@ -100,15 +101,17 @@ class _Answer(Answer[ChatCompletionRequest]):
         self._new_answers = new_answers
 
     def whole(self, outputs: list[Delta]) -> Json:
-        choices = []
+        choices = encode_list(self._choices(outputs), at_once=1)
+        return self.envelope | {"choices": choices, "usage": self.usage()}
+
+    def _choices(self, outputs: list[Delta]) -> Iterator[Json]:
         for i, new_answer in enumerate(self._new_answers):
             part = slice(i * self._num_candidates, (i + 1) * self._num_candidates)
             conversation = _Conversation(self._group.sequences[part])
             answer = new_answer(conversation, self.envelope).whole(outputs[part])
             [choice] = answer["choices"]
             prompt = {name: answer[name] for name in ("prompt_logprobs", "prompt_token_ids")}
-            choices.append(choice | {"index": i} | prompt)
-        return self.envelope | {"choices": choices, "usage": self.usage()}
+            yield choice | {"index": i} | prompt
 
     def usage_so_far(self) -> Json:
         return self._count_usage(predicts=self.request.prediction is not None)

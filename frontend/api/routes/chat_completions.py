@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,11 +40,10 @@ from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 class ChatPlan:
     """The verified fields of a request, except its conversation.
 
-    `params` are verified, but their `max_tokens` depends on the prompt. `shown_tools` are those that the model sees.
+    `params` are verified, but their `max_tokens` depends on the prompt.
     """
 
     tools: ToolChoice
-    shown_tools: tuple[dict[str, Any], ...]
     params: SamplingParams
     predicted_token_ids: npt.NDArray[np.int32] | None
 
@@ -85,19 +83,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         run = serving.grammar_checks.run
         tools = await run(body_size, parse_tool_choice, request)
         asked_for = await run(body_size, parse_constraint, request)
-        constraint, shown_tools = tools.constraint or asked_for, tools.shown
+        constraint = tools.constraint or asked_for
         if tools.mode is ToolMode.AUTO:
             constraint = await self._constrain_auto(tools, asked_for, receive)
-            if tools.is_limited and constraint is None:
-                # No grammar can exclude the other tools, so the model does not see them.
-                shown_tools = tuple(
-                    tool for tool in shown_tools if tool["function"]["name"] in tools.names
-                )
         params = self._params(request, tools, constraint)
         self._verify(params, request)
         params.structured_output = await serving.verify_constraint(constraint, receive)
         predicted = await encode_prediction(serving, request.prediction)
-        return ChatPlan(tools, shown_tools, params, predicted if len(predicted) else None)
+        return ChatPlan(tools, params, predicted if len(predicted) else None)
 
     async def _prepare_conversation(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
@@ -112,12 +105,12 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             serving,
             request,
             size,
-            tools=plan.shown_tools,
+            tools=plan.tools.shown,
             add_special_tokens=bool(request.add_special_tokens),
             template_kwargs=_reasoning_kwargs(request),
         )
         token_ids, max_tokens = fit_context(
-            np.array(chat.token_ids, np.int32),
+            np.asarray(chat.token_ids, np.int32),
             "messages",
             max_tokens=params.max_tokens,
             max_tokens_limit=serving.max_tokens_limit,
@@ -144,10 +137,10 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         if constraint is not None and verified is not None:
             verified = msgspec.structs.replace(verified, is_isolated=False)
             constraint = replace(constraint, structured_output=verified)
-            rules = self._serving.call_rules(tools.names, parallel=tools.is_parallel)
+            rules = self._serving.call_rules(tuple(tools.functions), parallel=tools.is_parallel)
             return allow_calls(constraint, rules)
         if tools.is_limited:
-            return self._serving.limit_calls(tools.names, parallel=tools.is_parallel)
+            return self._serving.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
         return None
 
     def _params(
@@ -168,7 +161,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             constraint=constraint,
         )
         if tools.mode is ToolMode.AUTO:
-            self._serving.new_tool_parser()  # Raises APIError if there is none.
+            _ = self._serving.call_format  # Raises APIError if there is none.
             # Some models mark calls with special tokens, which the parser must see.
             params.skip_special_tokens = False
         if self._serving.has_special_reasoning_marks:
@@ -223,7 +216,7 @@ class _Choice:
             case ToolMode.REQUIRED:
                 return ForcedCallParser(RequiredCalls(new_id))
             case ToolMode.AUTO:
-                return self._answer.serving.new_tool_parser()
+                return self._answer.serving.new_tool_parser(tools.functions)
             case ToolMode.NONE:
                 return None
 
@@ -312,12 +305,13 @@ class _Answer(Answer[ChatCompletionRequest]):
         )
 
     def whole(self, outputs: list[Delta]) -> Json:
-        answer = self.envelope | {
-            "choices": [
-                self._whole_choice(index, self.choices[position], outputs[position])
-                for index, position in enumerate(self.best_positions(outputs))
-            ]
-        }
+        choices = self.render_choices(
+            outputs,
+            lambda index, position: self._whole_choice(
+                index, self.choices[position], outputs[position]
+            ),
+        )
+        answer = self.envelope | {"choices": choices}
         answer["usage"] = self.usage()
         answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if self.request.prompt_logprobs is not None:
@@ -376,15 +370,11 @@ class _Chunks(Chunks[_Answer]):
         )
         self._without_role = set(range(len(answer.choices)))
 
-    def encode(self, update: list[Sequence]) -> bytes:
-        if not self._without_role:
-            return super().encode(update)
-        begun = self._without_role.intersection(sequence.position for sequence in update)
-        self._without_role -= begun
-        # Count before any output is read, so that continuous usage excludes tokens of later chunks.
-        self.count_usage()
-        openings = b"".join(map(self._opening, sorted(begun)))
-        return openings + super().encode(update)
+    def encode(self, sequence: Sequence) -> bytes:
+        if sequence.position not in self._without_role:
+            return super().encode(sequence)
+        self._without_role.remove(sequence.position)
+        return self._opening(sequence.position) + super().encode(sequence)
 
     def _render(self, sequence: Sequence) -> bytes:
         """Return the chunk with the new output; b"" while the parsers hold it back."""

@@ -21,7 +21,7 @@ from ..generation import (
     PreparedPrompt,
 )
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
-from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_characters
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
 from ..sampling import sampling_params
 from ..schema import UNLIMITED, CompletionRequest
 from ..serving import Serving
@@ -64,12 +64,12 @@ class Completions(Endpoint[CompletionRequest]):
         for prompt in texts:
             serving.verify_tokenizer(prompt.param)
             if request.truncate_prompt_tokens is None:
-                verify_characters(prompt.text or "", prompt.param, model.max_model_len)
+                verify_num_characters(len(prompt.text or ""), prompt.param, model.max_model_len)
         encoded = await serving.encode(
             [p.text or "" for p in texts], request.add_special_tokens is not False
         )
         for prompt, token_ids in zip(texts, encoded, strict=True):
-            prompt.token_ids = np.array(token_ids, np.int32)
+            prompt.token_ids = np.asarray(token_ids, np.int32)
         prepared: list[PreparedPrompt] = []
         for prompt in prompts:
             prepared.append(self._fit(prompt, request, params))
@@ -214,6 +214,10 @@ class _Answer(Answer[CompletionRequest]):
             )
         return choice
 
+    @property
+    def shows_prompt(self) -> bool:
+        return super().shows_prompt or bool(self.request.echo)
+
     def usage_so_far(self) -> Json:
         only_prompt = _only_scores_prompt(self.request)
         return self._count_usage(num_completion_tokens=0 if only_prompt else None)
@@ -223,10 +227,12 @@ class _Answer(Answer[CompletionRequest]):
             super().add_to_usage(usage, num_tokens)
 
     def whole(self, outputs: list[Delta]) -> Json:
-        choices = [
-            self.choice(position).render(outputs[position]) | {"index": index}
-            for index, position in enumerate(self.best_positions(outputs))
-        ]
+        choices = self.render_choices(
+            outputs,
+            lambda index, position: (
+                self.choice(position).render(outputs[position]) | {"index": index}
+            ),
+        )
         return self.envelope | {"choices": choices, "usage": self.usage()}
 
     def chunks(self) -> ChunkEncoder:

@@ -23,7 +23,7 @@ class Management:
 
     async def models(self, request: Request) -> Response:
         """List the served model names."""
-        cards = [self._card(name) for name in self._serving.config.model.served_names]
+        cards = [self._card(name) for name in self._serving.served_models]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -34,13 +34,14 @@ class Management:
 
     def _card(self, name: str) -> dict[str, object]:
         model = self._serving.config.model
+        adapter = model.loras.get(name)
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "engine",
-            "root": model.model,
-            "parent": None,
+            "root": adapter or model.model,
+            "parent": adapter and model.served_names[0],
             "max_model_len": model.max_model_len,
         }
 

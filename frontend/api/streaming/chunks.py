@@ -25,11 +25,11 @@ class Chunks(ABC, Generic[AnswerT]):
 
     __slots__ = (
         "_answer",
-        "_continuous_usage",
         "_heads",
         "_include_usage",
         "_is_plain",
         "_tail",
+        "_uncounted_prompts",
         "_usage",
     )
 
@@ -47,31 +47,25 @@ class Chunks(ABC, Generic[AnswerT]):
         self._include_usage = answer.serving.config.frontend.force_include_usage or bool(
             options and options.include_usage
         )
-        self._continuous_usage = bool(
-            self._include_usage and options and options.continuous_usage_stats
-        )
-        self._is_plain = is_plain and not self._continuous_usage
+        self._usage: Json | None = None
+        self._uncounted_prompts: set[int] = set()
+        if self._include_usage and options and options.continuous_usage_stats:
+            self._usage = answer.usage_so_far()
+            self._uncounted_prompts = answer.first_positions()
+        self._is_plain = is_plain and self._usage is None
         envelope = b"data: " + encode_whole(answer.envelope)[:-1]
         self._heads = [
             b'%b,"choices":[{"index":%d,%b' % (envelope, index, before)
             for index in range(num_choices)
         ]
         self._tail = _plain_tail(after, self._include_usage)
-        self._usage: Json | None = None
 
-    def encode(self, update: list[Sequence]) -> bytes:
-        """Return the events for the new output of these sequences.
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output of a sequence.
 
         Raises:
-            APIError: A sequence failed.
+            APIError: The sequence failed.
         """
-        if self._continuous_usage:
-            self.count_usage()
-        if len(update) == 1:
-            return self._encode_sequence(update[0])
-        return b"".join(map(self._encode_sequence, update))
-
-    def _encode_sequence(self, sequence: Sequence) -> bytes:
         if not self._is_plain or sequence.finish_reason is not None:
             return self._render(sequence)
         text = sequence.read_text()
@@ -87,10 +81,6 @@ class Chunks(ABC, Generic[AnswerT]):
             APIError: The sequence failed.
         """
 
-    def count_usage(self) -> None:
-        """Count all tokens read so far. This is slow for many sequences, so `read` only adds to the count."""
-        self._usage = self._answer.usage_so_far() if self._continuous_usage else None
-
     def read(self, sequence: Sequence) -> Delta:
         """Return the new output of a sequence.
 
@@ -101,6 +91,9 @@ class Chunks(ABC, Generic[AnswerT]):
         delta = sequence.read_some()
         if self._usage is not None:
             self._answer.add_to_usage(self._usage, sequence.num_read_tokens - num_before)
+            if sequence.position in self._uncounted_prompts:
+                self._uncounted_prompts.remove(sequence.position)
+                self._answer.add_cached_tokens(self._usage, sequence.num_cached_tokens)
         raise_if_failed(delta)
         return delta
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from starlette.types import Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
-from ...client.request_group import STREAMED_AT_ONCE
 from ...http.errors import APIError, internal_error
 from ...http.json_pieces import encode_whole
 from ..generation import ClientWatch
 
 logger = logging.getLogger(__name__)
+
+WRITE_S: Final = 0.002
+"""Seconds that a stream encodes before other streams and callbacks run."""
 
 KEEP_ALIVE_S: Final = 15.0
 """Seconds without an event before a comment is sent, so that proxies keep the connection open."""
@@ -52,11 +55,11 @@ def _error_event(error: APIError) -> bytes:
 class ChunkEncoder(Protocol):
     """Encodes the new output of sequences as events."""
 
-    def encode(self, update: list[Sequence]) -> bytes:
-        """Return the events; b"" if the output needs none.
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events of a sequence; b"" if its output needs none.
 
         Raises:
-            APIError: A sequence failed.
+            APIError: The sequence failed.
         """
 
     def closing(self) -> bytes:
@@ -89,7 +92,6 @@ class EventStream:
         "_connection",
         "_ended",
         "_group",
-        "_is_more_scheduled",
         "_keep_alive_s",
         "_send",
         "_started",
@@ -104,7 +106,6 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._started = False
         self._was_silent = False
-        self._is_more_scheduled = False
 
     async def run(self, receive: Receive, group: RequestGroup, chunks: ChunkEncoder) -> None:
         """Write until every sequence has finished or the client is gone.
@@ -147,7 +148,9 @@ class EventStream:
         try:
             async with asyncio.timeout(self._keep_alive_s):
                 while not body and (update := await self._group.wait_for_updates()):
-                    body = self._chunks.encode(update)
+                    body = self._encode(update)
+                    if not body:
+                        await asyncio.sleep(0)
         except TimeoutError:
             return KEEP_ALIVE
         return body
@@ -155,43 +158,50 @@ class EventStream:
     async def _write_all(self, first: bytes) -> None:
         group, connection = self._group, self._connection
         keep_alive = asyncio.create_task(self._keep_alive())
-        group.on_update = connection.on_writable = self._write_updates
+        group.on_update, connection.on_writable = self._write_updates, group.wake_soon
         try:
             if first:
                 connection.write_chunk(first)
-            self._write_updates()
+            group.wake_soon()
             await self._ended
         finally:
             group.on_update = connection.on_writable = None
             keep_alive.cancel()
 
-    def _write_updates(self) -> None:
+    def _write_updates(self) -> bool:
+        """Write new output for about `WRITE_S`. Return whether there is more."""
         connection, group = self._connection, self._group
         if connection.is_paused:
-            return
+            return False
         try:
-            body = self._chunks.encode(group.take_updates(STREAMED_AT_ONCE))
+            body = self._encode(group.take_updates())
             if body:
                 self._was_silent = False
                 connection.write_chunk(body)
         except Exception as error:
             self._end(error)
-            return
-        if group.updates:
-            self._write_more_soon()
-        elif not group.num_unfinished:
+            return False
+        if not group.updates and not group.num_unfinished:
             self._end(None)
+        return bool(group.updates)
 
-    def _write_more_soon(self) -> None:
-        """Write the rest after other callbacks have run."""
-        if not self._is_more_scheduled:
-            self._is_more_scheduled = True
-            asyncio.get_running_loop().call_soon(self._write_more)
+    def _encode(self, update: list[Sequence]) -> bytes:
+        """Return the events of the first of these sequences, and give the others back after `WRITE_S`.
 
-    def _write_more(self) -> None:
-        self._is_more_scheduled = False
-        if not self._ended.done():
-            self._write_updates()
+        Raises:
+            APIError: A sequence failed.
+        """
+        encode = self._chunks.encode
+        if len(update) == 1:
+            return encode(update[0])
+        end = time.monotonic() + WRITE_S
+        pieces: list[bytes] = []
+        for num_read, sequence in enumerate(update, 1):
+            pieces.append(encode(sequence))
+            if num_read < len(update) and time.monotonic() > end:
+                self._group.give_back(update[num_read:])
+                break
+        return b"".join(pieces)
 
     def _end(self, error: Exception | None) -> None:
         """Stop writing at once, though the task of `run` may resume later."""

@@ -69,16 +69,14 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     return constraints[0] if constraints else None
 
 
-def allow_calls(constraint: Constraint, call_rules: str | None) -> Constraint | None:
-    """Return a constraint that also permits tool calls; None if `call_rules` is None.
+def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
+    """Return a constraint that also permits tool calls.
 
     A grammar of the client's own is returned unchanged, because it can describe calls itself.
     """
     answer = lark_expression(constraint.structured_output)
     if answer is None:
         return constraint
-    if call_rules is None:
-        return None
     grammar = f"%llguidance {{}}\nstart: answer | calls\nanswer: {answer}\n{call_rules}"
     output = StructuredOutput(GrammarKind.LARK, grammar)
     return Constraint(constraint.param, output)

@@ -9,8 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Final
 
-from ...chat import ToolCallDelta
-from ...chat.tools import ToolDelta
+from ...chat import ToolCallDelta, ToolDelta
 
 _FIRST_CHARACTERS_OF_JSON: Final = '{["-0123456789tfn'
 

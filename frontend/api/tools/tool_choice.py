@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ...chat import Parameters
 from ...http.errors import bad_request, echo, reject_deep_nesting
 from ..schema import ChatCompletionRequest
 from ..structured.constraint import Constraint, parse_constraint
@@ -37,7 +39,7 @@ class ToolChoice:
     Attributes:
         mode: Whether calls are possible or forced.
         name: The tool of NAMED.
-        names: The tools of AUTO.
+        functions: The parameters of the tools of AUTO by name.
         constraint: The constraint on the text in the forced modes.
         shown: The tools in the form that templates read, in every mode except NONE.
         custom: The names of the custom tools that may be called.
@@ -49,7 +51,7 @@ class ToolChoice:
 
     mode: ToolMode
     name: str = ""
-    names: tuple[str, ...] = ()
+    functions: Mapping[str, Parameters] = field(default_factory=dict)
     constraint: Constraint | None = None
     shown: tuple[dict[str, Any], ...] = ()
     custom: frozenset[str] = frozenset()
@@ -83,7 +85,7 @@ def parse_tool_choice(request: ChatCompletionRequest) -> ToolChoice:
     if choice == "auto":
         return ToolChoice(
             ToolMode.AUTO,
-            names=tuple(allowed),
+            functions={name: tool.schema for name, tool in allowed.items()},
             shown=shown,
             custom=custom,
             is_limited=len(allowed) < len(tools),

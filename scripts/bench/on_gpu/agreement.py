@@ -1,4 +1,4 @@
-"""Whether a model generates the same on a GPU as on a CPU, in every way in which a step may run there.
+"""Check that a model generates the same on a GPU as on a CPU, with every way of running a step.
 
 Some requests have prompts that come in chunks, while others decode; tokens are the most likely ones, or sampled. In
 float32 they have to be those of plain torch on a CPU. In bfloat16 a model of random weights takes another token now and
@@ -49,7 +49,7 @@ GROUP_SIZE = 32
 """Columns that share a scale in 4 bits: as in GGUF, so few that each is scaled before it is multiplied."""
 
 INPUT_SCALE = 0.05
-"""Of what is multiplied with static float8: up to 22."""
+"""Scale of inputs of static float8 products, which are up to 22."""
 
 _PACKED_INTEGERS = {
     "quant_method": "compressed-tensors",
@@ -79,7 +79,7 @@ class Said:
 
 
 def write(shape: Shape, directory: Path, quantization: str | None = None) -> Path:
-    """A checkpoint of random weights, so large that logits are far apart.
+    """Write a checkpoint of random weights, so large that logits are far apart.
 
     Its layers are stored as `quantization` says; then attention has biases, too.
     """
@@ -122,7 +122,7 @@ def _packed(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _float8(weight_OD: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With a scale a row."""
+    """Quantize with one scale per row."""
     scale_O1 = weight_OD.abs().amax(1, keepdim=True) / 448
     return {"weight": (weight_OD / scale_O1).to(torch.float8_e4m3fn), "weight_scale": scale_O1}
 
@@ -137,7 +137,7 @@ QUANTIZATIONS = {
     "float8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _float8),
     "static float8": ({"quant_method": "fp8", "activation_scheme": "static"}, _static_float8),
 }
-"""What a config says of it, and what a matrix is stored as."""
+"""The entry of the config, and the function that stores a matrix, for each format."""
 
 
 def config(
@@ -179,7 +179,7 @@ def say(
     sampled: bool = False,
     moved: bool = False,
 ) -> Said:
-    """Every request has `num_tokens` to say, and begins one step after the one before it.
+    """Generate `num_tokens` for every request, each starting one step after the previous one.
 
     Without `scored` greedy tokens are chosen within the captured graph. With `moved` the longest prompt's first blocks
     go to the host tier while it is computed, and come back to other blocks.
@@ -268,7 +268,7 @@ def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
 
 
 def compared(expected: Said, said: Said) -> dict[str, float]:
-    """Of requests the share with the same tokens, of tokens that before the first other one; log-probabilities."""
+    """Return the fractions of equal requests and of tokens before a difference, and the log-probabilities."""
     num_same, apart = [], 0.0
     for index, tokens in enumerate(expected.tokens):
         same = [a == b for a, b in zip(tokens, said.tokens[index], strict=True)]
@@ -300,14 +300,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16, static float8": {"dtype": "bfloat16", "quantization": "static float8"},
 }
 COURSE = ("scored", "sampled", "moved")
-"""Of a way: what is not in the engine's configuration."""
+"""Settings of a way of running that are not in the engine's configuration."""
 
 EAGERLY = ", without graphs, waiting for each launch"
-"""Behind the name of a way."""
+"""Suffix of the name of a way."""
 
 
 class Agreement:
-    """Each way, beside plain torch on a CPU."""
+    """A comparison of each way with plain torch on a CPU."""
 
     def __init__(self, directory: Path, device: Device, *, is_tiny: bool) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""What the device can do at best, for steps to be measured against."""
+"""Measure the limits of the device, with which steps are compared."""
 
 from __future__ import annotations
 

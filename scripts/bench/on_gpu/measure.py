@@ -32,7 +32,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured of each shape; numbers of requests, tokens and steps."""
+    """The measurements of each shape: numbers of requests, tokens and steps."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
     idle_batch: int = 64
@@ -125,7 +125,7 @@ def measure_model(
 
 
 def seconds_to_serve(path: Path, device: Device, *options: str) -> dict[str, float]:
-    """From the command to the first token that the server generated."""
+    """Measure the time from the command to the first generated token."""
     begin = time.perf_counter()
     arguments = [str(path), "--device", device.value, *options]
     with Server(*arguments, "--cpu-backend", "torch", "--max-num-seqs", "64"):

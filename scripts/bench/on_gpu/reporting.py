@@ -1,4 +1,4 @@
-"""How a part of `gpu.py` tells what it measures: a JSON object a line, named by its `case`."""
+"""Reports of the parts of `gpu.py`: one JSON object a line, named by its `case`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_MESSAGE = 400
 
 
 class Spoiled(SystemExit):
-    """What failed would spoil the measurements that follow in this process, not those in another one."""
+    """An error that invalidates later measurements in this process, but not in another one."""
 
     def __init__(self, case: str) -> None:
         super().__init__(f"{case} failed: what is left has to be measured by another process")
@@ -21,7 +21,7 @@ class Spoiled(SystemExit):
 
 
 class Reporter:
-    """Measures what is not `done` yet. One measurement that fails must not cost the others.
+    """Run the measurements that are not `done` yet. A failed measurement must not prevent the others.
 
     Every failure spoils the process if measurements share a state; otherwise only one that cost it the GPU.
     """
@@ -51,7 +51,7 @@ def add_done(parser: argparse.ArgumentParser) -> None:
 
 
 def _shortened(message: str) -> str:
-    """What is first, and what is last."""
+    """Return the beginning and the end of the message."""
     half = _LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} … {message[-half:]}"
 

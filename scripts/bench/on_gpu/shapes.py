@@ -92,12 +92,12 @@ class Shape:
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """What a decode step of `batch` requests must read: every matrix once, and all keys and values."""
+        """Return the bytes that a decode step of `batch` requests reads: every matrix once, and all keys and values."""
         weights = 2 * (self.num_layers * self.layer_weights + self.head_weights)
         return weights + batch * context * self.kv_token_bytes
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Of a prompt: its matrices, half of the square of scores twice, and the head for the last token."""
+        """Return the operations of a prompt: its matrices, half of the attention scores twice, the head once."""
         attention = 2 * num_tokens**2 * self.num_heads * self.head_dim
         layer = 2 * num_tokens * self.layer_weights + attention
         return self.num_layers * layer + 2 * self.head_weights

@@ -38,10 +38,10 @@ from torch.autograd import DeviceType
 BLOCK_SIZE = 16
 STEPS_IN_FLIGHT = 2
 SETTLING_STEPS = 10
-"""Of those that a profiler sees: the first ones are not like others."""
+"""Steps before those that are profiled, because the first ones differ."""
 
 FILLED_BLOCKS = 1024
-"""Of the KV cache that are filled at once, all parts alike."""
+"""Blocks of the KV cache that are filled at once."""
 
 
 class Stepping:
@@ -140,7 +140,7 @@ class Stepping:
         return min(times[1:])
 
     def trace(self, batch: int, context: int, steps: int) -> dict[str, Any] | None:
-        """What runs on a GPU while `batch` requests decode; see `trace.summary`. None without one."""
+        """Profile a GPU while `batch` requests decode; see `trace.summary`. Return None without a GPU."""
         if self.device.type != "cuda":
             return None
         self._begin_requests(batch, context, steps + SETTLING_STEPS + 30)
@@ -160,7 +160,7 @@ class Stepping:
         return summary(spans, steps)
 
     def waits(self, batch: int, context: int) -> dict[str, Any] | None:
-        """How often the host waits for the device in two decode steps, and where; None without a GPU."""
+        """Return how often and where the host waits for the device in two decode steps; None without a GPU."""
         if self.device.type != "cuda":
             return None
         self._begin_requests(batch, context, 24)

@@ -1,4 +1,4 @@
-"""What a profiler saw on the device: how long nothing ran there, and what took how long."""
+"""Summaries of a device profile: idle time, and the time of each kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Span:
 
 
 def summary(spans: Iterable[Span], num_steps: int) -> dict[str, Any]:
-    """The idle shares of the time from the first span to the last, and what took most, for one of `num_steps`.
+    """Return the idle fractions from the first span to the last, and the longest kernels, per step.
 
     Between steps is what is not within a replay. Of more replays than steps it is the last ones: the profiler holds up
     the first. Raises ValueError if there are no spans.

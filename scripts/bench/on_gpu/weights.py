@@ -13,7 +13,7 @@ from on_gpu.shapes import Shape
 
 NUM_FILES = 4
 NUM_NUMBERS = 1 << 25
-"""That are random; weights repeat them, so as to be there soon."""
+"""Number of random values. Weights repeat them, so that they are created quickly."""
 
 
 def write_weights(shape: Shape, directory: Path) -> int:

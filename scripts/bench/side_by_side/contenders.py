@@ -1,4 +1,4 @@
-"""What can be measured: Engine, and the peers that a directory holds.
+"""The servers that can be measured: Engine, and the peers that a directory contains.
 
     llama-server                 llama.cpp's server
     vllm/bin/vllm                vLLM for the CPU, in a virtual environment of its own
@@ -114,7 +114,7 @@ def _openvino(key: str, python: Path, model: str, weights: str, path: Path) -> C
 def find_contenders(
     peers: Path, model_files: list[Path], kv_token_bytes: int, engine_flags: list[str]
 ) -> list[Contender]:
-    """Engine and the installed peers with the default model, or with each of `model_files` instead.
+    """Return Engine and the installed peers with the default model, or with each of `model_files` instead.
 
     `kv_token_bytes` is what a token takes of a 16-bit KV cache.
     """

@@ -1,4 +1,4 @@
-"""What a model's tokens cost any engine at least: bytes to read and operations to do."""
+"""The minimum cost of a model's tokens for any engine: bytes to read and operations to perform."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 
 KV_ELEMENT_BYTES = 2
 BITS_OF_BF16 = 12
-"""What a product has to read of a weight, as `workers/cpu/csrc/linear/bf16_block.h` stores it."""
+"""Bits that a product reads of a weight, as `workers/cpu/csrc/linear/bf16_block.h` stores it."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Bytes of the matrices that a step reads, operations of a token's products,
-    bytes of KV cache and operations of attention per token and key that it attends to."""
+    """Memory traffic and arithmetic of one model. Of a mixture of experts, those of the chosen ones count.
+
+    Attributes:
+        weight_bytes: Bytes of the matrices that a step of one token reads.
+        layer_ops: Operations of the products of one token in all layers.
+        head_ops: Operations of the head for one token.
+        kv_token_bytes: Bytes of KV cache of one token.
+        attention_ops_per_key: Operations of attention for one token and one key that it attends to.
+    """
 
     weight_bytes: int
     layer_ops: int
@@ -35,11 +42,18 @@ class ModelCost:
         matrices = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
         layers = [name for name in matrices if name not in (embedding, head)]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
+
+        def used(name: str, amount: int) -> int:
+            if ".experts." not in name:
+                return amount
+            return amount * config["num_experts_per_tok"] // num_experts
+
         kv_size = config["num_key_value_heads"] * head_dim * config["num_hidden_layers"]
         query_size = config["num_attention_heads"] * head_dim * config["num_hidden_layers"]
         return cls(
-            weight_bytes=sum(_read_bytes(checkpoint, name) for name in [*layers, head]),
-            layer_ops=2 * sum(_elements(checkpoint, name) for name in layers),
+            weight_bytes=sum(used(name, _read_bytes(checkpoint, name)) for name in [*layers, head]),
+            layer_ops=2 * sum(used(name, _elements(checkpoint, name)) for name in layers),
             head_ops=2 * _elements(checkpoint, head),
             kv_token_bytes=2 * kv_size * KV_ELEMENT_BYTES,
             attention_ops_per_key=4 * query_size,

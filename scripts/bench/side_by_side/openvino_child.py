@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, without a server: points come in and figures go out, a line of JSON each.
+"""OpenVINO GenAI's continuous batching, without a server. It reads points and writes figures, one JSON line each.
 
     python openvino_child.py MODEL_DIRECTORY THREADS CACHE_GIB MAX_STREAMS
 

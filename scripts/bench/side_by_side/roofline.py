@@ -1,4 +1,4 @@
-"""What the machine can do at most, and how long a point must take at least."""
+"""The limits of the machine, and the minimum time of a point."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure_machine() -> dict[str, Any]:
 
 
 def floor_seconds(point: Point, cost: ModelCost, machine: dict[str, Any], peak: str) -> float:
-    """Seconds that a point's requests take where nothing is lost.
+    """Return the seconds that a point's requests take at the limits of the machine.
 
     Prompts take their operations, at `machine[peak]`; a step of decoding takes the longer of its operations and of
     reading all weights and the KV caches of its requests.

@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 30.0
 FILLING = Point(prompt=2048, output=1, concurrency=8, requests=8)
 
 SETTLING_S = 10.0
-"""For what a server does once it is ready: Engine gives its KV cache memory, which takes long in a virtual machine."""
+"""Time for work after a server is ready: Engine allocates its KV cache, which is slow in a virtual machine."""
 
 
 class Running(ABC):

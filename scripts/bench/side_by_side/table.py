@@ -116,7 +116,7 @@ def _spread(records: list[Record], name: str, key: str, figure: str) -> str:
 
 
 def _best_machine(machines: list[dict[str, float]]) -> dict[str, float]:
-    """What the cores can do is the most that they ever did."""
+    """Return the highest rates ever measured, which are the limits of the machine."""
     measured = [m for m in machines if m]
     return {key: max(m[key] for m in measured) for key in (measured or [{}])[0]}
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, without a model: run by the Python of an environment that has vLLM.
+"""Measure vLLM's own scheduler without a model, in the Python of an environment that has vLLM.
 
 Each line of its input is "RUNNING PROMPT STEPS". The answer is a line of JSON: the microseconds of each of so many
 steps of steady decode, schedule() and update_from_output() together. As in Engine's measurement two steps are in
@@ -41,7 +41,7 @@ HASH = "sha256"
 
 @cache
 def model_config() -> ModelConfig:
-    """Of a model that exists on paper only."""
+    """Return the configuration of a model that has no weights."""
     directory = Path(tempfile.mkdtemp(prefix="vllm-scheduler-"))
     config = {
         "architectures": ["LlamaForCausalLM"],

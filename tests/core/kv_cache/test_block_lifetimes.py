@@ -37,7 +37,7 @@ def test_3_9_lifetime_idle_time_and_reuse_gap(pool):
     assert pool.lifetimes.take_samples() == ([], [], [])
 
 
-def test_3_9_a_block_that_is_shared_does_not_idle(pool):
+def test_3_9_a_shared_block_is_not_idle(pool):
     block = cached(pool, "a", now=1.0)
     at(pool, 2.0).hold_blocks(block, 0)
     at(pool, 3.0).release_blocks(block)
@@ -46,7 +46,7 @@ def test_3_9_a_block_that_is_shared_does_not_idle(pool):
     assert pool.lifetimes.take_samples() == ([8.0], [4.0], [])
 
 
-def test_3_9_a_block_that_is_forgotten_was_not_evicted(pool):
+def test_3_9_a_discarded_block_does_not_count_as_evicted(pool):
     block = cached(pool, "a", now=1.0)
     pool.uncache_blocks([b"a"])
     pool.release_blocks(block)
@@ -61,7 +61,7 @@ def test_3_9_a_reset_ends_every_sample(pool):
     assert pool.lifetimes.take_samples() == ([], [], [])
 
 
-def test_3_9_a_second_block_with_the_same_content_is_not_followed(pool):
+def test_3_9_a_copy_of_a_sampled_block_is_not_sampled(pool):
     held = cached(pool, "a", now=1.0)
     copy = cached(pool, "a", now=2.0)
     at(pool, 3.0).release_blocks(copy)
@@ -70,7 +70,7 @@ def test_3_9_a_second_block_with_the_same_content_is_not_followed(pool):
     assert pool.find_cached_blocks([b"a"]) == held
 
 
-def test_3_9_one_of_many_blocks_is_followed(monkeypatch):
+def test_3_9_a_fraction_of_the_blocks_is_sampled(monkeypatch):
     monkeypatch.setattr(block_lifetimes, "SAMPLE_INTERVAL", 4)
     pool = BlockPool(num_blocks=11)
     blocks = pool.allocate_blocks(10)
@@ -82,7 +82,7 @@ def test_3_9_one_of_many_blocks_is_followed(monkeypatch):
     assert pool.lifetimes.take_samples() == ([3.0, 3.0], [3.0, 3.0], [])
 
 
-def test_3_9_statistics_carry_the_samples(monkeypatch):
+def test_3_9_statistics_contain_the_samples(monkeypatch):
     monkeypatch.setattr(block_lifetimes, "SAMPLE_INTERVAL", 1)
     harness = Harness(num_blocks=9, block_size=4)
     for length in (20, 24):

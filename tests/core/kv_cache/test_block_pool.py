@@ -31,7 +31,7 @@ def test_3_1_blocks_never_cached_are_taken_before_cached_ones(pool):
     assert pool.find_cached_blocks(digests("a", "b")) == held
 
 
-def test_3_1_the_least_recently_freed_cached_block_is_evicted_first_tails_before_heads(pool):
+def test_3_1_the_least_recently_freed_block_is_evicted_first_and_tails_before_heads(pool):
     held = pool.allocate_blocks(5)
     pool.cache_blocks(held, digests("a", "b", "c", "d", "e"))
     pool.release_blocks(held[2:])
@@ -42,7 +42,7 @@ def test_3_1_the_least_recently_freed_cached_block_is_evicted_first_tails_before
     assert pool.find_cached_blocks(digests("a", "b")) == [held[0]]
 
 
-def test_3_1_of_requests_that_end_together_the_first_is_evicted_first_tails_before_heads():
+def test_3_1_blocks_of_requests_that_end_together_are_evicted_in_request_order():
     pool = BlockPool(num_blocks=7)
     tables = BlockTables(pool, FULL_ATTENTION, block_size=4, max_num_seqs=2)
     first, second = pool.allocate_blocks(3), pool.allocate_blocks(3)
@@ -53,7 +53,7 @@ def test_3_1_of_requests_that_end_together_the_first_is_evicted_first_tails_befo
     assert pool.allocate_blocks(6) == first[::-1] + second[::-1]
 
 
-def test_3_3_a_hit_takes_the_longest_prefix_and_revives_free_blocks(pool):
+def test_3_3_a_hit_takes_the_longest_prefix_and_reuses_free_blocks(pool):
     held = pool.allocate_blocks(3)
     pool.cache_blocks(held, digests("a", "b", "c"))
     pool.release_blocks(held)
@@ -64,7 +64,7 @@ def test_3_3_a_hit_takes_the_longest_prefix_and_revives_free_blocks(pool):
     assert held[0] not in pool.allocate_blocks(3)
 
 
-def test_3_3_the_same_content_filled_twice_leaves_one_entry_and_survives_either_free(pool):
+def test_3_3_content_computed_twice_stays_findable_when_either_block_is_freed(pool):
     first, second = pool.allocate_blocks(1), pool.allocate_blocks(1)
     pool.cache_blocks(first, digests("a"))
     pool.cache_blocks(second, digests("a"))
@@ -76,7 +76,7 @@ def test_3_3_the_same_content_filled_twice_leaves_one_entry_and_survives_either_
     assert pool.find_cached_blocks(digests("a")) == []
 
 
-def test_3_3_content_is_found_in_a_copy_when_the_first_block_is_evicted_or_freed(pool):
+def test_3_3_a_copy_is_found_after_the_first_block_is_evicted_or_freed(pool):
     first, second, third = pool.allocate_blocks(1), pool.allocate_blocks(1), pool.allocate_blocks(1)
     for blocks in (first, second, third):
         pool.cache_blocks(blocks, digests("a"))
@@ -97,7 +97,7 @@ def test_3_3_content_is_found_in_a_copy_when_the_first_block_is_evicted_or_freed
     assert pool.num_free == 1
 
 
-def test_every_copy_of_untrusted_content_is_unfindable(pool):
+def test_invalid_content_is_not_found_in_any_copy(pool):
     first, second = pool.allocate_blocks(1), pool.allocate_blocks(1)
     for blocks in (first, second):
         pool.cache_blocks(blocks, digests("a"))
@@ -115,7 +115,7 @@ def test_3_4_a_hit_on_a_free_block_consumes_a_free_block(pool):
     assert pool.count_free(held) == 1
 
 
-def test_shared_blocks_stay_until_the_last_reference_goes(pool):
+def test_shared_blocks_are_freed_with_the_last_reference(pool):
     held = pool.allocate_blocks(2)
     pool.hold_blocks(held, pool.count_free(held))
     pool.release_blocks(held)
@@ -124,7 +124,7 @@ def test_shared_blocks_stay_until_the_last_reference_goes(pool):
     assert pool.num_free == 5
 
 
-def test_3_6_reset_only_while_nothing_is_held(pool):
+def test_3_6_a_reset_requires_that_no_block_is_in_use(pool):
     held = pool.allocate_blocks(2)
     pool.cache_blocks(held, digests("a", "b"))
     assert not pool.reset_cache()
@@ -135,7 +135,7 @@ def test_3_6_reset_only_while_nothing_is_held(pool):
     assert len(set(pool.allocate_blocks(5))) == 5
 
 
-def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool):
+def test_an_uncached_block_is_reused_like_a_blank_one(pool):
     held = pool.allocate_blocks(2)
     pool.cache_blocks(held, digests("a", "b"))
     pool.release_blocks(held[1:])
@@ -146,7 +146,7 @@ def test_an_uncached_block_is_not_found_again_and_is_reused_as_a_blank_one(pool)
     assert len(set(pool.allocate_blocks(5))) == 5
 
 
-def test_a_held_block_that_is_uncached_is_freed_as_a_blank_one_though_it_was_evictable_before(pool):
+def test_a_block_uncached_while_in_use_is_freed_like_a_blank_one(pool):
     first, second = pool.allocate_blocks(2)
     pool.cache_blocks([first, second], digests("a", "b"))
     pool.release_blocks([first])
@@ -158,7 +158,7 @@ def test_a_held_block_that_is_uncached_is_freed_as_a_blank_one_though_it_was_evi
     assert pool.num_free == 0
 
 
-def test_usage_is_the_share_of_held_blocks(pool):
+def test_usage_is_the_fraction_of_blocks_in_use(pool):
     assert pool.usage == 0.0
     pool.allocate_blocks(1)
     assert pool.usage == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""KV connectors, the scheduler's half. Tests are named for the lines of the scheduler's specification."""
+"""The scheduler's half of KV connectors. Tests are named for the lines of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def num_held(harness: Harness) -> int:
     return pool.num_blocks - 1 - pool.num_free
 
 
-def test_8_1_what_a_connector_finds_adds_to_the_local_hit():
+def test_8_1_tokens_found_by_a_connector_add_to_the_local_hit():
     harness = Harness(connector=load(6))
     harness.add([7] * 8, 2)
     harness.drain()
@@ -42,13 +42,13 @@ def test_8_1_what_a_connector_finds_adds_to_the_local_hit():
     assert step.new_requests[0].num_computed_tokens == 8 + 6
     assert harness.batch == {0: 20 - 14}
     harness.drain()
-    assert harness.heard[key].events[1].num_cached_tokens == 14
+    assert harness.received[key].events[1].num_cached_tokens == 14
     assert sum(stats.kv_connector.prefix_cache_hits for stats in harness.stats) == 6 + 6
     assert sum(stats.kv_connector.prefix_cache_queries for stats in harness.stats) == 8 + 12
     assert sum(stats.prefix_cache_hits for stats in harness.stats) == 8
 
 
-def test_8_1_a_prompt_whose_log_probabilities_are_wanted_is_not_loaded():
+def test_8_1_a_prompt_with_prompt_logprobs_is_not_loaded():
     harness = Harness(connector=load(6), inject_preemption=0.2)
     harness.add(20, 30, prompt_logprobs=1)
     harness.drain()
@@ -65,7 +65,7 @@ def test_8_1_a_synchronous_load_leaves_the_last_token_to_compute():
     harness.drain()
 
 
-def test_8_1_a_request_that_cannot_be_answered_yet_keeps_its_place():
+def test_8_1_a_request_waiting_for_the_connectors_answer_keeps_its_place():
     answers = {8: None}
     harness = Harness(
         connector=ModelConnector(
@@ -76,27 +76,27 @@ def test_8_1_a_request_that_cannot_be_answered_yet_keeps_its_place():
     )
     late, passing, behind = harness.add(8, 2), harness.add(5, 2), harness.add(5, 9)
     harness.step()
-    assert harness.heard[late].num_events(EventKind.SCHEDULED) == 0
-    assert harness.heard[passing].num_events(EventKind.SCHEDULED) == 1
+    assert harness.received[late].num_events(EventKind.SCHEDULED) == 0
+    assert harness.received[passing].num_events(EventKind.SCHEDULED) == 1
     del answers[8]
     # There is room for one more when `passing` ends.
     third = harness.add(6, 2)
-    while not harness.heard[third].num_events(EventKind.SCHEDULED):
+    while not harness.received[third].num_events(EventKind.SCHEDULED):
         harness.step()
-    starts = [harness.heard[key].events[1].timestamp for key in (behind, late, third)]
+    starts = [harness.received[key].events[1].timestamp for key in (behind, late, third)]
     assert starts == sorted(starts)
     harness.drain()
 
 
-def test_8_1_the_connector_is_asked_again_though_nothing_else_happens():
+def test_8_1_the_connector_is_asked_again_while_the_scheduler_is_idle():
     answers = iter((None, None, None, ExternalMatch(0)))
     harness = Harness(connector=ModelConnector(lambda request, computed: next(answers)))
     key = harness.add(8, 2)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.received[key].reason is FinishReason.LENGTH
 
 
-def test_8_1_the_end_of_a_request_is_told_once_with_its_reason():
+def test_8_1_the_connector_is_notified_once_of_the_end_and_its_reason():
     connector = ModelConnector()
     harness = Harness(connector=connector, max_num_seqs=1)
     done, waiting = harness.add(5, 2), harness.add(5, 2)
@@ -105,7 +105,7 @@ def test_8_1_the_end_of_a_request_is_told_once_with_its_reason():
     assert connector.ended == [(waiting, FinishReason.ABORT), (done, FinishReason.LENGTH)]
 
 
-def test_8_1_connectors_are_found_by_name_or_by_module():
+def test_8_1_connectors_are_loaded_by_name_or_by_module():
     register_connector("by-name", lambda config: ModelConnector())
     assert isinstance(create_connector(KVTransferConfig("by-name")), ModelConnector)
     with pytest.raises(ValueError, match="already registered"):
@@ -137,7 +137,7 @@ def test_8_2_an_asynchronous_load_waits_without_a_slot_and_computes_the_last_tok
     assert starts[0].new_requests[0].num_computed_tokens == 11
 
 
-def test_8_2_others_go_on_during_a_load():
+def test_8_2_other_requests_run_during_a_load():
     harness = Harness(
         connector=ModelConnector(
             lambda request, computed: ExternalMatch(8 if request.num_tokens == 9 else 0, True)
@@ -145,7 +145,7 @@ def test_8_2_others_go_on_during_a_load():
     )
     harness.worker.transfers.get_delay = lambda: 6
     slow, quick = harness.add(9, 2), harness.add(5, 4)
-    while not harness.heard[quick].is_over:
+    while not harness.received[quick].is_over:
         harness.step()
     assert harness.request(slow).status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert (harness.stats[-1].num_waiting, harness.stats[-1].num_deferred) == (1, 1)
@@ -154,7 +154,7 @@ def test_8_2_others_go_on_during_a_load():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_3_5_loaded_blocks_are_findable_when_the_load_has_ended_and_not_before(is_async):
+def test_3_5_loaded_blocks_are_found_only_after_the_load_has_ended(is_async):
     harness = Harness(connector=load(8, is_async=is_async), max_in_flight=1)
     pool = harness.scheduler.kv_cache_manager.pool
     harness.worker.transfers.get_delay = lambda: 0
@@ -188,12 +188,12 @@ def test_8_3_a_failed_synchronous_load_skips_the_output_and_computes_from_the_va
     )
     bad, good = harness.add([1] * 12, 4), harness.add([2] * 11, 4)
     harness.step()
-    assert harness.heard[bad].token_ids == []
-    assert len(harness.heard[good].token_ids) == 1
+    assert harness.received[bad].token_ids == []
+    assert len(harness.received[good].token_ids) == 1
     harness.drain()
     starts = [new for step in harness.steps for new in step.new_requests]
     assert [new.num_computed_tokens for new in starts if new.request_id == bad] == [9, 4]
-    assert harness.heard[good].num_events(EventKind.PREEMPTED) == 0
+    assert harness.received[good].num_events(EventKind.PREEMPTED) == 0
 
 
 def test_8_3_a_bad_block_that_is_shared_is_computed_once():
@@ -215,36 +215,37 @@ def test_8_3_a_bad_block_that_is_shared_is_computed_once():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_8_3_under_the_policy_fail_a_failed_load_ends_the_request(is_async):
+def test_8_3_with_the_fail_policy_a_failed_load_ends_the_request(is_async):
     harness = Harness(
         connector=load(8, is_async=is_async), load_failure_policy=LoadFailurePolicy.FAIL
     )
     harness.worker.transfers.find_bad_blocks = lambda transfer: {1} if transfer.seed == 1 else set()
     bad, good = harness.add([1] * 9, 4, seed=1), harness.add([2] * 9, 4)
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
+    assert harness.received[bad].reason is FinishReason.ERROR
     assert (
-        "loading the KV cache of the request failed at block" in harness.heard[bad].finished.message
+        "loading the KV cache of the request failed at block"
+        in harness.received[bad].finished.message
     )
-    assert harness.heard[good].reason is FinishReason.LENGTH
+    assert harness.received[good].reason is FinishReason.LENGTH
 
 
-def test_8_4_blocks_are_kept_until_they_were_fetched():
+def test_8_4_blocks_are_kept_until_they_are_fetched():
     connector = ModelConnector(delays_free=lambda request: True)
     harness = Harness(connector=connector, max_in_flight=1, num_blocks=8)
     harness.worker.transfers.get_delay = lambda: 3
     key = harness.add(8, 1)
     harness.step()
-    heard = harness.heard[key]
-    assert heard.is_over and heard.finished.kv_transfer_params == {"remote_id": 0}
+    received = harness.received[key]
+    assert received.is_over and received.finished.kv_transfer_params == {"remote_id": 0}
     assert num_held(harness) == 2
-    # What comes meanwhile must not overwrite them.
+    # Requests that arrive meanwhile must not overwrite them.
     harness.add([5] * 19, 2)
     harness.drain()
     assert connector.expired == []
 
 
-def test_8_4_blocks_that_nobody_fetches_are_given_up_after_the_time_out():
+def test_8_4_blocks_that_are_not_fetched_are_freed_after_the_timeout():
     connector = ModelConnector(delays_free=lambda request: True)
     harness = Harness(connector=connector, transfer_timeout_s=9.0)
     harness.worker.transfers.get_delay = lambda: 1000
@@ -254,7 +255,7 @@ def test_8_4_blocks_that_nobody_fetches_are_given_up_after_the_time_out():
     assert sum(stats.kv_connector.num_expired_transfers for stats in harness.stats) == 1
 
 
-def test_1_10_the_workers_are_asked_again_only_when_nothing_else_is_in_flight():
+def test_1_10_an_empty_step_polls_the_workers_only_when_nothing_is_in_flight():
     harness = Harness(connector=load(8, is_async=True), max_in_flight=4)
     harness.add(9, 2)
     assert harness.schedule() is not None
@@ -264,7 +265,7 @@ def test_1_10_the_workers_are_asked_again_only_when_nothing_else_is_in_flight():
     harness.drain()
 
 
-def test_blocks_of_an_aborted_load_are_held_until_nothing_writes_to_them():
+def test_blocks_of_an_aborted_load_are_kept_until_its_writes_have_ended():
     harness = Harness(connector=load(8, is_async=True), max_in_flight=1)
     harness.worker.transfers.get_delay = lambda: 4
     key = harness.add(9, 2)
@@ -275,14 +276,14 @@ def test_blocks_of_an_aborted_load_are_held_until_nothing_writes_to_them():
     harness.drain()
 
 
-def test_requests_that_wait_with_blocks_do_not_stop_the_one_in_front():
-    """Two loaded prompts that do not fit together: the later one gives way, and computes."""
+def test_loaded_requests_free_their_blocks_for_the_first_in_the_queue():
+    """Two loaded prompts do not fit together, so the later one is freed and computed again."""
     harness = Harness(
         connector=load(8, is_async=True), num_blocks=7, max_num_batched_tokens=4, max_in_flight=1
     )
     first, second = harness.add([1] * 20, 4), harness.add([2] * 20, 4)
     harness.drain()
-    assert harness.heard[first].reason is harness.heard[second].reason is FinishReason.LENGTH
+    assert harness.received[first].reason is harness.received[second].reason is FinishReason.LENGTH
 
 
 def raising(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
@@ -299,7 +300,7 @@ def raising(request: Request, num_computed_tokens: int) -> ExternalMatch | None:
         (lambda request, computed: 7, "KV connector: 'int' object"),
     ],
 )
-def test_a_senseless_answer_ends_one_request_with_a_reason(answer, message):
+def test_an_invalid_answer_ends_one_request_with_a_reason(answer, message):
     harness = Harness(
         connector=ModelConnector(
             lambda request, computed: (
@@ -309,9 +310,9 @@ def test_a_senseless_answer_ends_one_request_with_a_reason(answer, message):
     )
     good, bad, other = harness.add(5, 4), harness.add([9] * 9, 4), harness.add(6, 4)
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
-    assert message in harness.heard[bad].finished.message
-    assert harness.heard[good].reason is harness.heard[other].reason is FinishReason.LENGTH
+    assert harness.received[bad].reason is FinishReason.ERROR
+    assert message in harness.received[bad].finished.message
+    assert harness.received[good].reason is harness.received[other].reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -323,7 +324,7 @@ def test_a_failing_allocation_notice_ends_one_request_and_frees_its_blocks(is_as
     harness.schedule()
     assert num_held(harness) == 0
     harness.drain()
-    assert "KV connector" in harness.heard[key].finished.message
+    assert "KV connector" in harness.received[key].finished.message
 
 
 def test_a_failing_end_notice_ends_one_request_with_a_reason():
@@ -333,11 +334,11 @@ def test_a_failing_end_notice_ends_one_request_with_a_reason():
     harness = Harness(connector=ModelConnector(delays_free=delays_free))
     key = harness.add(9, 4)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.ERROR
-    assert harness.heard[key].finished.message == "KV connector: no such session"
+    assert harness.received[key].reason is FinishReason.ERROR
+    assert harness.received[key].finished.message == "KV connector: no such session"
 
 
-def test_reports_of_unknown_transfers_are_passed_over():
+def test_reports_of_unknown_transfers_are_ignored():
     harness = Harness(connector=ModelConnector())
     key = harness.add(9, 4)
     report = harness.worker.transfers._report
@@ -345,7 +346,7 @@ def test_reports_of_unknown_transfers_are_passed_over():
     report.finished_sending += [0, 7]
     harness.worker.transfers._invalid = [63, 64, 100_000]
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.received[key].reason is FinishReason.LENGTH
     assert int32_view(harness.steps[0].chunks).tolist() == [0, 9]
 
 
@@ -366,10 +367,10 @@ def test_a_load_waits_until_no_step_in_flight_uses_its_blocks():
     harness.schedule()
     assert harness.request(loading).status is RequestStatus.WAITING_FOR_REMOTE_KVS
     harness.drain()
-    assert harness.heard[loading].reason is FinishReason.LENGTH
+    assert harness.received[loading].reason is FinishReason.LENGTH
 
 
-def test_a_load_that_still_waits_for_its_blocks_is_given_up_with_its_request():
+def test_aborting_a_request_cancels_a_load_that_waits_for_its_blocks():
     connector = load(8, is_async=True)
     harness = Harness(connector=connector, num_blocks=4, max_in_flight=2)
     connector.match = lambda request, computed: ExternalMatch(0)

@@ -1,4 +1,4 @@
-"""The second tier of the KV cache, line 3.10 of the scheduler's specification."""
+"""CPU KV offload, line 3.10 of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from support.scheduler_harness import Harness
 
 
 def num_cached(harness: Harness, key: tuple[int, int]) -> int:
-    events = harness.heard[key].events
+    events = harness.received[key].events
     return next(e.num_cached_tokens for e in events if e.kind == EventKind.SCHEDULED)
 
 
 def fill_cache(harness: Harness) -> None:
-    """Evict whatever was cached before."""
+    """Evict everything that was cached before."""
     pool = harness.scheduler.kv_cache_manager.pool
     harness.add([9] * ((pool.num_blocks - 1) * harness.block_size - 1), 1, seed=9, salt="filler")
     harness.drain()
@@ -44,7 +44,7 @@ def test_3_10_an_evicted_prefix_is_copied_back():
     assert harness.stats[-1].cpu_offload_usage > 0
 
 
-def test_3_10_a_prefix_may_be_found_in_both_tiers():
+def test_3_10_a_prefix_may_be_partly_on_the_device_and_partly_in_cpu_memory():
     harness = Harness(num_blocks=9, num_host_blocks=20)
     harness.add(24, 1)
     harness.drain()
@@ -79,19 +79,19 @@ def test_3_10_a_swapped_request_recomputes_at_most_its_last_partial_block(mode, 
     # One of higher priority takes all the memory.
     harness.add([9] * 43, 1, seed=9, salt="filler", priority=0)
     harness.drain()
-    assert harness.heard[key].num_events(EventKind.PREEMPTED) == 1
+    assert harness.received[key].num_events(EventKind.PREEMPTED) == 1
     admissions = [new for step in harness.steps for new in step.new_requests]
     assert [new.num_computed_tokens for new in admissions] == [0, 0, num_computed]
 
 
-def test_3_10_swap_copies_at_once():
+def test_3_10_swap_copies_all_blocks_in_the_next_step():
     harness = Harness(
         num_blocks=20, num_host_blocks=20, max_in_flight=1, preemption_mode=PreemptionMode.SWAP
     )
     key = harness.add(21, 20)
     for _ in range(8):
         harness.step()
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    harness.preempt(key)
     step = harness.schedule()
     assert len(int32_view(step.host_copies_out)) == 2 * 7
     assert step.host_copies_in == b""
@@ -110,17 +110,17 @@ def test_3_10_outputs_are_unchanged_under_preemption_storms():
         assert (copied > 0) == (mode is not PreemptionMode.RECOMPUTE)
 
 
-def test_3_10_prompt_logprobs_do_not_hinder_a_swap():
+def test_3_10_a_request_with_prompt_logprobs_can_be_swapped():
     harness = Harness(num_blocks=12, num_host_blocks=20, max_in_flight=1)
     key = harness.add(20, 20, prompt_logprobs=1)
     for _ in range(4):
         harness.step()
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    harness.preempt(key)
     assert harness.schedule().new_requests[0].num_computed_tokens == 20
     harness.drain()
 
 
-def test_3_10_a_windowed_tail_comes_back():
+def test_3_10_the_blocks_within_a_window_are_copied_back():
     window = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8)
     harness = Harness(num_blocks=25, num_host_blocks=40, groups=(KVCacheGroup(), window))
     harness.add(40, 1)
@@ -135,7 +135,7 @@ def test_3_10_a_windowed_tail_comes_back():
     assert num_cached(harness, again) == 36
 
 
-def test_3_10_a_reset_forgets_the_host_too():
+def test_3_10_a_reset_also_clears_the_offloaded_blocks():
     harness = Harness(num_blocks=9, num_host_blocks=20)
     harness.add(20, 1)
     harness.drain()
@@ -147,11 +147,11 @@ def test_3_10_a_reset_forgets_the_host_too():
 
 
 @pytest.mark.parametrize("is_corrupted", [False, True])
-def test_3_10_what_may_be_wrong_of_what_a_request_computed_is_not_kept(is_corrupted):
+def test_3_10_blocks_that_may_be_invalid_are_not_offloaded(is_corrupted):
     harness = Harness(num_blocks=12, num_host_blocks=20, preemption_mode=PreemptionMode.SWAP)
     key = harness.add(20, 20)
     harness.schedule()
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    harness.preempt(key)
     while (slot := harness.request(key).slot) < 0:
         harness.step()
     if is_corrupted:
@@ -159,7 +159,7 @@ def test_3_10_what_may_be_wrong_of_what_a_request_computed_is_not_kept(is_corrup
     else:
         harness.worker.fail_next[slot] = "no token is allowed"
     harness.drain()
-    assert harness.heard[key].reason is (
+    assert harness.received[key].reason is (
         FinishReason.LENGTH if is_corrupted else FinishReason.ERROR
     )
     fill_cache(harness)
@@ -177,7 +177,7 @@ def key(name: str) -> bytes:
     return name.encode()
 
 
-def test_3_10_the_least_recently_used_content_goes_first(tier):
+def test_3_10_the_least_recently_used_content_is_evicted_first(tier):
     for block, name in enumerate("abc", 1):
         tier.store_block(key(name), block)
     tier.take_copies()
@@ -187,7 +187,7 @@ def test_3_10_the_least_recently_used_content_goes_first(tier):
     assert [name for name in "abcd" if tier.find_block(key(name)) is not None] == ["a", "c", "d"]
 
 
-def test_3_10_content_that_is_there_already_is_not_copied_again(tier):
+def test_3_10_content_in_cpu_memory_is_not_copied_again(tier):
     tier.store_block(key("a"), 1)
     tier.take_copies()
     tier.store_block(key("a"), 2)
@@ -195,7 +195,7 @@ def test_3_10_content_that_is_there_already_is_not_copied_again(tier):
     assert tier.take_counts() == (1, 0)
 
 
-def test_3_10_blocks_of_copies_under_way_are_not_reused(tier):
+def test_3_10_blocks_being_copied_are_not_reused(tier):
     for block, name in enumerate("abc", 1):
         tier.store_block(key(name), block)
     tier.store_block(key("d"), 4)

@@ -1,6 +1,7 @@
-"""A core that takes the place of another one goes on with what the workers have of its requests.
+"""A new core adopts the blocks that the workers hold for its requests.
 
-The harness tells the next core, checks references and tables, and compares every output with that of the request alone.
+The harness passes them to the next core, checks references and tables, and compares every output with that of the
+request alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from support.scheduler_harness import Harness
 
 WINDOWED = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 9)
 WINDOW = (KVCacheGroup(), WINDOWED)
+STATE = (KVCacheGroup(), KVCacheGroup(AttentionKind.STATE_SPACE))
 
 
 def run(harness: Harness, num_steps: int) -> None:
@@ -24,7 +26,7 @@ def run(harness: Harness, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_each_stream_computes_one_token_and_not_its_past(caching):
+def test_each_stream_computes_one_token_and_nothing_again(caching):
     harness = Harness(enable_prefix_caching=caching)
     for length in (9, 17, 30):
         harness.add([1] * 8 + [length] * (length - 8), 20)
@@ -37,7 +39,7 @@ def test_each_stream_computes_one_token_and_not_its_past(caching):
     assert harness.worker.num_prompt_tokens_computed == computed
 
 
-def test_a_prompt_goes_on_where_its_last_chunk_ended():
+def test_a_prompt_continues_after_its_last_computed_chunk():
     harness = Harness(max_num_batched_tokens=10, max_in_flight=1)
     harness.add(35)
     run(harness, 2)
@@ -46,7 +48,7 @@ def test_a_prompt_goes_on_where_its_last_chunk_ended():
     assert harness.worker.num_prompt_tokens_computed == 35
 
 
-def test_one_core_after_another_may_die():
+def test_several_cores_in_a_row_may_exit():
     harness = Harness()
     for length in (5, 12):
         harness.add(length, 30)
@@ -58,11 +60,11 @@ def test_one_core_after_another_may_die():
     assert harness.worker.num_prompt_tokens_computed == computed == 13
 
 
-def test_what_nobody_goes_on_with_is_free():
+def test_blocks_of_requests_that_do_not_continue_are_free():
     harness = Harness()
     kept, left = harness.add(9, 20), harness.add(13, 20, client=1)
     run(harness, 3)
-    harness.heard[left].was_aborted = True
+    harness.received[left].was_aborted = True
     harness.lose_core()
     pool = harness.scheduler.kv_cache_manager.pool
     request = next(iter(harness.scheduler.requests.values()))
@@ -71,20 +73,20 @@ def test_what_nobody_goes_on_with_is_free():
     harness.drain()
 
 
-def test_the_same_index_of_another_life_of_a_frontend_is_another_request():
+def test_an_index_from_a_restarted_frontend_is_another_request():
     harness = Harness()
     key = harness.add(9, 20)
     run(harness, 3)
-    heard = harness.heard[key]
-    heard.message = msgspec.structs.replace(heard.message, arrival_time=5.5)
+    received = harness.received[key]
+    received.message = msgspec.structs.replace(received.message, arrival_time=5.5)
     harness.lose_core()
     (request,) = harness.scheduler.requests.values()
     assert request.num_reserved_tokens == 0
     harness.drain()
 
 
-def test_a_block_that_others_read_is_not_written_again():
-    """The last block of a prompt is full, and another request has found it, when nothing has been sampled yet."""
+def test_a_block_that_other_requests_read_is_not_overwritten():
+    """The last block of a prompt is full and shared with another request before a token has been sampled."""
     harness = Harness(max_in_flight=2)
     prompt = list(range(1, 9))
     harness.add(prompt, 5)
@@ -98,7 +100,7 @@ def test_a_block_that_others_read_is_not_written_again():
 
 
 @pytest.mark.parametrize("groups", [WINDOW, (WINDOWED,)])
-def test_layers_with_windows_keep_what_the_next_token_sees(groups):
+def test_sliding_window_layers_keep_the_blocks_that_the_next_token_needs(groups):
     harness = Harness(groups=groups, num_blocks=128)
     for length in (7, 20, 40):
         harness.add([length] * length, 30)
@@ -109,10 +111,29 @@ def test_layers_with_windows_keep_what_the_next_token_sees(groups):
     harness.drain()
 
 
-@pytest.mark.parametrize(
-    "part", [KVCacheGroup(AttentionKind.STATE_SPACE), KVCacheGroup(AttentionKind.CROSS, 7)]
-)
-def test_states_and_cross_attention_are_computed_again(part):
+@pytest.mark.parametrize("length", [8, 9, 20])
+def test_a_state_continues_if_the_client_has_all_tokens_that_it_covers(length):
+    harness = Harness(groups=STATE, num_blocks=128, max_in_flight=1)
+    harness.add(length, 30)
+    run(harness, 6)
+    harness.lose_core()
+    harness.schedule()
+    assert list(harness.batch.values()) == [1]
+    harness.drain()
+
+
+def test_a_state_that_covers_more_tokens_than_the_client_has_is_computed_again():
+    harness = Harness(groups=STATE, num_blocks=128, max_in_flight=1)
+    harness.add(20, 30)
+    run(harness, 5)
+    harness.schedule()
+    harness.lose_core()
+    assert not harness.scheduler.kv_cache_manager.reserved
+    harness.drain()
+
+
+def test_cross_attention_is_computed_again():
+    part = KVCacheGroup(AttentionKind.CROSS, 7)
     harness = Harness(groups=(KVCacheGroup(), part), num_blocks=128)
     harness.add(20, 30)
     run(harness, 5)
@@ -121,7 +142,7 @@ def test_states_and_cross_attention_are_computed_again(part):
     harness.drain()
 
 
-def test_prompt_log_probabilities_that_nobody_has_got_are_computed():
+def test_prompt_logprobs_that_were_not_delivered_are_computed_again():
     harness = Harness(max_num_batched_tokens=10, max_in_flight=1)
     harness.add(25, prompt_logprobs=1)
     run(harness, 2)
@@ -130,19 +151,19 @@ def test_prompt_log_probabilities_that_nobody_has_got_are_computed():
     assert harness.worker.num_prompt_tokens_computed == 20 + 25
 
 
-def test_one_who_waits_makes_room_for_those_before_it():
+def test_a_waiting_request_frees_its_blocks_for_those_before_it():
     harness = Harness(num_blocks=17, max_num_seqs=3, max_in_flight=1)
     keys = [harness.add([index] * 17, 12) for index in range(3)]
     run(harness, 2)
-    harness.heard = {key: harness.heard[key] for key in (*keys[1:], keys[0])}
-    first = harness.heard[keys[1]]
+    harness.received = {key: harness.received[key] for key in (*keys[1:], keys[0])}
+    first = harness.received[keys[1]]
     # The first to come again needs almost every block.
     first.message = msgspec.structs.replace(first.message, arrival_time=0.5)
     harness.lose_core()
     harness.drain()
 
 
-def test_the_inheritance_can_be_replayed():
+def test_a_handoff_can_be_replayed():
     harness = RecordedHarness(groups=WINDOW, num_blocks=60)
     for length in (9, 17, 30):
         harness.add([length] * length, 20)
@@ -152,7 +173,21 @@ def test_the_inheritance_can_be_replayed():
     assert replay(harness.dump())[0] > 10
 
 
-def test_blocks_that_cannot_be_are_found_out():
+def test_the_state_of_a_request_that_is_aborted_before_it_continues_is_not_found_elsewhere():
+    harness = Harness(groups=STATE, block_size=2, max_num_batched_tokens=10, max_in_flight=1)
+    harness.add([7] * 12, 20)
+    harness.schedule()
+    harness.lose_core()
+    [key] = harness.scheduler.requests
+    harness.abort(key)
+    # Its blocks are the next to be allocated, the one that had the state too.
+    harness.add([8] * 12, 20)
+    harness.step()
+    harness.add([7] * 12, 20)
+    harness.drain()
+
+
+def test_impossible_blocks_are_rejected():
     held = HeldRequest((0, 1), 2.0, 5, (int32_bytes([3, 63]),))
     limits = {"num_blocks": 64, "num_groups": 1, "block_size": 4}
     assert is_valid_held_request(held, **limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.core.kv_cache.cached_prefix import group_key
 from engine.protocol.config import SpeculativeConfig
+from engine.protocol.config.scheduler import ProposerMethod
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.messages import EventKind, FinishReason
@@ -23,13 +24,13 @@ def num_held(harness: Harness, group: int, slot: int = 0) -> int:
 
 
 def num_cached(harness: Harness, key: tuple[int, int]) -> int:
-    events = harness.heard[key].events
+    events = harness.received[key].events
     return next(e.num_cached_tokens for e in events if e.kind == EventKind.SCHEDULED)
 
 
 def forget(harness: Harness, key: tuple[int, int], group: int, *indices: int) -> None:
     """Evict some of a prompt's blocks."""
-    digests = harness.heard[key].message.block_hashes
+    digests = harness.received[key].message.block_hashes
     names = [group_key(digests[i * 32 : i * 32 + 32], group) for i in indices]
     pool = harness.scheduler.kv_cache_manager.pool
     assert all(pool.is_cached(name) for name in names)
@@ -39,7 +40,7 @@ def forget(harness: Harness, key: tuple[int, int], group: int, *indices: int) ->
 @pytest.mark.parametrize(
     ("group", "most"), [(SLIDING, 3), (CHUNKED, 2), (STATE, 2), (CROSS, 3), (FULL, 26)]
 )
-def test_3_7_what_a_long_decode_holds(group, most):
+def test_3_7_a_long_decode_holds_only_the_blocks_its_window_needs(group, most):
     harness = Harness(block_size=4, num_blocks=80, groups=(FULL, group), max_in_flight=1)
     harness.add(4, 100)
     held = [0]
@@ -49,7 +50,7 @@ def test_3_7_what_a_long_decode_holds(group, most):
     harness.drain()
 
 
-def test_3_7_freed_blocks_are_told_to_the_worker_as_null_blocks():
+def test_3_7_freed_blocks_are_sent_to_the_worker_as_null_blocks():
     harness = Harness(block_size=4, groups=(SLIDING,), max_in_flight=1)
     harness.add(4, 100)
     for _ in range(9):
@@ -66,19 +67,19 @@ def test_3_7_a_prompt_frees_blocks_chunk_by_chunk():
     )
     key = harness.add(100, 20)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
-    assert len(harness.heard[key].token_ids) == 20
+    assert harness.received[key].reason is FinishReason.LENGTH
+    assert len(harness.received[key].token_ids) == 20
 
 
-def test_2_6_a_window_lets_prompts_in_that_full_attention_refuses():
+def test_2_6_a_window_admits_prompts_that_full_attention_rejects():
     for groups, reason in (((FULL,), FinishReason.IGNORED), ((SLIDING,), FinishReason.LENGTH)):
         harness = Harness(block_size=4, num_blocks=12, groups=groups, max_num_batched_tokens=16)
         key = harness.add(100, 5)
         harness.drain()
-        assert harness.heard[key].reason is reason
+        assert harness.received[key].reason is reason
 
 
-def test_3_7_a_windowed_hit_needs_only_the_tail():
+def test_3_7_a_sliding_window_hit_needs_only_the_last_blocks():
     for group, expected in ((SLIDING, 36), (FULL, 0)):
         harness = Harness(block_size=4, groups=(group,))
         first = harness.add(40, 1)
@@ -89,7 +90,7 @@ def test_3_7_a_windowed_hit_needs_only_the_tail():
         assert num_cached(harness, again) == expected
 
 
-def test_3_7_a_hole_in_the_tail_shortens_the_hit():
+def test_3_7_a_missing_block_in_the_window_shortens_the_hit():
     harness = Harness(block_size=4, groups=(SLIDING,))
     first = harness.add(40, 1)
     harness.drain()
@@ -100,7 +101,7 @@ def test_3_7_a_hole_in_the_tail_shortens_the_hit():
     assert num_cached(harness, again) == 28
 
 
-def test_3_7_a_chunk_that_begins_needs_nothing():
+def test_3_7_a_chunked_attention_hit_needs_nothing_at_a_chunk_boundary():
     harness = Harness(block_size=4, groups=(FULL, CHUNKED))
     first = harness.add(38, 1)
     harness.drain()
@@ -110,7 +111,7 @@ def test_3_7_a_chunk_that_begins_needs_nothing():
     assert num_cached(harness, again) == 32
 
 
-def test_3_7_a_hybrid_hit_is_the_longest_that_every_group_honours():
+def test_3_7_a_hybrid_hit_is_the_longest_that_every_group_supports():
     harness = Harness(block_size=4, groups=(FULL, SLIDING, SLIDING))
     first = harness.add(40, 1)
     harness.drain()
@@ -122,14 +123,14 @@ def test_3_7_a_hybrid_hit_is_the_longest_that_every_group_honours():
     assert num_cached(harness, again) == 24
 
 
-def test_3_7_a_state_is_found_only_where_a_step_ended():
+def test_3_7_a_state_is_cached_only_where_a_step_ended():
     harness = Harness(block_size=4, groups=(FULL, STATE), max_num_batched_tokens=8)
     harness.add(22, 1)
     harness.drain()
     longer = harness.add(30, 1)
     harness.drain()
-    # Steps ended after 8, 16 and 22 tokens; only 8 and 16 fill a block.
-    assert num_cached(harness, longer) == 16
+    # Steps ended after 8, 16, 20 and 22 tokens: the prompt's last full block gets a step that ends with it.
+    assert num_cached(harness, longer) == 20
 
 
 def test_3_7_a_state_is_not_shared_within_the_step_that_computes_it():
@@ -145,11 +146,30 @@ def test_3_7_a_state_is_not_shared_within_the_step_that_computes_it():
 
 
 @pytest.mark.parametrize("groups", [(FULL, SLIDING), (SLIDING,), (FULL, CHUNKED), (FULL, STATE)])
-def test_3_7_the_next_turn_finds_what_its_window_needs(groups):
+def test_3_7_the_next_turn_of_a_conversation_finds_its_window(groups):
     harness = Harness(block_size=4, groups=groups, max_in_flight=1)
     first = harness.add(10, 31)
     harness.drain()
-    history = list(range(1, 11)) + harness.heard[first].token_ids
+    history = list(range(1, 11)) + harness.received[first].token_ids
+    second = harness.add([*history, 7, 7, 7], 3)
+    harness.drain()
+    assert num_cached(harness, second) == 40
+
+
+@pytest.mark.parametrize("drafts", [None, SpeculativeConfig(3)])
+def test_the_next_turn_continues_from_the_last_state_in_the_answer(drafts):
+    """A request keeps one state of its answer beside those of its prompt."""
+    harness = Harness(
+        block_size=4,
+        groups=(FULL, KVCacheGroup(AttentionKind.STATE_SPACE, 4)),
+        speculative=drafts,
+        propose=lambda row: [(row.fingerprints[-1] >> 20) % 64, 0, 0],
+    )
+    first = harness.add(10, 33)
+    harness.drain()
+    # The answer has 8 full blocks of keys and values after the prompt's 2, which have a state in the second.
+    assert harness.scheduler.kv_cache_manager.pool.num_cached == 10 + 2
+    history = list(range(1, 11)) + harness.received[first].token_ids
     second = harness.add([*history, 7, 7, 7], 3)
     harness.drain()
     assert num_cached(harness, second) == 40
@@ -169,17 +189,32 @@ def test_7_3_cross_attention_blocks_are_allocated_once():
     "settings",
     [{"groups": (FULL, SLIDING)}, {"groups": (SLIDING,)}, {"num_host_blocks": 4}],
 )
-def test_a_connector_goes_with_full_attention_alone(settings):
+def test_a_connector_requires_full_attention(settings):
     with pytest.raises(ConfigError, match="kv_connector='model' supports only full"):
         Harness(connector=ModelConnector(), **settings)
 
 
-def test_a_state_takes_no_drafts():
-    with pytest.raises(ConfigError, match="num_speculative_tokens=2: a state-space layer"):
-        Harness(groups=(FULL, STATE), speculative=SpeculativeConfig(2))
+def test_drafts_of_a_model_are_refused_beside_states():
+    segments = KVCacheGroup(AttentionKind.STATE_SPACE, 16)
+    with pytest.raises(ConfigError, match="method='eagle' is not supported"):
+        Harness(groups=(FULL, segments), speculative=SpeculativeConfig(2, ProposerMethod.EAGLE))
 
 
-def test_a_window_keeps_what_rejected_drafts_take_back():
+def test_states_before_rejected_drafts_have_blocks():
+    """A slot may need several more blocks than its accepted tokens."""
+    harness = Harness(
+        block_size=1,
+        groups=(FULL, KVCacheGroup(AttentionKind.STATE_SPACE, 4)),
+        speculative=SpeculativeConfig(4),
+        propose=lambda row: [(row.token_ids[-1] + 1) % 64] * 4,
+        async_scheduling=True,
+    )
+    key = harness.add(5, 30)
+    harness.drain()
+    assert len(harness.received[key].token_ids) == 30
+
+
+def test_a_window_keeps_the_blocks_needed_after_rejected_drafts():
     harness = Harness(
         block_size=1,
         groups=(FULL, KVCacheGroup(AttentionKind.SLIDING_WINDOW, 3)),

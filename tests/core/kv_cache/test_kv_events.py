@@ -1,4 +1,4 @@
-"""Events of cached blocks: what is logged, and what a subscriber receives."""
+"""Events of cached blocks: their content, and their publication to subscribers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from support.scheduler_harness import Harness
 from support.traffic import Traffic
 
 
-def test_3_8_stored_blocks_come_with_their_tokens_and_parent():
+def test_3_8_stored_events_contain_tokens_and_parent():
     harness = Harness(block_size=4, log_kv_events=True)
     key = harness.add(10, 7)
     harness.drain()
     prompt, output = harness.scheduler.take_kv_events()
-    tokens = list(range(1, 11)) + harness.heard[key].token_ids
+    tokens = list(range(1, 11)) + harness.received[key].token_ids
     assert prompt.token_ids + output.token_ids == tokens[:16]
     assert (prompt.parent_block_hash, output.parent_block_hash) == (None, prompt.block_hashes[-1])
     digests = hash_blocks(np.array(tokens[:16], np.int32), 4, ROOT_HASH)
@@ -54,7 +54,7 @@ def test_3_8_a_reset_clears_everything():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_3_8_a_subscriber_knows_exactly_what_is_cached(seed):
+def test_3_8_a_subscriber_can_mirror_the_cache_exactly(seed):
     rng = random.Random(seed)
     harness = Harness(
         block_size=2, num_blocks=20, log_kv_events=True, max_in_flight=3, max_num_seqs=5
@@ -138,7 +138,7 @@ def test_3_8_batches_are_published_in_sequence_and_replayed_on_request(context, 
     publisher.close()
 
 
-def test_3_8_a_replay_sends_what_is_kept_and_ends(context, tmp_path):
+def test_3_8_a_replay_sends_the_buffered_batches_and_ends(context, tmp_path):
     config = KVEventsConfig(
         endpoint=f"ipc://{tmp_path}/events",
         replay_endpoint=f"ipc://{tmp_path}/replay",
@@ -160,7 +160,7 @@ def test_3_8_a_replay_sends_what_is_kept_and_ends(context, tmp_path):
     publisher.close()
 
 
-def test_3_8_a_replay_is_whole_however_slowly_it_is_read(context, tmp_path):
+def test_3_8_a_replay_is_complete_for_a_slow_reader(context, tmp_path):
     num_kept = 4000
     config = KVEventsConfig(
         endpoint=f"ipc://{tmp_path}/events",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from engine.core.kv_cache.manager import KVCacheManager
 from engine.core.state.request import Request
 from engine.core.state.slots import Slots
 from engine.protocol.block_hash import block_hasher
 from engine.protocol.config import PrefixHash
 from engine.protocol.messages import EngineCoreRequest, EventKind
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 
 
 def num_cached(harness: Harness, key: tuple[int, int]) -> int:
-    events = harness.heard[key].events
+    events = harness.received[key].events
     return next(e.num_cached_tokens for e in events if e.kind == EventKind.SCHEDULED)
 
 
@@ -34,7 +36,7 @@ def test_3_2_the_next_turn_of_a_conversation_finds_the_generated_tokens():
     first = harness.add(10, 15)
     harness.drain()
     # The last generated token is never computed, so 24 of 25 tokens are cached.
-    history = list(range(1, 11)) + harness.heard[first].token_ids
+    history = list(range(1, 11)) + harness.received[first].token_ids
     second = harness.add([*history, 7, 7, 7], 3)
     harness.drain()
     assert num_cached(harness, second) == 24
@@ -45,7 +47,7 @@ def test_3_2_every_hash_finds_the_same_prefixes_and_replays():
         harness = RecordedHarness(block_size=4, prefix_hash=prefix_hash)
         first = harness.add(10, 15, salt="red", seed=1)
         harness.drain()
-        history = list(range(1, 11)) + harness.heard[first].token_ids
+        history = list(range(1, 11)) + harness.received[first].token_ids
         keys = [harness.add(history, 3, salt=salt, seed=1) for salt in ("red", None)]
         harness.drain()
         assert sum(replay(harness.dump())) > 0
@@ -54,16 +56,16 @@ def test_3_2_every_hash_finds_the_same_prefixes_and_replays():
     assert found(PrefixHash.XXH3) == found(PrefixHash.SHA256) == [24, 0]
 
 
-def test_3_3_what_follows_a_block_that_was_computed_twice_is_found_after_the_first_is_evicted():
+def test_3_3_blocks_after_a_duplicated_block_are_found_when_the_first_copy_is_evicted():
     harness = Harness(block_size=4, num_blocks=12, max_model_len=44)
     prompt = list(range(1, 9))
     harness.add(prompt, 1)
     harness.drain()
     # The last block of a prompt that is found whole is computed again.
     second = harness.add(prompt, 13)
-    while len(harness.heard[second].token_ids) < 9:
+    while len(harness.received[second].token_ids) < 9:
         harness.step()
-    history = prompt + harness.heard[second].token_ids
+    history = prompt + harness.received[second].token_ids
     # Takes every block that is not held, so that the first copy of that block is evicted.
     harness.add([9] * 24, 2)
     harness.drain()
@@ -72,14 +74,14 @@ def test_3_3_what_follows_a_block_that_was_computed_twice_is_found_after_the_fir
     assert (len(history), num_cached(harness, third)) == (17, 16)
 
 
-def test_3_3_requests_of_one_step_share_what_that_step_computes():
+def test_3_3_requests_of_one_step_share_the_blocks_it_computes():
     harness = Harness(block_size=4, max_num_batched_tokens=100)
     keys = [harness.add(40, 5) for _ in range(4)]
     step = harness.schedule()
     assert [data.num_computed_tokens for data in step.new_requests] == [0, 36, 36, 36]
     harness.drain()
     assert harness.worker.num_prompt_tokens_computed == 40 + 3 * 4
-    assert len({tuple(harness.heard[key].token_ids) for key in keys}) == 1
+    assert len({tuple(harness.received[key].token_ids) for key in keys}) == 1
 
 
 def test_3_3_a_running_request_shares_the_blocks_of_its_prompt():
@@ -101,7 +103,7 @@ def test_3_4_a_failed_admission_changes_nothing():
     harness.schedule()
     pool = harness.scheduler.kv_cache_manager.pool
     before = (pool.num_free, pool.num_cached, list(pool.ref_counts))
-    # Four of its seven blocks are found, but they are free ones: three are lacking, one is left.
+    # Four of its seven blocks are found, but they are free ones. It needs three more, and only one is left.
     key = harness.add([1] * 27, 1)
     assert harness.schedule() is None
     assert (pool.num_free, pool.num_cached, list(pool.ref_counts)) == before
@@ -130,7 +132,7 @@ def test_3_4_growth_is_all_or_nothing():
     assert manager.pool.num_free == 0
 
 
-def test_3_2_prompts_that_are_admitted_in_one_step_share_what_they_have_in_common():
+def test_3_2_prompts_admitted_in_one_step_share_their_common_prefix():
     harness = Harness(block_size=4)
     harness.add([1] * 4, 1)
     harness.drain()
@@ -142,12 +144,12 @@ def test_3_2_prompts_that_are_admitted_in_one_step_share_what_they_have_in_commo
     assert [num_cached(harness, key) for key in keys] == [4, 8, 8, 12]
 
 
-def test_3_4_what_one_request_evicts_another_of_the_same_step_is_not_given():
+def test_3_4_a_block_evicted_in_a_step_is_not_a_hit_in_that_step():
     harness = Harness(num_blocks=8, block_size=4)
     for prompt in ([1] * 12, [2] * 8):
         harness.add(prompt, 1)
         harness.drain()
-    # The first takes the two blank blocks, and the three that the second is found.
+    # The first takes the two blank blocks, and the three cached ones that the second would hit.
     harness.add([3] * 20, 1)
     key = harness.add([1] * 13, 2)
     harness.schedule()
@@ -163,7 +165,7 @@ def test_3_5_placeholders_are_not_cached():
         harness.schedule()
     cached = harness.scheduler.kv_cache_manager.pool.num_cached
     harness.abort(key)
-    # Four steps have computed six tokens, of which the core knows only the prompt's three.
+    # Four steps have computed six tokens, but the core has received only the prompt's three.
     assert cached == harness.scheduler.kv_cache_manager.pool.num_cached == 1
     harness.drain()
 
@@ -178,10 +180,10 @@ def test_3_6_reset_fails_while_blocks_are_in_use():
     again = harness.add(20, 1)
     harness.drain()
     assert num_cached(harness, again) == 0
-    assert harness.heard[key].num_events(EventKind.PREEMPTED) == 0
+    assert harness.received[key].num_events(EventKind.PREEMPTED) == 0
 
 
-def test_3_6_reset_can_preempt_what_runs_and_discards_its_tokens_in_flight():
+def test_3_6_a_reset_can_preempt_running_requests_and_drop_their_tokens_in_flight():
     harness = Harness(block_size=4, max_in_flight=3)
     keys = [harness.add([n + 1] * 9, 10) for n in range(3)]
     harness.schedule()
@@ -189,7 +191,7 @@ def test_3_6_reset_can_preempt_what_runs_and_discards_its_tokens_in_flight():
     assert harness.scheduler.reset_prefix_cache(True, 5.0)
     assert harness.scheduler.get_request_counts() == (0, 3)
     harness.drain()
-    assert all(harness.heard[key].num_events(EventKind.PREEMPTED) == 1 for key in keys)
+    assert all(harness.received[key].num_events(EventKind.PREEMPTED) == 1 for key in keys)
 
 
 def test_3_9_queries_hits_and_usage_are_counted_in_tokens():
@@ -209,7 +211,7 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     key = harness.add(21, 20)
     for _ in range(8):
         harness.step()
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    harness.preempt(key)
     step = harness.schedule()
     # 21 prompt and 8 output tokens, the last of which was not computed yet.
     assert step.new_requests[0].num_computed_tokens == 28
@@ -224,6 +226,19 @@ def test_prompt_logprobs_do_not_read_the_prefix_cache():
     harness.drain()
     assert num_cached(harness, key) == 0
     assert sum(stats.prefix_cache_queries for stats in harness.stats) == 20
+
+
+@pytest.mark.parametrize("computes_whole_prompt", [True, False])
+def test_a_pooled_prompt_reads_cached_prefixes_unless_it_needs_every_token(
+    computes_whole_prompt,
+):
+    harness = Harness(block_size=4)
+    harness.add(20, 1)
+    harness.drain()
+    pooling = PoolingParams(PoolingKind.LAST, computes_whole_prompt)
+    key = harness.add(20, 1, pooling_params=pooling)
+    harness.drain()
+    assert num_cached(harness, key) == (0 if computes_whole_prompt else 16)
 
 
 def test_without_prefix_caching_nothing_is_found():

@@ -1,4 +1,4 @@
-"""What the event log keeps is replayed to the same decisions, and nobody's words are in it."""
+"""The event log replays to the same decisions, and contains no text of users."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_recording_changes_no_decision():
     assert decisions(partial(RecordedHarness, segment_bytes=SMALL_SEGMENT)) == decisions(Harness)
 
 
-def test_a_grammars_refusal_is_replayed():
+def test_a_grammar_rejection_is_replayed():
     harness = RecordedHarness()
     constrained = StructuredOutput(GrammarKind.JSON_OBJECT, '{"secret": 1}')
     key = harness.add([1, 2, 3], 8, structured_output=constrained)
@@ -97,17 +97,17 @@ def test_a_grammars_refusal_is_replayed():
     harness.grammar.num_accepted[key] += 1  # The next token will be of the wrong parity.
     harness.step()
     harness.step()
-    assert harness.heard[key].finished is not None
+    assert harness.received[key].finished is not None
     replay(harness.dump())
 
 
-def test_frames_that_the_core_has_dropped_are_no_decision():
+def test_frames_dropped_by_the_core_do_not_change_the_decision_hash():
     class NoisyHarness(RecordedHarness):
-        def _hear(self, outputs):
+        def _receive(self, outputs):
             for message in outputs.values():
                 if message.stats is not None:
                     message.stats.num_dropped_frames = 3
-            super()._hear(outputs)
+            super()._receive(outputs)
 
     harness = NoisyHarness()
     harness.add([1, 2, 3], 5)
@@ -115,7 +115,7 @@ def test_frames_that_the_core_has_dropped_are_no_decision():
     assert replay(harness.dump())[0] > 5
 
 
-def test_drafts_that_come_late_are_replayed():
+def test_drafts_that_arrive_after_the_output_are_replayed():
     harness = RecordedHarness(speculative=SpeculativeConfig(3), async_scheduling=False)
     key = harness.add([1, 2, 3], 9)
     harness.schedule()
@@ -164,8 +164,8 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("num_bad_blocks", [0, 1])
-def test_8_1_i6_what_a_connector_answers_about_one_request_is_replayed(name, num_bad_blocks):
-    """Late, failing or lying: the others do not notice, and the log tells it all."""
+def test_8_1_i6_answers_of_a_connector_are_replayed(name, num_bad_blocks):
+    """Late, failing and wrong answers are in the log, and other requests are unaffected."""
 
     class Connector(ModelConnector):
         pass
@@ -190,7 +190,7 @@ def test_8_1_i6_what_a_connector_answers_about_one_request_is_replayed(name, num
     harness.drain()
     is_wrong = name.startswith(("too", "half", "no", "an end", "parameters"))
     expected = FinishReason.ERROR if is_wrong else FinishReason.LENGTH
-    assert [heard.reason for heard in harness.heard.values()] == [
+    assert [received.reason for received in harness.received.values()] == [
         FinishReason.LENGTH,
         expected,
         FinishReason.LENGTH,
@@ -198,7 +198,7 @@ def test_8_1_i6_what_a_connector_answers_about_one_request_is_replayed(name, num
     replay(harness.dump())
 
 
-def test_8_4_i6_blocks_that_are_fetched_late_or_never_are_replayed():
+def test_8_4_i6_late_and_missing_fetches_of_blocks_are_replayed():
     connector = ModelConnector(delays_free=lambda request: True)
     harness = RecordedHarness(connector=connector, transfer_timeout_s=20.0)
     delays = iter((3, 30, 300))
@@ -222,9 +222,9 @@ def test_a_crash_of_a_connector_is_reproduced(tmp_path, capsys):
     assert "build_connector_meta raised an error" in capsys.readouterr().out
 
 
-def test_a_connector_that_is_asked_otherwise_is_found():
+def test_a_different_call_of_a_connector_is_reported():
     class Forgetful(Scheduler):
-        """Never asks the connector."""
+        """Never calls the connector."""
 
         def add_request(self, client_index, message, now):
             super().add_request(client_index, message, now)
@@ -241,13 +241,13 @@ def test_a_connector_that_is_asked_otherwise_is_found():
         replay(harness.dump(), Forgetful)
 
 
-def test_a_dump_names_no_connector():
+def test_a_dump_contains_no_connector_name():
     harness = RecordedHarness(connector=ModelConnector())
     dump = harness.dump()
     assert dump.setup.kv_transfer == KVTransferConfig("recorded", transfer_timeout_s=1000.0)
 
 
-def test_memory_is_bounded_and_the_last_events_are_there():
+def test_memory_is_bounded_and_the_latest_events_are_kept():
     harness = RecordedHarness(segment_bytes=SMALL_SEGMENT, num_blocks=200)
     log = harness.scheduler.log
     for index in range(300):
@@ -278,7 +278,7 @@ def test_too_many_requests_for_a_snapshot_leave_a_gap_that_closes(monkeypatch):
     replay(harness.dump())
 
 
-def test_an_error_of_the_log_harms_nobody(monkeypatch):
+def test_an_error_in_the_log_affects_no_request(monkeypatch):
     def broken(scheduler):
         raise RuntimeError("no snapshot today")
 
@@ -288,7 +288,7 @@ def test_an_error_of_the_log_harms_nobody(monkeypatch):
     assert "no snapshot today" in harness.dump().problem
 
 
-def test_everything_that_an_object_has_is_part_of_its_state():
+def test_a_snapshot_contains_every_attribute_of_an_object():
     harness = record(21, 1 << 30)
     seen = FrozenState(harness.scheduler.scheduler)._seen.values()
     instances = [item for item in seen if hasattr(item, "__dict__")]
@@ -302,13 +302,13 @@ def test_everything_that_an_object_has_is_part_of_its_state():
         assert vars(instance).keys() - computed <= set(field_names(type(instance)))
 
 
-def test_a_snapshot_leaves_the_configuration_to_the_scheduler_it_is_restored_into():
+def test_a_restored_snapshot_keeps_the_configuration_of_its_scheduler():
     snapshot = record(21, SMALL_SEGMENT).dump().segments[-1].snapshot
     assert snapshot is not None
     assert not [layout for layout in snapshot.layouts if ".config" in layout.name]
 
 
-def test_a_state_that_cannot_be_described_leaves_the_events():
+def test_events_are_kept_when_the_state_cannot_be_serialized():
     harness = RecordedHarness(segment_bytes=SMALL_SEGMENT)
     harness.scheduler.invariant_violations.append(Fraction(1, 3))
     for index in range(200):
@@ -329,7 +329,7 @@ class LastComeFirstServed(FCFSQueue):
 
 
 class ImpatientScheduler(Scheduler):
-    """Serves the last to come first."""
+    """Admits the latest request first."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -337,7 +337,7 @@ class ImpatientScheduler(Scheduler):
 
 
 class StingyScheduler(Scheduler):
-    """Believes that there is one block less from its 20th step on."""
+    """Has one free block less from its 20th step on."""
 
     def schedule(self, now):
         if self._step == 19:
@@ -353,7 +353,7 @@ def contended() -> RecordedHarness:
     return harness
 
 
-def test_a_changed_order_of_admission_is_located():
+def test_a_changed_admission_order_is_located():
     with pytest.raises(Difference) as caught:
         replay(contended().dump(), ImpatientScheduler)
     message = str(caught.value)
@@ -362,12 +362,12 @@ def test_a_changed_order_of_admission_is_located():
     assert "new_requests, now:      [slot=0, request_id=[0; 11]" in message
 
 
-def test_a_changed_block_is_located_at_the_step_that_first_shows_it():
+def test_a_changed_block_is_located_at_the_first_step_that_differs():
     with pytest.raises(Difference, match="scheduling of step 20,"):
         replay(contended().dump(), StingyScheduler)
 
 
-def test_a_changed_input_is_found():
+def test_a_changed_input_is_reported():
     dump = contended().dump()
     updates = [event for event in dump.segments[0].events if isinstance(event, Update)]
     ended = next(event for event in updates if event.reports and event.reports[0].finished_set)
@@ -405,7 +405,7 @@ def test_a_changed_enumeration_is_named():
 @pytest.mark.parametrize(
     "name", ["os:system", "core.request:os", "builtins:eval", "core.request:Nobody", "core.x:y"]
 )
-def test_a_snapshot_makes_nothing_but_our_own_objects(name):
+def test_a_snapshot_creates_only_objects_of_known_classes(name):
     dump = record(20, SMALL_SEGMENT).dump()
     snapshot = dump.segments[0].snapshot
     snapshot.layouts[-1] = msgspec.structs.replace(snapshot.layouts[-1], name=name)
@@ -433,7 +433,7 @@ def test_a_crash_of_the_scheduler_is_reproduced(monkeypatch, tmp_path, capsys):
     assert "the recorded scheduler raised an error, this one did not" in capsys.readouterr().out
 
 
-def test_an_output_of_nonsense_is_still_dumped():
+def test_an_invalid_output_is_still_dumped():
     harness = RecordedHarness()
     harness.add([1, 2, 3], 5)
     step = harness.schedule()
@@ -458,7 +458,7 @@ def write(harness: RecordedHarness, directory: str, second: int = 0) -> str:
     return str(path)
 
 
-def test_a_file_is_private_complete_and_readable(tmp_path):
+def test_a_dump_file_is_private_complete_and_readable(tmp_path):
     harness = record(20, SMALL_SEGMENT)
     path = write(harness, str(tmp_path / "dumps"))
     (found,) = (tmp_path / "dumps").iterdir()
@@ -468,7 +468,7 @@ def test_a_file_is_private_complete_and_readable(tmp_path):
     assert sum(replay(read_dump(path))) > 10
 
 
-def test_old_files_give_way(tmp_path):
+def test_the_oldest_dump_files_are_deleted(tmp_path):
     harness = contended()
     other = tmp_path / "core1-mine.engine-events"
     other.touch()
@@ -478,7 +478,7 @@ def test_old_files_give_way(tmp_path):
     assert other.exists()
 
 
-def test_a_default_directory_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+def test_a_default_directory_of_another_user_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(event_dump.tempfile, "gettempdir", lambda: str(tmp_path))
     directory = event_dump.default_directory()
     (tmp_path / "elsewhere").mkdir(mode=0o777)
@@ -497,7 +497,7 @@ def test_a_default_directory_of_somebody_else_is_not_used(tmp_path, monkeypatch)
         (zlib.compress(msgspec.msgpack.encode(["engine events", 999])), "has version 999"),
     ],
 )
-def test_a_file_of_something_else_is_refused(data, problem, tmp_path, capsys):
+def test_a_file_that_is_no_dump_is_rejected(data, problem, tmp_path, capsys):
     path = tmp_path / "file"
     path.write_bytes(data)
     assert main([str(path)]) == 2
@@ -507,8 +507,8 @@ def test_a_file_of_something_else_is_refused(data, problem, tmp_path, capsys):
 # privacy
 
 
-def test_nothing_of_what_was_said_is_in_a_dump():
-    """Each of these words and tokens must be known to the core, and none of them may leave it."""
+def test_a_dump_contains_no_text_or_tokens_of_users():
+    """Each of these words and tokens must reach the core, and none may be in the dump."""
     rng = np.random.default_rng(5)
     secrets = ("tenant-secret", "salt-secret", "schema-secret", "stop-secret", "word-secret")
     secrets += ("adapter-secret", "picture-secret", "trace-secret")
@@ -550,8 +550,8 @@ def test_nothing_of_what_was_said_is_in_a_dump():
         harness.add([3], 2, structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, secrets[2]))
         harness.step()
     hashes = [picture.content_hash]
-    hashes += [heard.message.block_hashes[:32] for heard in harness.heard.values()]
-    outputs = [heard.token_ids for heard in harness.heard.values()]
+    hashes += [received.message.block_hashes[:32] for received in harness.received.values()]
+    outputs = [received.token_ids for received in harness.received.values()]
     dump = harness.dump()
     assert dump.segments[0].snapshot is not None
     data = msgspec.msgpack.encode(dump)
@@ -572,23 +572,23 @@ def test_nothing_of_what_was_said_is_in_a_dump():
 @pytest.mark.parametrize(
     ("struct", "num_fields"),
     [
-        (messages.EngineCoreRequest, 20),
-        (worker_messages.ModelRunnerOutput, 11),
+        (messages.EngineCoreRequest, 21),
+        (worker_messages.ModelRunnerOutput, 12),
         (worker_messages.SchedulerOutput, 14),
-        (worker_messages.NewRequestData, 12),
-        (messages.EngineCoreOutputs, 14),
+        (worker_messages.NewRequestData, 13),
+        (messages.EngineCoreOutputs, 15),
         (messages.EncoderInput, 5),
         (worker_messages.EncoderWork, 4),
         (worker_messages.DraftTokenIds, 4),
         (sampling_params.SamplingParams, 25),
     ],
 )
-def test_a_new_field_is_thought_of(struct, num_fields):
-    """A new field needs a decision in `redaction`, `decision_chain` and `snapshot`; then it is counted here."""
+def test_every_new_field_gets_a_redaction_decision(struct, num_fields):
+    """A new field needs a decision in `redaction`, `decision_hash` and `snapshot`; then it is counted here."""
     assert len(struct.__struct_fields__) == num_fields
 
 
-def test_a_dump_holds_what_it_should():
+def test_a_dump_contains_the_recorded_facts():
     harness = contended()
     dump = harness.dump()
     events = dump.segments[0].events

@@ -1,4 +1,4 @@
-"""The timeline of a request says what really happened to it."""
+"""The timeline of a request matches what happened to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def timeline_of(harness: RecordedHarness, key: tuple[int, int]) -> str:
     return "\n".join([*timeline.lines, timeline.summary()])
 
 
-def test_a_request_alone():
+def test_a_request_alone_has_no_wait_reasons():
     harness = RecordedHarness()
     key = harness.add(6, 4)
     harness.drain()
@@ -49,13 +49,13 @@ def test_a_request_alone():
     assert "preempted" not in text
 
 
-def test_waiting_for_a_sequence():
+def test_wait_for_max_num_seqs_is_reported():
     harness = RecordedHarness(max_num_seqs=1)
     first = harness.add(6, 4)
     second = harness.add(6, 4)
     harness.drain()
     text = timeline_of(harness, second)
-    events = {event.kind: event.timestamp for event in harness.heard[second].events}
+    events = {event.kind: event.timestamp for event in harness.received[second].events}
     waited = events[EventKind.SCHEDULED] - events[EventKind.QUEUED]
     assert f"waited {waited:.3f} s" in text
     assert "max_num_seqs requests were running" in text
@@ -63,7 +63,7 @@ def test_waiting_for_a_sequence():
     assert "max_num_seqs" not in timeline_of(harness, first)
 
 
-def test_waiting_for_tokens_of_a_step():
+def test_wait_for_the_token_budget_is_reported():
     harness = RecordedHarness(max_num_batched_tokens=8)
     harness.add(30, 2)
     key = harness.add(6, 2)
@@ -71,11 +71,11 @@ def test_waiting_for_tokens_of_a_step():
     assert "the step was full: max_num_batched_tokens" in timeline_of(harness, key)
 
 
-def test_waiting_for_blocks_and_preemption():
+def test_wait_for_blocks_and_preemption_are_reported():
     harness = RecordedHarness(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
     keys = [harness.add([index] * 10, 14) for index in range(1, 4)]
     harness.drain()
-    num_preemptions = {key: harness.heard[key].num_events(EventKind.PREEMPTED) for key in keys}
+    num_preemptions = {key: harness.received[key].num_events(EventKind.PREEMPTED) for key in keys}
     assert sum(num_preemptions.values()) > 0
     for key, number in num_preemptions.items():
         text = timeline_of(harness, key)
@@ -87,13 +87,13 @@ def test_waiting_for_blocks_and_preemption():
 
 
 def causes(harness: RecordedHarness, key: tuple[int, int]) -> set[str]:
-    """What the request waited for."""
+    """Return the wait reasons of the request."""
     harness.drain()
     summary = timeline_of(harness, key).splitlines()[-1]
     return {part.split(" s: ")[1] for part in summary.split("; ") if " s: " in part}
 
 
-def test_waiting_for_a_tenants_turn():
+def test_wait_for_the_turn_of_a_tenant_is_reported():
     harness = RecordedHarness(max_num_seqs_per_tenant=1)
     first = harness.add(6, 4, tenant="a")
     second = harness.add(6, 4, tenant="a")
@@ -103,14 +103,14 @@ def test_waiting_for_a_tenants_turn():
     assert causes(harness, first) == causes(harness, other) == {NEXT_STEP}
 
 
-def test_waiting_for_a_slot_for_an_adapter():
+def test_wait_for_a_lora_slot_is_reported():
     harness = RecordedHarness(max_loras=1)
     harness.add(6, 4, lora_name="x")
     key = harness.add(6, 4, lora_name="y")
     assert causes(harness, key) == {NEXT_STEP, "requests of max_loras other adapters were running"}
 
 
-def test_waiting_behind_an_adapter_whose_turn_it_is():
+def test_wait_behind_another_adapter_is_reported():
     harness = RecordedHarness(max_loras=1, max_in_flight=1)
     harness.add(6, 10, lora_name="x")
     harness.add(6, 4, lora_name="y")
@@ -121,7 +121,7 @@ def test_waiting_behind_an_adapter_whose_turn_it_is():
     assert reason in causes(harness, key)
 
 
-def test_waiting_for_the_answer_of_a_connector():
+def test_wait_for_the_answer_of_a_connector_is_reported():
     answers = iter([None, None, None])
     connector = ModelConnector(lambda request, num_computed: next(answers, ExternalMatch(0)))
     harness = RecordedHarness(connector=connector)
@@ -130,14 +130,14 @@ def test_waiting_for_the_answer_of_a_connector():
     assert causes(harness, key) == {NEXT_STEP, reason}
 
 
-def test_waiting_for_a_load():
+def test_wait_for_a_load_is_reported():
     connector = ModelConnector(lambda request, num_computed: ExternalMatch(4 - num_computed, True))
     harness = RecordedHarness(connector=connector)
     key = harness.add(6, 4)
     assert causes(harness, key) == {NEXT_STEP, "its KV cache was being loaded"}
 
 
-def test_waiting_as_a_long_prompt_and_then_for_a_sequence():
+def test_wait_as_a_long_prompt_and_then_for_max_num_seqs_is_reported():
     harness = RecordedHarness(
         max_num_seqs=3,
         max_num_batched_tokens=32,
@@ -155,14 +155,14 @@ def test_waiting_as_a_long_prompt_and_then_for_a_sequence():
     }
 
 
-def test_waiting_for_a_sequence_when_the_tokens_of_the_step_are_gone_too():
+def test_max_num_seqs_is_reported_before_the_token_budget():
     harness = RecordedHarness(max_num_seqs=1, max_num_batched_tokens=6)
     harness.add(6, 40)
     key = harness.add([2] * 6, 1)
     assert causes(harness, key) == {NEXT_STEP, "max_num_seqs requests were running"}
 
 
-def test_waiting_for_the_encoder():
+def test_wait_for_the_encoder_is_reported():
     harness = RecordedHarness(max_num_encoder_input_tokens=5, encoder_cache_size=20)
     for content in (b"a", b"b"):
         key = harness.add([1] * 8, 2, inputs=[EncoderInput(0, 4, content, 4, b"pixels")])
@@ -170,7 +170,7 @@ def test_waiting_for_the_encoder():
     assert causes(harness, key) == {NEXT_STEP, reason}
 
 
-def test_waiting_while_a_suspect_is_tried():
+def test_wait_for_a_suspected_request_is_reported():
     harness = RecordedHarness()
     harness.add(6, 4)
     harness.step()
@@ -181,7 +181,7 @@ def test_waiting_while_a_suspect_is_tried():
 
 
 def timed(harness: RecordedHarness) -> dict[int, float]:
-    """The seconds of each step, one after the other."""
+    """Return the duration of each step in seconds."""
     seconds, last, sent = {}, 0.0, {}
     for event in harness.dump().segments[-1].events:
         if isinstance(event, Schedule) and event.step is not None:
@@ -202,7 +202,7 @@ def test_steps_of_a_prompt_have_durations():
     assert f"in 3 steps; its tokens/all tokens: {shown}" in timeline_of(harness, key)
 
 
-def test_waiting_for_long_steps_in_flight_names_the_slowest():
+def test_wait_for_steps_in_flight_names_the_slowest_step():
     harness = RecordedHarness()
     harness.add(40, 9)
     harness.schedule()
@@ -220,13 +220,13 @@ def test_waiting_for_long_steps_in_flight_names_the_slowest():
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_a_deadline_that_passes_is_told_with_what_the_request_did(is_waiting):
+def test_an_expired_deadline_is_reported_with_the_progress(is_waiting):
     harness = RecordedHarness(max_num_seqs=1)
     if is_waiting:
         harness.add([1] * 6, 20)
     key = harness.add([2] * 6, 30, deadline=10.5)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.EXPIRED
+    assert harness.received[key].reason is FinishReason.EXPIRED
     text = timeline_of(harness, key)
     did = "waited" if is_waiting else "was running"
     assert f"ended: expired, its deadline passed 10.500 s after its arrival, while it {did}" in text
@@ -239,7 +239,7 @@ def test_a_deadline_that_passes_is_told_with_what_the_request_did(is_waiting):
     assert sum(parts) == pytest.approx(whole)
 
 
-def test_a_request_is_told_who_passed_it_and_by_what_policy():
+def test_requests_admitted_earlier_are_reported_with_the_policy():
     harness = RecordedHarness(max_num_seqs=1, policy="priority")
     harness.add(6, 4, priority=1)
     harness.step()
@@ -253,7 +253,7 @@ def test_a_request_is_told_who_passed_it_and_by_what_policy():
     assert "overtaken" not in timeline_of(harness, (0, 2))
 
 
-def test_a_request_that_is_set_aside_is_told_who_passed_it():
+def test_a_request_set_aside_reports_which_requests_were_admitted_earlier():
     harness = RecordedHarness(max_num_seqs_per_tenant=1)
     harness.add(6, 8, tenant="a")
     second = harness.add(6, 4, tenant="a")
@@ -265,12 +265,12 @@ def test_a_request_that_is_set_aside_is_told_who_passed_it():
     )
 
 
-def test_there_are_words_for_every_reason():
+def test_every_wait_reason_has_a_description():
     assert WHY_FIRST.keys() == set(SchedulingPolicy)
     assert REASONS.keys() == {*AdmissionStop, *WaitReason}
 
 
-def test_displacement_by_priority():
+def test_displacement_by_priority_is_reported():
     harness = RecordedHarness(max_num_seqs=1, policy="priority", priority_preemption=True)
     low = harness.add(6, 10, priority=5)
     harness.step()
@@ -279,7 +279,7 @@ def test_displacement_by_priority():
     assert "a request of higher priority took its place" in timeline_of(harness, low)
 
 
-def test_waiting_for_a_grammar_and_an_abort():
+def test_wait_for_a_grammar_and_abort_are_reported():
     harness = RecordedHarness()
     other = harness.add(6, 30)
     key = harness.add(
@@ -298,7 +298,7 @@ def test_waiting_for_a_grammar_and_an_abort():
     assert "grammar" not in timeline_of(harness, other)
 
 
-def test_a_request_that_is_older_than_the_log_and_outlives_it():
+def test_a_request_that_is_older_than_the_log_has_a_partial_timeline():
     harness = RecordedHarness(segment_bytes=4_000, num_blocks=200, max_model_len=128)
     key = harness.add(6, 100)
     for index in range(12):
@@ -310,7 +310,7 @@ def test_a_request_that_is_older_than_the_log_and_outlives_it():
     assert "still running where the log ends" in text
 
 
-def test_times_add_up():
+def test_durations_of_a_timeline_add_up():
     harness = RecordedHarness(num_blocks=10, max_num_seqs=2, enable_prefix_caching=False)
     keys = [harness.add([index] * 10, 14) for index in range(1, 5)]
     harness.drain()

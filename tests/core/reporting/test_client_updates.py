@@ -1,10 +1,10 @@
-"""What a core tells its frontends lets them know what it has."""
+"""Updates from a core keep its frontends' copies of its state correct."""
 
 from __future__ import annotations
 
 import numpy as np
 from engine.core.reporting.client_updates import ClientUpdates
-from engine.frontend.client.cached_prefixes import CachedPrefixes
+from engine.frontend.client.replicas.cached_prefixes import CachedPrefixes
 from engine.protocol.block_hash import block_keys, hash_blocks
 from engine.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.protocol.messages import ReplicaLoadUpdate
@@ -36,7 +36,7 @@ def have(event: KVCacheEvent, cached: set[bytes]) -> set[bytes]:
 
 
 @given(st.lists(st.lists(events, max_size=4), max_size=8), st.integers(0, 7))
-def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
+def test_a_frontend_mirrors_the_cached_blocks_whenever_it_connects(
     batches: list[list[KVCacheEvent]], late: int
 ) -> None:
     update = ClientUpdates()
@@ -56,7 +56,7 @@ def test_a_frontend_knows_the_cached_blocks_from_whenever_it_came(
         assert found == cached
 
 
-def test_each_frontend_hears_how_many_requests_the_others_have() -> None:
+def test_each_frontend_receives_the_request_counts_of_the_others() -> None:
     update = ClientUpdates()
     update.add_client(0)
     update.add_client(1)

@@ -1,4 +1,4 @@
-"""What the core loop measures and logs: scheduler time, statistics, advice on preemption."""
+"""Logs of the core loop: scheduler time, statistics, advice on preemption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def admitted(slot: int, index: int) -> NewRequestData:
     return NewRequestData(slot, (0, index), b"", 0, 0, (b"",), SamplingParams())
 
 
-def test_a_call_of_the_scheduler_counts_for_the_requests_that_run_after_it():
+def test_the_time_of_a_scheduler_call_counts_for_every_running_request():
     times = SchedulerTimes()
     times.record(SchedulerOutput(1, new_requests=[admitted(0, 7), admitted(1, 8)]), 1.0)
     times.record(SchedulerOutput(2), 2.0)
@@ -71,7 +71,7 @@ def test_statistics_are_logged_at_intervals_until_the_replica_is_idle(caplog):
     assert logged(caplog) == []
 
 
-def test_preemption_is_explained_once_a_minute(caplog):
+def test_preemption_advice_is_logged_once_a_minute(caplog):
     advice = PreemptionAdvice()
     advice.record(0, 1.0)
     assert logged(caplog) == []
@@ -88,7 +88,7 @@ def test_preemption_is_explained_once_a_minute(caplog):
     assert "4 sequences were preempted (6 since the start)" in line
 
 
-def test_only_preemptions_for_lack_of_blocks_call_for_advice():
+def test_only_preemptions_for_lack_of_blocks_log_advice():
     full = Harness(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
     for index in range(3):
         full.add([index + 1] * 10, 14)

@@ -1,4 +1,4 @@
-"""What the running requests have in common, line 1.9 of the scheduler's specification."""
+"""The common prefix of running requests, line 1.9 of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_1_9_the_shared_blocks_of_the_batch_are_counted():
     harness.drain()
 
 
-def test_1_9_the_count_stays_while_the_batch_does_and_follows_it():
+def test_1_9_the_count_changes_only_with_the_batch():
     harness, step = harness_of([*SHARED, 50], [*SHARED, 60])
     assert step.num_common_blocks == 4
     harness.step()
     assert harness.schedule().num_common_blocks == 4
     other = harness.add([99] * 9, 2)
-    while not harness.heard[other].is_over:
+    while not harness.received[other].is_over:
         harness.step()
     assert 0 in [step.num_common_blocks for step in harness.steps]
     harness.step()
@@ -37,13 +37,13 @@ def test_1_9_the_count_stays_while_the_batch_does_and_follows_it():
     harness.drain()
 
 
-def test_1_9_one_request_shares_with_nobody():
+def test_1_9_a_single_request_has_no_common_prefix():
     harness, step = harness_of(SHARED)
     assert step.num_common_blocks == 0
     harness.drain()
 
 
-def test_1_9_a_prefix_in_common_may_be_only_part_of_what_others_share():
+def test_1_9_the_common_prefix_may_be_shorter_than_that_of_two_requests():
     # The first two blocks belong to all three; the next two only to two of them.
     harness, step = harness_of([*SHARED[:8], 80, 81], [*SHARED, 50], [*SHARED, 60])
     assert step.num_common_blocks == 2

@@ -1,4 +1,4 @@
-"""Steps that repeat the one before are not planned, and are what a plan would have made of them."""
+"""The decode fast path skips planning and makes the same decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_on(harness: RecordedHarness, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("speculative", [None, SpeculativeConfig(4)])
-def test_decoding_is_planned_only_when_something_happens(speculative):
+def test_decode_steps_are_planned_only_after_a_change(speculative):
     harness = RecordedHarness(num_blocks=200, speculative=speculative)
     for length in (3, 4, 9, 16):
         harness.add(length, 70)
@@ -40,7 +40,7 @@ def test_decoding_is_planned_only_when_something_happens(speculative):
     assert CountingScheduler.num_planned < 10
 
 
-def test_whoever_has_drafts_is_planned_until_they_end():
+def test_steps_with_drafts_are_planned():
     harness = RecordedHarness(
         num_blocks=200,
         speculative=SpeculativeConfig(4),
@@ -54,7 +54,7 @@ def test_whoever_has_drafts_is_planned_until_they_end():
     assert 5 <= CountingScheduler.num_planned < 20
 
 
-def test_what_happens_meanwhile_is_seen_in_the_next_step():
+def test_changes_between_steps_take_effect_in_the_next_step():
     harness = RecordedHarness(num_blocks=200)
     harness.add(5, 100)
     other = harness.add(7, 100)
@@ -68,10 +68,10 @@ def test_what_happens_meanwhile_is_seen_in_the_next_step():
     run_on(harness, 20)
     late = harness.add(5, 100, deadline=harness.now + 5)
     run_on(harness, 30)
-    assert harness.heard[late].reason is FinishReason.EXPIRED
+    assert harness.received[late].reason is FinishReason.EXPIRED
 
 
-def test_statistics_count_every_step_though_they_go_with_few():
+def test_statistics_count_every_step_but_are_sent_with_few():
     harness = RecordedHarness(num_blocks=200)
     harness.add(5, 100)
     harness.drain()
@@ -80,12 +80,12 @@ def test_statistics_count_every_step_though_they_go_with_few():
     assert harness.stats[-1].num_running == 0
 
 
-def test_blocks_that_run_out_preempt():
+def test_running_out_of_blocks_preempts():
     harness = RecordedHarness(num_blocks=24, block_size=4)
     harness.add(4, 60)
     second = harness.add(5, 60)
     run_on(harness, 60)
-    assert harness.heard[second].num_events(EventKind.PREEMPTED)
+    assert harness.received[second].num_events(EventKind.PREEMPTED)
     harness.drain()
 
 
@@ -102,7 +102,7 @@ def test_blocks_that_run_out_preempt():
     max_num_seqs=st.sampled_from((2, 8)),
     policy=st.sampled_from(SchedulingPolicy),
 )
-def test_it_decides_what_a_plan_would(
+def test_the_fast_path_makes_the_decisions_of_planning(
     lengths,
     max_tokens,
     eos,

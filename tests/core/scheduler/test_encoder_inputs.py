@@ -19,7 +19,7 @@ def place(position: int, num_tokens: int, content: str, size: int = 4) -> Encode
 
 
 def computed(step: SchedulerOutput) -> list[list[int]]:
-    """Rows (slot, index of the input)."""
+    """Return the computed inputs as pairs of slot and input index."""
     return int32_view(step.encoders.computed).reshape(-1, 2).tolist()
 
 
@@ -56,7 +56,7 @@ def test_7_1_the_budget_is_shared_and_the_next_request_waits():
     harness.drain()
 
 
-def test_7_1_tokens_stop_before_an_input_for_which_there_is_no_room():
+def test_7_1_tokens_stop_before_an_input_that_does_not_fit_in_the_cache():
     harness = Harness(encoder_cache_size=6, max_in_flight=1)
     harness.add(20, 2, inputs=[place(2, 4, "a"), place(10, 4, "b")])
     harness.schedule()
@@ -104,7 +104,7 @@ def test_7_2_equal_contents_are_computed_once():
     harness.drain()
 
 
-def test_7_2_the_least_recently_used_output_goes_first_and_the_workers_are_told():
+def test_7_2_the_least_recently_used_output_is_evicted_on_the_workers_too():
     harness = Harness(encoder_cache_size=12, max_in_flight=1)
     for n, content in enumerate("abcad"):
         harness.add([n + 1] * 8, 1, inputs=[place(0, 4, content)])
@@ -126,7 +126,7 @@ def test_7_2_references_are_counted():
     assert cache.take_freed() == []
 
 
-def test_7_2_an_output_takes_the_room_that_it_took_first():
+def test_7_2_an_output_keeps_its_first_size():
     harness = Harness(encoder_cache_size=12, max_in_flight=1)
     harness.add([1] * 8, 1, inputs=[place(0, 4, "a", size=6)])
     harness.add([2] * 8, 1, inputs=[place(0, 4, "b", size=4)])
@@ -138,7 +138,7 @@ def test_7_2_an_output_takes_the_room_that_it_took_first():
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_7_2_an_output_that_is_not_trusted_is_computed_again(max_in_flight):
+def test_7_2_an_invalid_output_is_computed_again(max_in_flight):
     harness = Harness(max_num_batched_tokens=6, max_in_flight=max_in_flight)
     harness.add([1] * 8, 4, inputs=[place(0, 8, "a")])
     harness.worker.nan_next.add(0)
@@ -152,7 +152,7 @@ def test_7_2_an_output_that_is_not_trusted_is_computed_again(max_in_flight):
     harness.drain()
 
 
-def test_7_2_what_others_refer_to_outlives_a_failure():
+def test_7_2_an_output_used_by_other_requests_survives_a_failure():
     cache = EncoderCacheManager(8)
     cache.add_reference(b"a", 5)
     cache.add_reference(b"a", 5)
@@ -187,8 +187,8 @@ def test_7_3_a_resumed_request_runs_its_encoder_again():
     assert sum(len(computed(step)) for step in harness.steps) > 2
 
 
-def test_7_1_who_waits_for_room_leaves_the_tokens_of_the_step_to_who_holds_it():
-    """The second request shares the first one's input, and must compute past it before the first can go on."""
+def test_7_1_a_request_waiting_for_cache_space_yields_the_token_budget():
+    """The second request shares the first one's input and must compute past it before the first can continue."""
     harness = Harness(max_num_batched_tokens=16, encoder_cache_size=4, max_in_flight=1)
     harness.add([1] * 33, 2, inputs=[place(5, 4, "a"), place(9, 9, "b")])
     harness.add([2] * 70, 2, inputs=[place(3, 9, "a")])
@@ -219,7 +219,7 @@ class Store(EncoderCacheConnector):
         return b"%d" % len(loads)
 
 
-def test_7_4_outputs_may_come_from_elsewhere_and_cost_no_budget():
+def test_7_4_outputs_of_a_connector_cost_no_encoder_budget():
     store = Store([b"a"])
     harness = Harness(
         encoder_connector=store, max_num_encoder_input_tokens=4, encoder_cache_size=12
@@ -240,12 +240,12 @@ def test_a_failing_answer_ends_one_request_with_a_reason(position):
     bad = harness.add([1] * 14, 4, inputs=[place(position, 4, "broken")])
     good = harness.add([2] * 9, 4, inputs=[place(0, 4, "a")])
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
-    assert harness.heard[bad].finished.message == "encoder-cache connector: no answer"
-    assert harness.heard[good].reason is FinishReason.LENGTH
+    assert harness.received[bad].reason is FinishReason.ERROR
+    assert harness.received[bad].finished.message == "encoder-cache connector: no answer"
+    assert harness.received[good].reason is FinishReason.LENGTH
 
 
-def test_3_2_equal_tokens_with_other_contents_share_no_block():
+def test_3_2_equal_tokens_with_different_inputs_share_no_block():
     harness = Harness(block_size=4)
     hits = []
     for inputs in (

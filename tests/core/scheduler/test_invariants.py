@@ -1,4 +1,4 @@
-"""A violation is found, named and counted; without one there is silence."""
+"""Violated invariants are found, named and counted."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def change_a_status(harness: Harness) -> None:
         (change_a_status, "requests in the queue: 2 counted, 1 expected"),
     ],
 )
-def test_damage_is_found(damage, name):
+def test_damaged_state_violates_an_invariant(damage, name):
     harness = busy()
     assert harness.scheduler.check_invariants() == []
     damage(harness)
     assert name in harness.scheduler.check_invariants()
 
 
-def test_violations_are_looked_for_while_running_and_counted(monkeypatch):
+def test_invariants_are_checked_while_running_and_violations_counted(monkeypatch):
     monkeypatch.setattr(scheduler_module, "INVARIANT_CHECK_INTERVAL", 4)
     harness = busy()
     leak_a_block(harness)

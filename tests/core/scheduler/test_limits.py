@@ -49,7 +49,7 @@ def place(position: int, num_tokens: int, size: int = 4) -> EncoderInput:
         ([place(0, 25)], {"splits_encoder_inputs": False}, "25 tokens, which are not split"),
     ],
 )
-def test_2_6_encoder_inputs_that_never_fit_are_ignored_with_the_numbers(inputs, limits, numbers):
+def test_2_6_encoder_inputs_that_never_fit_end_as_ignored_with_the_sizes(inputs, limits, numbers):
     requirements = msgspec.structs.replace(REQUIREMENTS, **limits)
     reason, message = requirements.find_refusal(request(30, encoder_inputs=inputs), 0, 0)
     assert reason is FinishReason.IGNORED
@@ -68,7 +68,7 @@ def test_2_6_encoder_inputs_that_never_fit_are_ignored_with_the_numbers(inputs, 
         ([place(1, 0)], b"", "position 0 and no root_hash"),
     ],
 )
-def test_misplaced_encoder_inputs_are_an_error(inputs, root_hash, problem):
+def test_misplaced_encoder_inputs_are_rejected(inputs, root_hash, problem):
     hashes = b"\0" * 32 if root_hash else b""
     message = request(5, encoder_inputs=inputs, root_hash=root_hash, block_hashes=hashes)
     reason, text = refusal(message)
@@ -80,7 +80,7 @@ def refusal(message: EngineCoreRequest, reqs: int = 0, tokens: int = 0):
     return REQUIREMENTS.find_refusal(message, reqs, tokens)
 
 
-def test_what_fits_is_not_refused():
+def test_a_request_at_the_limits_is_accepted():
     assert refusal(request(), reqs=2, tokens=55) is None
     assert refusal(request(40)) is None
 
@@ -89,13 +89,13 @@ def test_what_fits_is_not_refused():
     ("num_tokens", "numbers"),
     [(50, ("50 tokens", "max_model_len=50", "49")), (41, ("41 tokens", "10", "hold 40")), (0, ())],
 )
-def test_2_6_a_prompt_that_never_fits_is_ignored_with_the_numbers(num_tokens, numbers):
+def test_2_6_a_prompt_that_never_fits_ends_as_ignored_with_the_sizes(num_tokens, numbers):
     reason, message = refusal(request(num_tokens))
     assert reason is FinishReason.IGNORED
     assert all(number in message for number in numbers)
 
 
-def test_queue_bounds_name_their_limit():
+def test_queue_full_errors_name_the_limit():
     assert refusal(request(), reqs=3).reason is FinishReason.REJECTED
     assert "max_num_queued_reqs=3" in refusal(request(), reqs=3).message
     assert "max_num_queued_tokens=60" in refusal(request(), reqs=1, tokens=56).message
@@ -119,13 +119,13 @@ def test_queue_bounds_name_their_limit():
         ),
     ],
 )
-def test_an_inconsistent_request_is_an_error_of_its_own(fields, problem):
+def test_an_inconsistent_request_fails_alone(fields, problem):
     reason, message = refusal(request(**fields))
     assert reason is FinishReason.ERROR
     assert problem in message
 
 
-def test_requests_that_a_slot_is_free_for_do_not_count_as_queued():
+def test_requests_with_a_free_slot_do_not_count_as_queued():
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_queued_reqs=2),
         CacheConfig(),

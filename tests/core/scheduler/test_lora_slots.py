@@ -9,11 +9,11 @@ from support.scheduler_harness import Harness
 
 
 def start(harness: Harness, key: tuple[int, int]) -> float:
-    events = harness.heard[key].events
+    events = harness.received[key].events
     return next(event.timestamp for event in events if event.kind is EventKind.SCHEDULED)
 
 
-def test_1_5_at_most_max_loras_adapters_run_and_others_pass_by():
+def test_1_5_at_most_max_loras_adapters_run_and_other_requests_pass():
     harness = Harness(max_loras=2)
     names = ("x", "y", "z", "", "x")
     keys = [harness.add([n + 1] * 5, 6, lora_name=name) for n, name in enumerate(names)]
@@ -42,12 +42,12 @@ def test_1_5_a_waiting_adapter_request_can_be_aborted():
     harness.step()
     harness.abort(aside)
     harness.drain()
-    assert harness.heard[aside].is_over
+    assert harness.received[aside].is_over
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 @pytest.mark.parametrize("max_loras", [1, 2])
-def test_i3_an_adapter_gets_its_turn_while_others_keep_coming(policy, max_loras):
+def test_i3_an_adapter_gets_a_slot_while_others_keep_arriving(policy, max_loras):
     harness = Harness(max_loras=max_loras, max_num_seqs=8, policy=policy, priority_preemption=True)
     names = "xw"[:max_loras]
     for name in names:
@@ -61,12 +61,12 @@ def test_i3_an_adapter_gets_its_turn_while_others_keep_coming(policy, max_loras)
         plain.append(harness.add([4, index], 1))
         for _ in range(3):
             harness.step()
-    assert harness.heard[waiting].is_over
+    assert harness.received[waiting].is_over
     assert start(harness, plain[0]) < start(harness, waiting)
     harness.drain()
 
 
-def test_1_5_adapters_that_made_room_go_on_when_nobody_wants_it_any_more():
+def test_1_5_adapters_keep_their_slots_when_no_other_needs_them():
     harness = Harness(max_loras=1, max_in_flight=1)
     long = harness.add([1] * 5, 100, lora_name="x")
     harness.step()
@@ -76,11 +76,11 @@ def test_1_5_adapters_that_made_room_go_on_when_nobody_wants_it_any_more():
     behind = harness.add([3] * 5, 3, lora_name="x")
     for _ in range(3):
         harness.step()
-    assert harness.heard[behind].num_events(EventKind.SCHEDULED) == 0
+    assert harness.received[behind].num_events(EventKind.SCHEDULED) == 0
     harness.abort(waiting)
     for _ in range(5):
         harness.step()
-    assert harness.heard[behind].is_over and not harness.heard[long].is_over
+    assert harness.received[behind].is_over and not harness.received[long].is_over
     harness.drain()
 
 

@@ -1,5 +1,7 @@
-"""Decoding requests take turns, so that every stage of a pipeline has work. Tests are named for the lines of the
-scheduler's specification."""
+"""Decoding requests take turns, so that every stage of a pipeline has work.
+
+Tests are named for the lines of the scheduler's specification.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from support.scheduler_harness import Harness
 
 
 def decode_batches(num_requests: int, num_stages: int, num_tokens: int = 30) -> list[set[int]]:
-    """The slots of each step, once all prompts are computed, of a core that keeps a step more than stages in flight."""
+    """Return the slots of each step after all prompts are computed, with one more step in flight than stages."""
     harness = Harness(
         num_micro_batches=num_stages,
         max_in_flight=num_stages + 1,
@@ -18,7 +20,7 @@ def decode_batches(num_requests: int, num_stages: int, num_tokens: int = 30) -> 
     )
     keys = [harness.add([n + 1] * 3, num_tokens) for n in range(num_requests)]
     harness.drain()
-    assert all(len(harness.heard[key].token_ids) == num_tokens for key in keys)
+    assert all(len(harness.received[key].token_ids) == num_tokens for key in keys)
     batches, slots = [], set[int]()
     for step in harness.steps:
         slots = slots if step.slots is None else set(int32_view(step.slots).tolist())
@@ -37,15 +39,15 @@ def test_6_3_as_many_batches_as_stages_take_turns(num_requests, num_stages, num_
         assert max(map(len, turn)) - min(map(len, turn)) <= 1
 
 
-def test_6_3_a_lone_request_is_in_every_step() -> None:
+def test_6_3_a_single_request_is_in_every_step() -> None:
     assert set(map(frozenset, decode_batches(1, 4))) == {frozenset({0})}
 
 
-def test_6_3_taking_turns_changes_no_output() -> None:
+def test_6_3_micro_batches_do_not_change_outputs() -> None:
     def outputs(**settings: int) -> list[list[int]]:
         harness = Harness(num_blocks=24, max_num_batched_tokens=12, **settings)
         keys = [harness.add([n + 1] * (3 + 2 * n), 12) for n in range(8)]
         harness.drain()
-        return [harness.heard[key].token_ids for key in keys]
+        return [harness.received[key].token_ids for key in keys]
 
     assert outputs(num_micro_batches=3, max_in_flight=4) == outputs()

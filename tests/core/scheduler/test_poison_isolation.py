@@ -1,4 +1,4 @@
-"""Requests that go on after a crash, and those suspected of having caused it."""
+"""Requests that are resubmitted after a crash, and those suspected of causing it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_resubmitted_request_generates_only_what_is_missing() -> None:
     assert sum(map(len, got)) == 4
 
 
-def test_a_resubmitted_request_is_not_refused_for_a_full_queue() -> None:
+def test_a_resubmitted_request_is_accepted_by_a_full_queue() -> None:
     scheduler = make_scheduler(max_num_seqs=1, max_num_queued_reqs=1)
     for index in range(4):
         add(scheduler, index, is_resubmitted=True)
@@ -61,7 +61,7 @@ def test_a_resubmitted_request_is_not_refused_for_a_full_queue() -> None:
     assert scheduler.get_num_unfinished_requests() == 4
 
 
-def test_suspects_run_alone_until_they_have_a_token() -> None:
+def test_suspected_requests_run_alone_until_they_have_a_token() -> None:
     scheduler = make_scheduler()
     for index in range(5):
         add(scheduler, index, prompt=24 if index == 3 else 4, is_suspect=index in (1, 3))
@@ -72,7 +72,7 @@ def test_suspects_run_alone_until_they_have_a_token() -> None:
     assert got[5] == [0, 1, 2, 3, 4]
 
 
-def test_a_suspect_waits_until_nothing_is_in_flight() -> None:
+def test_a_suspected_request_waits_until_nothing_is_in_flight() -> None:
     scheduler = make_scheduler()
     add(scheduler, 0)
     first = scheduler.schedule(0.0)
@@ -90,7 +90,7 @@ def test_a_suspect_waits_until_nothing_is_in_flight() -> None:
     assert answer(scheduler, alone) == [1]
 
 
-def test_newcomers_are_suspects_and_others_bystanders() -> None:
+def test_only_requests_computing_their_first_token_are_suspected() -> None:
     scheduler = make_scheduler()
     add(scheduler, 0)
     step = scheduler.schedule(0.0)
@@ -106,7 +106,7 @@ def test_newcomers_are_suspects_and_others_bystanders() -> None:
     assert not suspects_found.poison_requests
 
 
-def test_a_suspect_that_does_not_fit_lets_the_others_run() -> None:
+def test_other_requests_run_while_a_suspected_request_does_not_fit() -> None:
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     cache = CacheConfig(block_size=4)
     scheduler = Scheduler(config, cache, max_model_len=64, vocab_size=100, num_blocks=17)
@@ -118,7 +118,7 @@ def test_a_suspect_that_does_not_fit_lets_the_others_run() -> None:
     assert sum(map(len, run(scheduler))) == 5 + 6
 
 
-def test_a_suspect_without_a_slot_stops_nobody_while_blocks_are_being_sent() -> None:
+def test_other_requests_run_while_a_suspected_request_waits_for_a_slot() -> None:
     harness = Harness(
         connector=ModelConnector(delays_free=lambda request: request.num_prompt_tokens == 8),
         max_num_seqs=2,
@@ -131,11 +131,11 @@ def test_a_suspect_without_a_slot_stops_nobody_while_blocks_are_being_sent() -> 
     keys.append(harness.add([3] * 5, 3, is_suspect=True))
     for _ in range(60):
         harness.step()
-    assert all(harness.heard[key].is_over for key in keys)
+    assert all(harness.received[key].is_over for key in keys)
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_a_suspect_that_blocks_are_lacking_for_gets_its_token_all_the_same(
+def test_a_suspected_request_gets_its_token_when_blocks_are_short(
     policy: SchedulingPolicy,
 ) -> None:
     harness = Harness(
@@ -146,4 +146,4 @@ def test_a_suspect_that_blocks_are_lacking_for_gets_its_token_all_the_same(
     harness.step()
     harness.add([2] * 40, 20, is_suspect=True)
     harness.drain(500)
-    assert all(heard.reason is FinishReason.LENGTH for heard in harness.heard.values())
+    assert all(received.reason is FinishReason.LENGTH for received in harness.received.values())

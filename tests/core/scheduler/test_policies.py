@@ -1,4 +1,4 @@
-"""Who is admitted next. Tests are named for the lines of the scheduler's specification."""
+"""The order of admission under each policy. Tests are named for the lines of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from support.scheduler_harness import Harness, Key
 
 
 def admissions(harness: Harness) -> list[Key]:
-    """Every admission in order, resumptions included."""
+    """Return every admission in order, resumptions included."""
     return [data.request_id for step in harness.steps for data in step.new_requests]
 
 
 def preempted(harness: Harness, key: Key) -> int:
-    return harness.heard[key].num_events(EventKind.PREEMPTED)
+    return harness.received[key].num_events(EventKind.PREEMPTED)
 
 
 # fcfs, priority
@@ -79,7 +79,7 @@ def test_2_1_without_priority_preemption_running_requests_stay():
     assert preempted(harness, first) == 0
 
 
-def test_2_1_nobody_is_displaced_when_that_would_not_make_room():
+def test_2_1_no_request_is_displaced_if_that_frees_too_few_blocks():
     harness = Harness(
         policy=SchedulingPolicy.PRIORITY,
         priority_preemption=True,
@@ -98,7 +98,7 @@ def test_2_1_nobody_is_displaced_when_that_would_not_make_room():
     harness.drain()
 
 
-def test_2_1_blocks_are_taken_only_from_as_many_as_needed():
+def test_2_1_no_more_requests_are_displaced_than_needed():
     harness = Harness(
         policy=SchedulingPolicy.PRIORITY,
         priority_preemption=True,
@@ -116,7 +116,7 @@ def test_2_1_blocks_are_taken_only_from_as_many_as_needed():
     assert [preempted(harness, key) for key in keys] == [0, 0, 1]
 
 
-def test_2_1_who_is_displaced_lets_others_grow_into_what_it_held_for_them():
+def test_2_1_blocks_and_cache_of_a_displaced_request_are_usable_at_once():
     harness = Harness(
         policy=SchedulingPolicy.PRIORITY,
         priority_preemption=True,
@@ -132,14 +132,14 @@ def test_2_1_who_is_displaced_lets_others_grow_into_what_it_held_for_them():
     )
     low = harness.add([1] * 130, 2, priority=9, inputs=[sea])
     harness.step()
-    # They stand before an input for which there is no room beside the other.
+    # They precede an input that does not fit in the cache beside the other one.
     high = [harness.add([2, n] * 40, 2, inputs=[sky]) for n in range(4)]
     harness.step()
     harness.add([3] * 36, 2)
     harness.step()
     assert preempted(harness, low) == 1
     harness.drain()
-    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in (low, *high))
+    assert all(harness.received[key].reason is FinishReason.LENGTH for key in (low, *high))
 
 
 # fair
@@ -147,8 +147,8 @@ def test_2_1_who_is_displaced_lets_others_grow_into_what_it_held_for_them():
 
 def tokens_by_tenant(harness: Harness, tenant_of: dict[Key, str]) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for key, heard in harness.heard.items():
-        counts[tenant_of[key]] += len(heard.token_ids)
+    for key, received in harness.received.items():
+        counts[tenant_of[key]] += len(received.token_ids)
     return counts
 
 
@@ -177,7 +177,7 @@ def test_2_2_tenants_get_tokens_by_their_weights(weights, share):
     harness.drain()
 
 
-def test_2_2_a_tenant_does_not_pay_for_being_preempted():
+def test_2_2_tokens_recomputed_after_preemption_do_not_count():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, enable_prefix_caching=False)
     tenant_of = flood(harness, "ab", 60)
     for step in range(300):
@@ -185,13 +185,13 @@ def test_2_2_a_tenant_does_not_pay_for_being_preempted():
         for key, tenant in tenant_of.items():
             request = harness.scheduler.requests.get(key)
             if step % 3 == 0 and tenant == "a" and request is not None and request.slot >= 0:
-                harness.scheduler._lifecycle.preempt(request.slot, harness.now)
+                harness.preempt(key)
     counts = tokens_by_tenant(harness, tenant_of)
     assert counts["a"] / (counts["a"] + counts["b"]) == pytest.approx(0.5, abs=0.05)
     harness.drain()
 
 
-def test_2_2_within_a_tenant_requests_are_admitted_as_they_came():
+def test_2_2_requests_of_a_tenant_are_admitted_by_arrival():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1)
     tenant_of = flood(harness, "ab", 8)
     harness.drain()
@@ -201,7 +201,7 @@ def test_2_2_within_a_tenant_requests_are_admitted_as_they_came():
 
 
 @pytest.mark.parametrize("alone", ["waits", "runs"])
-def test_2_2_idleness_earns_no_credit(alone):
+def test_2_2_an_idle_tenant_earns_no_credit(alone):
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2, max_model_len=500)
     tenant_of: dict[Key, str] = {}
     if alone == "waits":
@@ -222,7 +222,7 @@ def test_2_2_idleness_earns_no_credit(alone):
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_2_2_what_was_used_while_nobody_waited_is_no_debt(is_beside):
+def test_2_2_tokens_used_while_no_other_tenant_waited_do_not_count(is_beside):
     """Tenant `b` has no request meanwhile, or one that leaves room for the others."""
     harness = Harness(
         policy=SchedulingPolicy.FAIR,
@@ -248,7 +248,7 @@ def test_2_2_what_was_used_while_nobody_waited_is_no_debt(is_beside):
     harness.drain()
 
 
-def test_2_2_what_was_used_while_others_waited_is_a_debt():
+def test_2_2_tokens_used_while_other_tenants_waited_count():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1, max_model_len=500)
     harness.add([1], 100, tenant="a")
     harness.step()
@@ -256,12 +256,12 @@ def test_2_2_what_was_used_while_others_waited_is_a_debt():
     harness.step()
     back = harness.add([1], 5, tenant="a")
     harness.drain()
-    # The others get as much first.
+    # The other tenants get as many tokens first.
     assert admissions(harness).index(back) == pytest.approx(1 + 9, abs=1)
     assert others[0] == admissions(harness)[1]
 
 
-def test_2_2_who_comes_under_ever_new_names_does_not_starve_the_others():
+def test_2_2_requests_of_ever_new_tenants_do_not_starve_others():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=1, max_in_flight=1)
     harness.add([1], 3, tenant="first")
     key = harness.add([1], 3, tenant="patient")
@@ -270,11 +270,11 @@ def test_2_2_who_comes_under_ever_new_names_does_not_starve_the_others():
         harness.add([1], 3, tenant=f"user {index}, too")
         for _ in range(3):
             harness.step()
-    assert harness.heard[key].is_over
+    assert harness.received[key].is_over
     harness.drain()
 
 
-def test_2_2_tenants_that_never_meet_are_forgotten():
+def test_2_2_records_of_tenants_that_never_compete_are_deleted():
     harness = Harness(policy=SchedulingPolicy.FAIR)
     for index in range(50):
         harness.add([1], 2, tenant=f"user {index}")
@@ -282,7 +282,7 @@ def test_2_2_tenants_that_never_meet_are_forgotten():
         assert len(harness.scheduler._queue._tenants) <= 1
 
 
-def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
+def test_2_2_records_of_idle_tenants_without_debt_are_deleted():
     harness = Harness(policy=SchedulingPolicy.FAIR)
     for index in range(200):
         harness.add([1], 2, tenant=f"user {index}")
@@ -292,7 +292,7 @@ def test_2_2_tenants_are_forgotten_when_they_have_no_debt():
     assert len(harness.scheduler._queue._tenants) < 20
 
 
-def test_2_2_tenants_are_forgotten_whose_requests_leave_while_they_are_set_aside():
+def test_2_2_records_of_tenants_whose_deferred_requests_are_aborted_are_deleted():
     harness = Harness(
         policy=SchedulingPolicy.FAIR,
         max_long_partial_prefills=1,
@@ -310,7 +310,7 @@ def test_2_2_tenants_are_forgotten_whose_requests_leave_while_they_are_set_aside
     assert len(harness.scheduler._queue._tenants) < 10
 
 
-def test_2_2_what_is_remembered_of_tenants_that_are_never_idle_does_not_grow():
+def test_2_2_records_of_tenants_that_are_never_idle_do_not_grow():
     harness = Harness(policy=SchedulingPolicy.FAIR, max_num_seqs=2)
     for number in range(60):
         harness.add([1], 3, tenant="ab"[number % 2])
@@ -325,7 +325,7 @@ def test_2_2_what_is_remembered_of_tenants_that_are_never_idle_does_not_grow():
 # deadline
 
 
-def test_2_3_the_earliest_deadline_goes_first_and_none_goes_last():
+def test_2_3_the_earliest_deadline_is_first_and_requests_without_one_last():
     harness = Harness(policy=SchedulingPolicy.DEADLINE, max_num_seqs=1)
     keys = [harness.add(3, 2, deadline=deadline) for deadline in (0.0, 900.0, 500.0, 700.0)]
     harness.drain()
@@ -342,28 +342,29 @@ def test_2_3_a_deadline_that_passes_in_the_queue_expires_the_request(policy):
     if policy is SchedulingPolicy.DEADLINE:
         assert admissions(harness) == [(0, 0)]
     harness.drain()
-    assert harness.heard[late].reason is FinishReason.EXPIRED
+    assert harness.received[late].reason is FinishReason.EXPIRED
     assert (
-        "queued at its deadline, 8.000 s after it arrived" in harness.heard[late].finished.message
+        "queued at its deadline, 8.000 s after it arrived"
+        in harness.received[late].finished.message
     )
-    assert harness.heard[late].token_ids == []
-    assert harness.heard[fine].reason is FinishReason.LENGTH
+    assert harness.received[late].token_ids == []
+    assert harness.received[fine].reason is FinishReason.LENGTH
 
 
-def test_2_3_a_running_request_ends_at_its_deadline_with_what_it_has():
+def test_2_3_a_running_request_ends_at_its_deadline_with_its_tokens_so_far():
     harness = Harness()
     key, other = harness.add(3, 60, deadline=10.0), harness.add(3, 60)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.EXPIRED
-    assert 0 < len(harness.heard[key].token_ids) < 60
-    assert len(harness.heard[other].token_ids) == 60
+    assert harness.received[key].reason is FinishReason.EXPIRED
+    assert 0 < len(harness.received[key].token_ids) < 60
+    assert len(harness.received[other].token_ids) == 60
 
 
 # limits of a tenant
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_a_tenant_at_its_running_limit_is_passed_by_the_others(policy):
+def test_other_tenants_pass_a_tenant_at_its_running_limit(policy):
     harness = Harness(policy=policy, max_num_seqs=4, max_num_seqs_per_tenant=2)
     greedy = [harness.add(3, 6, tenant="a") for _ in range(6)]
     modest = [harness.add(3, 6, tenant="b") for _ in range(2)]
@@ -374,14 +375,14 @@ def test_a_tenant_at_its_running_limit_is_passed_by_the_others(policy):
         running = [harness.scheduler.requests[key] for key in greedy if not_over(harness, key)]
         assert sum(request.slot >= 0 for request in running) <= 2
     harness.drain()
-    assert {harness.heard[key].reason for key in greedy + modest} == {FinishReason.LENGTH}
+    assert {harness.received[key].reason for key in greedy + modest} == {FinishReason.LENGTH}
 
 
 def not_over(harness: Harness, key: Key) -> bool:
     return key in harness.scheduler.requests
 
 
-def test_of_a_tenant_at_its_running_limit_the_policy_chooses_who_is_next():
+def test_the_policy_orders_requests_of_a_tenant_at_its_running_limit():
     harness = Harness(
         policy=SchedulingPolicy.PRIORITY, max_num_seqs=4, max_num_seqs_per_tenant=1, max_in_flight=1
     )
@@ -395,7 +396,7 @@ def test_of_a_tenant_at_its_running_limit_the_policy_chooses_who_is_next():
     assert admissions(harness) == [first, urgent, late, later]
 
 
-def test_when_requests_of_a_tenant_stop_as_many_of_it_may_run():
+def test_each_request_of_a_tenant_that_stops_lets_another_one_run():
     limits = TenantLimits(3, 0)
     for _ in range(9):
         limits.record_arrival("a")
@@ -409,7 +410,7 @@ def test_when_requests_of_a_tenant_stop_as_many_of_it_may_run():
     assert limits.take_openings() == []
 
 
-def test_requests_aside_for_their_tenant_leave_in_the_order_of_the_policy():
+def test_deferred_requests_of_a_tenant_resume_in_policy_order():
     def request(arrival: int, rank: float) -> Request:
         message = EngineCoreRequest(arrival, int32_bytes([1]), SamplingParams(), 0.0, tenant="a")
         request = Request(0, message, arrival, 0.0)
@@ -426,35 +427,35 @@ def test_requests_aside_for_their_tenant_leave_in_the_order_of_the_policy():
     assert held.pop_requests("a", 2) == [requests[2]] and held.pop_requests("a", 2) == []
 
 
-def test_a_tenant_over_its_queue_limit_is_throttled_and_the_others_are_not():
+def test_only_a_tenant_over_its_queue_limit_is_rejected():
     harness = Harness(max_num_seqs=2, max_num_queued_reqs_per_tenant=3, max_in_flight=1)
     flood = [harness.add(3, 20, tenant="a") for _ in range(7)]
     other = harness.add(3, 4, tenant="b")
     harness.drain()
-    reasons = [harness.heard[key].reason for key in flood]
+    reasons = [harness.received[key].reason for key in flood]
     assert reasons == [FinishReason.LENGTH] * 5 + [FinishReason.THROTTLED] * 2
-    assert "max_num_queued_reqs_per_tenant=3" in harness.heard[flood[5]].finished.message
-    assert harness.heard[other].reason is FinishReason.LENGTH
+    assert "max_num_queued_reqs_per_tenant=3" in harness.received[flood[5]].finished.message
+    assert harness.received[other].reason is FinishReason.LENGTH
 
 
-def test_a_refusal_says_when_the_queue_will_have_moved():
+def test_a_full_queue_rejection_estimates_when_to_retry():
     harness = Harness(max_num_seqs=1, max_num_queued_reqs=5, max_in_flight=1)
     flood = [harness.add(3, 4) for _ in range(6)]
     harness.drain()
     harness.now += 1000.0
     for key in [harness.add(3, 4) for _ in range(6)]:
-        assert harness.heard[key].reason is None
+        assert harness.received[key].reason is None
     refused = harness.add(3, 4)
     harness.drain()
-    finished = harness.heard[refused].finished
+    finished = harness.received[refused].finished
     assert finished.reason is FinishReason.REJECTED
     first, *_, last = (
         event.timestamp
         for key in flood
-        for event in harness.heard[key].events
+        for event in harness.received[key].events
         if event.kind is EventKind.SCHEDULED
     )
-    # What five of them took before; nobody waited in the thousand seconds between.
+    # Five requests took this long before; no request waited in the thousand seconds in between.
     assert finished.retry_after_s == pytest.approx(last - first, rel=0.3)
 
 
@@ -469,7 +470,7 @@ def batches(harness: Harness, num_steps: int) -> list[list[int]]:
     return sizes
 
 
-def test_2_4_partial_prefills_share_the_budget_equally():
+def test_2_4_partial_prefills_share_the_token_budget_equally():
     harness = Harness(
         max_num_partial_prefills=2, max_num_batched_tokens=32, max_in_flight=4, block_size=4
     )
@@ -503,7 +504,7 @@ def test_2_4_without_prefix_caching_a_share_is_not_rounded():
     harness.drain()
 
 
-def test_2_4_short_prompts_pass_long_ones_that_are_over_their_limit():
+def test_2_4_short_prompts_pass_long_ones_over_max_long_partial_prefills():
     harness = Harness(
         max_num_partial_prefills=2,
         max_long_partial_prefills=1,
@@ -519,7 +520,7 @@ def test_2_4_short_prompts_pass_long_ones_that_are_over_their_limit():
     assert [key for key in admissions(harness) if key in long] == long
 
 
-def test_2_4_prompts_that_may_not_join_have_no_share():
+def test_2_4_no_budget_is_reserved_for_long_prompts_over_their_limit():
     harness = Harness(
         max_num_partial_prefills=4,
         max_long_partial_prefills=1,
@@ -540,7 +541,7 @@ def test_2_4_prompts_that_may_not_join_have_no_share():
 
 
 @pytest.mark.parametrize("lacking", ["slots", "tenant", "lora"])
-def test_2_4_prompts_for_which_there_is_no_room_have_no_share(lacking):
+def test_2_4_no_budget_is_reserved_for_prompts_that_cannot_be_admitted(lacking):
     harness = Harness(
         max_num_partial_prefills=2,
         max_num_batched_tokens=32,
@@ -553,15 +554,15 @@ def test_2_4_prompts_for_which_there_is_no_room_have_no_share(lacking):
     harness.step()
     harness.add([2] * 100, 1, lora_name="y" if lacking == "lora" else "")
     sizes = []
-    while not harness.heard[first].is_over:
+    while not harness.received[first].is_over:
         harness.step()
         sizes.append(harness.batch.get(0, 0))
-    # Until it was looked at once, it may count.
+    # It may count until the scheduler has tried to admit it once.
     assert sizes[1] == 32
     harness.drain()
 
 
-def test_2_4_a_prompt_that_does_not_fit_has_no_share():
+def test_2_4_no_budget_is_reserved_for_a_prompt_without_blocks():
     harness = Harness(
         max_num_partial_prefills=2, max_num_batched_tokens=16, max_in_flight=1, num_blocks=28
     )
@@ -570,18 +571,18 @@ def test_2_4_a_prompt_that_does_not_fit_has_no_share():
     growing = harness.add([2] * 96, 1)
     for _ in range(3):
         harness.step()
-    # What is found of it takes all that is free by now.
+    # Its cached blocks take all free blocks.
     harness.add([1] * 80, 1)
     sizes = []
-    while not harness.heard[growing].is_over:
+    while not harness.received[growing].is_over:
         harness.step()
         sizes.append(harness.batch.get(0, 0))
-    # Until it was looked at once, it counts.
+    # It counts until the scheduler has tried to admit it once.
     assert sizes == [8, 16, 16, 8]
     harness.drain()
 
 
-def test_2_4_a_long_prompt_that_waits_aside_may_be_aborted():
+def test_2_4_a_deferred_long_prompt_can_be_aborted():
     harness = Harness(
         max_long_partial_prefills=1, long_prefill_token_threshold=8, max_num_batched_tokens=32
     )
@@ -592,7 +593,7 @@ def test_2_4_a_long_prompt_that_waits_aside_may_be_aborted():
     assert admissions(harness) == [keys[0], keys[2]]
 
 
-def test_2_4_more_long_prompts_than_prompts_is_a_contradiction():
+def test_2_4_max_long_partial_prefills_must_not_exceed_max_num_partial_prefills():
     with pytest.raises(ConfigError, match="max_long_partial_prefills=3 exceeds"):
         Harness(max_num_partial_prefills=2, max_long_partial_prefills=3)
 
@@ -600,7 +601,7 @@ def test_2_4_more_long_prompts_than_prompts_is_a_contradiction():
 # delay
 
 
-def test_2_5_admission_waits_until_the_oldest_has_waited_long_enough():
+def test_2_5_admission_waits_until_the_oldest_request_has_waited_for_the_delay():
     harness = Harness(scheduler_delay_factor=2.0, max_in_flight=1)
     scheduler = harness.scheduler
     harness.add(5, 20)
@@ -617,7 +618,7 @@ def test_2_5_admission_waits_until_the_oldest_has_waited_long_enough():
         scheduler.update_from_output(step, harness.worker.next_output(), now)
 
 
-def test_2_5_nothing_is_held_back_while_nothing_runs():
+def test_2_5_admission_is_not_delayed_while_nothing_runs():
     harness = Harness(scheduler_delay_factor=1000.0)
     for _ in range(3):
         harness.add(5, 2)

@@ -1,9 +1,9 @@
-"""What the fair policy and partial prefills guarantee for any traffic."""
+"""Guarantees of the fair policy and of partial prefills for any traffic."""
 
 from __future__ import annotations
 
 from engine.protocol.config import SchedulingPolicy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.scheduler_harness import Harness, Key
 
@@ -24,7 +24,7 @@ def fair_harness(max_num_seqs: int, **weights: float) -> Harness:
 
 
 def served(harness: Harness, keys: list[Key]) -> int:
-    return sum(len(harness.heard[key].token_ids) for key in keys)
+    return sum(len(harness.received[key].token_ids) for key in keys)
 
 
 def add_crowd(harness: Harness, tenant: str, count: int) -> list[Key]:
@@ -42,7 +42,9 @@ weights = st.sampled_from((0.5, 1.0, 2.0, 4.0))
     max_num_seqs=st.integers(1, 4),
     weight=weights,
 )
-def test_2_2_nothing_that_was_used_while_nobody_waited_counts(past, max_num_seqs, weight):
+def test_2_2_for_any_traffic_tokens_used_without_competition_do_not_count(
+    past, max_num_seqs, weight
+):
     """A tenant that was idle has no credit either."""
     harness = fair_harness(max_num_seqs, a=weight)
     for tenant, num_prompt, num_output in past:
@@ -64,7 +66,7 @@ def test_2_2_nothing_that_was_used_while_nobody_waited_counts(past, max_num_seqs
 
 @settings(max_examples=60, deadline=None)
 @given(used=st.integers(10, 80), weight=weights, num_before=st.integers(0, 10))
-def test_2_2_what_was_used_while_others_waited_is_owed(used, weight, num_before):
+def test_2_2_for_any_traffic_tokens_used_in_competition_count(used, weight, num_before):
     """The others get as much, by their weights, before the tenant has its next turn."""
     harness = fair_harness(1, a=weight)
     first = harness.add([1], num_before + used, tenant="a")
@@ -73,7 +75,7 @@ def test_2_2_what_was_used_while_others_waited_is_owed(used, weight, num_before)
     others = add_crowd(harness, "b", 20)
     back = harness.add([1], 1, tenant="a")
     paid = 0
-    while not harness.heard[back].is_over:
+    while not harness.received[back].is_over:
         if harness.request(back).slot < 0:
             paid = served(harness, others)
         harness.step()
@@ -85,6 +87,7 @@ def test_2_2_what_was_used_while_others_waited_is_owed(used, weight, num_before)
 
 
 @settings(max_examples=60, deadline=None)
+@example(prompts=[1, 7, 15, 15, 16, 15], most=4, budget=60, block_size=8, is_caching=True)
 @given(
     prompts=st.lists(st.integers(1, 90), min_size=1, max_size=8),
     most=st.integers(1, 4),
@@ -92,7 +95,9 @@ def test_2_2_what_was_used_while_others_waited_is_owed(used, weight, num_before)
     block_size=st.sampled_from((2, 4, 8)),
     is_caching=st.booleans(),
 )
-def test_2_4_prompts_in_parts_have_equal_shares(prompts, most, budget, block_size, is_caching):
+def test_2_4_for_any_traffic_partial_prefills_have_equal_shares(
+    prompts, most, budget, block_size, is_caching
+):
     harness = Harness(
         max_num_partial_prefills=most,
         max_num_batched_tokens=budget,
@@ -131,13 +136,13 @@ def test_2_4_prompts_in_parts_have_equal_shares(prompts, most, budget, block_siz
         assert sum(harness.batch.values()) <= budget
         assert len(parts) <= most
         if parts:
-            # The last one gets what is left of the budget if that is less.
+            # The last one gets what is left of the budget if that is less than its share, in whole blocks or not.
             is_full = sum(harness.batch.values()) == budget
             equal = parts[:-1] if is_full else parts
-            assert len(set(equal)) <= 1 and parts[-1] <= parts[0]
+            assert len(set(equal)) <= 1 and parts[-1] < parts[0] + whole_blocks
             assert parts[0] >= round_down(budget // most) or (is_full and len(parts) == 1)
         if len(waiting) == 1 and parts:
-            # Nobody can join, so nothing is kept for anyone.
+            # No request can join, so no budget is reserved.
             assert parts == [round_down(budget)]
         harness.update()
     harness.drain()

@@ -10,7 +10,7 @@ from support.model_connector import ModelConnector
 from support.scheduler_harness import Harness
 
 
-def test_6_1_what_is_covered_by_placeholders_is_not_scheduled_again():
+def test_6_1_tokens_covered_by_placeholders_are_not_scheduled_again():
     harness = Harness(max_in_flight=10)
     harness.add(5, 3)
     assert [harness.schedule() is not None for _ in range(5)] == [True] * 3 + [False] * 2
@@ -21,17 +21,17 @@ def test_6_2_a_stop_seen_late_drops_the_extra_token_and_frees_once():
     probe = Harness(max_in_flight=1)
     probe.add(5, 9)
     probe.drain()
-    tokens = probe.heard[0, 0].token_ids
+    tokens = probe.received[0, 0].token_ids
     for depth in (2, 3, 4):
         harness = Harness(max_in_flight=depth)
         key = harness.add(5, 9, eos=(tokens[2],))
         harness.drain()
-        assert harness.heard[key].token_ids == tokens[:3]
+        assert harness.received[key].token_ids == tokens[:3]
         assert len(harness.steps) > len(probe.steps[:3])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_6_3_chunks_of_one_prompt_may_follow_one_another_in_flight(depth):
+def test_6_3_several_chunks_of_a_prompt_may_be_in_flight(depth):
     harness = Harness(max_in_flight=depth, max_num_batched_tokens=8)
     harness.add(30, 2)
     scheduled = 0
@@ -58,21 +58,21 @@ def test_2_7_injected_preemption_changes_no_output():
         for n in range(5):
             harness.add([n + 1] * (3 * n + 1), 15)
         harness.drain()
-        preempted = sum(h.num_events(EventKind.PREEMPTED) for h in harness.heard.values())
+        preempted = sum(h.num_events(EventKind.PREEMPTED) for h in harness.received.values())
         assert (preempted > 0) == (probability > 0)
-        return [heard.token_ids for heard in harness.heard.values()]
+        return [received.token_ids for received in harness.received.values()]
 
     assert outputs(0.3) == outputs(0.0)
 
 
-def test_i3_nobody_starves_under_fcfs_in_a_preemption_storm():
+def test_i3_no_request_starves_under_fcfs_in_a_preemption_storm():
     harness = Harness(num_blocks=8, block_size=2, max_in_flight=2, max_num_seqs=6)
     keys = [harness.add([n % 9 + 1] * 4, 9) for n in range(40)]
     harness.drain()
-    ends = [harness.heard[key] for key in keys]
-    assert all(len(heard.token_ids) == 9 for heard in ends)
+    ends = [harness.received[key] for key in keys]
+    assert all(len(received.token_ids) == 9 for received in ends)
     assert sum(stats.num_preemptions for stats in harness.stats) > 10
-    admitted = [heard.events[1].timestamp for heard in ends]
+    admitted = [received.events[1].timestamp for received in ends]
     assert admitted == sorted(admitted)
 
 
@@ -84,48 +84,47 @@ def test_6_2_tokens_in_flight_of_a_preempted_request_are_kept(depth):
         harness.step()
     while harness.num_in_flight < depth:
         harness.schedule()
-    num_tokens = len(harness.heard[key].token_ids)
-    slot = harness.request(key).slot
+    num_tokens = len(harness.received[key].token_ids)
     num_in_flight = harness.num_in_flight
-    harness.scheduler._lifecycle.preempt(slot, harness.now)
-    # Nobody who comes later goes first.
+    harness.preempt(key)
+    # No later request is admitted first.
     late = harness.add(6, 2)
     while harness.num_in_flight:
         harness.update()
-    assert len(harness.heard[key].token_ids) == num_tokens + num_in_flight
+    assert len(harness.received[key].token_ids) == num_tokens + num_in_flight
     step = harness.schedule()
     assert [data.request_id for data in step.new_requests] == [key, late]
     harness.drain()
 
 
-def test_6_2_a_preempted_request_may_end_by_a_token_in_flight():
+def test_6_2_a_token_in_flight_may_end_a_preempted_request():
     harness = Harness()
     key = harness.add(5, 3)
     harness.schedule()
     for _ in range(2):
         harness.schedule()
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    harness.preempt(key)
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.received[key].reason is FinishReason.LENGTH
     assert len([data for step in harness.steps for data in step.new_requests]) == 1
 
 
-def test_6_2_a_reset_drops_the_tokens_in_flight_of_requests_that_were_preempted_before():
+def test_6_2_a_reset_drops_tokens_in_flight_of_preempted_requests():
     harness = Harness()
     key = harness.add(5, 30)
     harness.step()
     harness.schedule()
-    num_tokens = len(harness.heard[key].token_ids)
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    num_tokens = len(harness.received[key].token_ids)
+    harness.preempt(key)
     assert harness.scheduler.reset_prefix_cache(True, harness.now)
     while harness.num_in_flight:
         harness.update()
-    assert len(harness.heard[key].token_ids) == num_tokens
+    assert len(harness.received[key].token_ids) == num_tokens
     harness.drain()
 
 
-def test_who_is_short_of_blocks_beside_asynchronous_loads_comes_further_each_time_it_runs():
-    """A request that preempts itself and loads that take its blocks do not take turns without a token."""
+def test_a_request_competing_with_asynchronous_loads_makes_progress():
+    """A request that preempts itself must not alternate for ever with loads that take its blocks."""
     connector = ModelConnector(
         lambda request, computed: ExternalMatch(
             max(request.num_tokens - computed, 0) if request.params.seed else 0,
@@ -137,6 +136,6 @@ def test_who_is_short_of_blocks_beside_asynchronous_loads_comes_further_each_tim
     )
     keys = [harness.add([n] * 11, 16, seed=n or None) for n in range(5)]
     harness.drain(400)
-    assert {harness.heard[key].reason for key in keys} == {FinishReason.LENGTH}
-    num_tokens = sum(len(harness.heard[key].token_ids) for key in keys)
+    assert {harness.received[key].reason for key in keys} == {FinishReason.LENGTH}
+    num_tokens = sum(len(harness.received[key].token_ids) for key in keys)
     assert sum(stats.num_preemptions for stats in harness.stats) <= num_tokens

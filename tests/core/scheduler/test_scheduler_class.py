@@ -1,4 +1,4 @@
-"""`--scheduler-cls`: what is loaded, what is refused, and that it is recorded and replayed."""
+"""Classes of `--scheduler-cls` are loaded or rejected, recorded and replayed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from engine.core.scheduler.scheduler import Scheduler
 from engine.core.scheduler.scheduler_class import load_scheduler_class
 from engine.core.simulation.__main__ import main as simulate_command
 from engine.protocol.errors import ConfigError
-from support.own_schedulers import EverySecondCall, Wrapper
+from support.custom_schedulers import EverySecondCall, Wrapper
 from support.recorded_harness import RecordedHarness, replay
 
-OWN = "support.own_schedulers.EverySecondCall"
+OWN = "support.custom_schedulers.EverySecondCall"
 
 
-def test_a_class_is_found_by_its_name():
+def test_a_class_is_loaded_by_its_name():
     assert load_scheduler_class(None) is Scheduler
     assert load_scheduler_class(OWN) is EverySecondCall
-    assert load_scheduler_class("support.own_schedulers.Wrapper") is Wrapper
+    assert load_scheduler_class("support.custom_schedulers.Wrapper") is Wrapper
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("no.such.Class", r"cannot be loaded: ModuleNotFoundError.*PYTHONPATH"),
-        ("support.own_schedulers.Nothing", "cannot be loaded: AttributeError"),
-        ("support.own_schedulers.NOT_A_CLASS", "is not a subclass of .*SchedulerInterface"),
-        ("support.own_schedulers.Incomplete", "does not implement add_client, .*schedule"),
+        ("support.custom_schedulers.Nothing", "cannot be loaded: AttributeError"),
+        ("support.custom_schedulers.NOT_A_CLASS", "is not a subclass of .*SchedulerInterface"),
+        ("support.custom_schedulers.Incomplete", "does not implement add_client, .*schedule"),
     ],
 )
-def test_what_is_no_scheduler_is_refused(name, problem):
+def test_a_class_that_is_no_scheduler_is_rejected(name, problem):
     with pytest.raises(ConfigError, match=problem):
         load_scheduler_class(name)
 
@@ -54,7 +54,7 @@ def test_a_class_that_derives_from_the_scheduler_is_replayed_from_every_segment(
     assert min(replay(dump)) > 0
 
 
-def test_a_dump_does_not_decide_what_is_imported(tmp_path, capsys):
+def test_a_dump_cannot_choose_the_class_to_import(tmp_path, capsys):
     harness = recorded()
     path = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
     with pytest.raises(DumpError, match=f"pass --scheduler-cls {OWN} if you trust it"):

@@ -1,4 +1,4 @@
-"""What clients hear. Tests are named for the lines of the scheduler's specification."""
+"""Outputs that clients receive. Tests are named for the lines of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -17,88 +17,88 @@ from support.scheduler_harness import Harness
 
 
 def generated(prompt: list[int], max_tokens: int) -> list[int]:
-    """What a prompt generates when nothing stops it."""
+    """Return the tokens that a prompt generates when nothing stops it."""
     harness = Harness()
     key = harness.add(prompt, max_tokens)
     harness.drain()
-    return harness.heard[key].token_ids
+    return harness.received[key].token_ids
 
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def test_4_1_eos_stops_and_its_reason_is_none():
+def test_4_1_eos_ends_a_request_and_its_stop_reason_is_none():
     tokens = generated(PROMPT, 8)
     harness = Harness()
     key = harness.add(PROMPT, 8, eos=(tokens[3],))
     harness.drain()
-    assert harness.heard[key].token_ids == tokens[:4]
-    assert harness.heard[key].finished.reason is FinishReason.STOP
-    assert harness.heard[key].finished.stop_reason is None
+    assert harness.received[key].token_ids == tokens[:4]
+    assert harness.received[key].finished.reason is FinishReason.STOP
+    assert harness.received[key].finished.stop_reason is None
 
 
-def test_4_1_ignore_eos_goes_on_to_the_limit():
+def test_4_1_ignore_eos_generates_up_to_the_limit():
     tokens = generated(PROMPT, 8)
     harness = Harness()
     key = harness.add(PROMPT, 8, eos=(tokens[3],), ignore_eos=True)
     harness.drain()
-    assert harness.heard[key].token_ids == tokens
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.received[key].token_ids == tokens
+    assert harness.received[key].reason is FinishReason.LENGTH
 
 
-def test_4_1_a_stop_token_is_named():
+def test_4_1_a_stop_token_is_the_stop_reason():
     tokens = generated(PROMPT, 8)
     harness = Harness()
     key = harness.add(PROMPT, 8, stop_token_ids=(tokens[2],))
     harness.drain()
-    assert harness.heard[key].token_ids == tokens[:3]
-    assert harness.heard[key].finished.stop_reason == tokens[2]
+    assert harness.received[key].token_ids == tokens[:3]
+    assert harness.received[key].finished.stop_reason == tokens[2]
 
 
-def test_4_1_nothing_stops_before_min_tokens():
+def test_4_1_no_stop_condition_applies_before_min_tokens():
     tokens = generated(PROMPT, 8)
     harness = Harness()
     key = harness.add(PROMPT, 8, eos=(tokens[1], tokens[4]), min_tokens=4)
     harness.drain()
-    assert harness.heard[key].token_ids == tokens[:5]
+    assert harness.received[key].token_ids == tokens[:5]
 
 
 def test_4_1_max_model_len_ends_a_request():
     harness = Harness(max_model_len=20)
     key = harness.add(15, None)
     harness.drain()
-    assert len(harness.heard[key].token_ids) == 5
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert len(harness.received[key].token_ids) == 5
+    assert harness.received[key].reason is FinishReason.LENGTH
 
 
 def test_4_1_a_request_that_fills_the_whole_cache_ends_by_length():
     harness = Harness(num_blocks=4, block_size=4)
     key = harness.add(5, None)
     harness.drain()
-    assert len(harness.heard[key].token_ids) == 3 * 4 + 1 - 5
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert len(harness.received[key].token_ids) == 3 * 4 + 1 - 5
+    assert harness.received[key].reason is FinishReason.LENGTH
 
 
 def test_4_1_outputs_are_grouped_by_client():
     harness = Harness()
     keys = [harness.add([n + 1] * 3, 5, client=n % 3) for n in range(6)]
     harness.drain()
-    assert all(len(harness.heard[key].token_ids) == 5 for key in keys)
+    assert all(len(harness.received[key].token_ids) == 5 for key in keys)
 
 
-def test_4_2_a_client_hears_of_its_ended_requests_without_tokens():
+def test_4_2_a_client_is_notified_of_ended_requests_without_tokens():
     harness = Harness()
     mine = harness.add(5, 50, client=1)
     harness.add(5, 3, client=0)
     harness.step()
     harness.abort(mine)
     harness.step()
-    assert harness.heard[mine].is_over
-    assert harness.heard[mine].finished is None
+    assert harness.received[mine].is_over
+    assert harness.received[mine].finished is None
     harness.drain()
 
 
-def test_4_2_an_end_outside_of_any_step_is_heard_at_once():
+def test_4_2_an_end_outside_of_a_step_is_sent_at_once():
     harness = Harness(max_num_seqs=1)
     harness.add(5, 50)
     waiting = harness.add(5, 50, client=2)
@@ -110,7 +110,7 @@ def test_4_2_an_end_outside_of_any_step_is_heard_at_once():
     assert harness.scheduler.take_outputs(8.0) == {}
 
 
-def test_4_3_aborting_during_execution_or_twice_or_unknown_is_harmless():
+def test_4_3_aborting_a_running_ended_or_unknown_request_is_harmless():
     harness = Harness(max_in_flight=3)
     key, other = harness.add(5, 50), harness.add(6, 5)
     harness.schedule()
@@ -121,21 +121,21 @@ def test_4_3_aborting_during_execution_or_twice_or_unknown_is_harmless():
     twice = harness.add(4, 5)
     harness.abort(twice, twice)
     harness.drain()
-    assert harness.heard[key].token_ids == []
-    assert len(harness.heard[other].token_ids) == 5
+    assert harness.received[key].token_ids == []
+    assert len(harness.received[other].token_ids) == 5
 
 
-def test_4_3_everything_of_a_lost_client_ends():
+def test_4_3_all_requests_of_a_lost_client_end():
     harness = Harness(max_num_seqs=2)
     lost = [harness.add([n + 1] * 4, 30, client=1) for n in range(3)]
     kept = harness.add(5, 4)
     harness.schedule()
     harness.scheduler.finish_client(1)
     for key in lost:
-        harness.heard[key].is_over = harness.heard[key].was_aborted = True
+        harness.received[key].is_over = harness.received[key].was_aborted = True
     harness.drain()
-    assert len(harness.heard[kept].token_ids) == 4
-    assert all(harness.heard[key].token_ids == [] for key in lost)
+    assert len(harness.received[kept].token_ids) == 4
+    assert all(harness.received[key].token_ids == [] for key in lost)
 
 
 def test_4_4_a_partial_prefill_produces_no_output():
@@ -143,7 +143,7 @@ def test_4_4_a_partial_prefill_produces_no_output():
     key = harness.add(20, 3)
     for expected in (0, 0, 1, 2, 3):
         harness.step()
-        assert len(harness.heard[key].token_ids) == expected
+        assert len(harness.received[key].token_ids) == expected
     harness.drain()
 
 
@@ -151,7 +151,7 @@ def row_logprobs(slot: int, token: int) -> RowLogprobs:
     return RowLogprobs(slot, 1, int32_bytes([token]), float32_bytes([-0.5]), int32_bytes([1]))
 
 
-def test_4_4_prompt_logprobs_come_with_the_first_token_and_only_once():
+def test_4_4_prompt_logprobs_are_sent_once_with_the_first_token():
     harness = Harness(max_num_batched_tokens=4)
     scheduler = harness.scheduler
     harness.add(6, 4, prompt_logprobs=1)
@@ -233,69 +233,69 @@ def test_4_5_steps_count_prompts_once_and_every_generated_token(is_async):
     assert sum(stats.num_preemptions for stats in harness.stats) > 0
     assert sum(stats.prefix_cache_hits for stats in harness.stats) > 0
     num_tokens = [count for s in harness.stats for count in int32_view(s.step_tokens).tolist()]
-    num_generated = sum(len(harness.heard[key].token_ids) for key in keys)
+    num_generated = sum(len(harness.received[key].token_ids) for key in keys)
     assert sum(num_tokens) == 5 * 9 + num_generated
     assert 0 not in num_tokens and len(num_tokens) <= len(harness.steps)
 
 
-def test_4_6_events_carry_their_times_in_order():
+def test_4_6_events_have_increasing_times():
     harness = Harness(num_blocks=9, block_size=2, max_in_flight=1, max_num_seqs=4)
     keys = [harness.add([n] * 5, 8) for n in range(1, 7)]
     harness.drain()
     for key in keys:
-        events = harness.heard[key].events
+        events = harness.received[key].events
         assert [event.kind for event in events[:2]] == [EventKind.QUEUED, EventKind.SCHEDULED]
-        assert harness.heard[key].num_events(EventKind.FIRST_TOKEN) == 1
+        assert harness.received[key].num_events(EventKind.FIRST_TOKEN) == 1
         assert [e.timestamp for e in events] == sorted(e.timestamp for e in events)
-        resumed = harness.heard[key].num_events(EventKind.SCHEDULED) - 1
-        assert resumed == harness.heard[key].num_events(EventKind.PREEMPTED)
+        resumed = harness.received[key].num_events(EventKind.SCHEDULED) - 1
+        assert resumed == harness.received[key].num_events(EventKind.PREEMPTED)
 
 
-def test_trace_headers_come_back_with_every_end():
+def test_trace_headers_are_returned_when_a_request_ends():
     harness = Harness(max_model_len=20)
     keys = [
         harness.add(size, 3, trace_headers={"traceparent": f"trace {size}"}) for size in (4, 20)
     ]
     harness.drain()
     for key, size in zip(keys, (4, 20), strict=True):
-        assert harness.heard[key].finished.trace_headers == {"traceparent": f"trace {size}"}
+        assert harness.received[key].finished.trace_headers == {"traceparent": f"trace {size}"}
     without = harness.add(4, 3)
     harness.drain()
-    assert harness.heard[without].finished.trace_headers is None
+    assert harness.received[without].finished.trace_headers is None
 
 
-def test_2_6_a_refused_request_ends_with_its_reason():
+def test_2_6_a_rejected_request_ends_with_its_reason():
     harness = Harness(max_model_len=20)
     key = harness.add(20, 3)
     assert not harness.scheduler.has_requests()
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.IGNORED
-    assert "20 tokens" in harness.heard[key].finished.message
+    assert harness.received[key].reason is FinishReason.IGNORED
+    assert "20 tokens" in harness.received[key].finished.message
 
 
-def test_a_full_queue_refuses():
+def test_a_full_queue_rejects_requests():
     harness = Harness(max_num_seqs=1, max_num_queued_reqs=2)
     harness.add(5, 5)
     harness.schedule()
     keys = [harness.add(5, 5) for _ in range(3)]
     harness.drain()
-    assert [harness.heard[key].reason for key in keys] == [
+    assert [harness.received[key].reason for key in keys] == [
         FinishReason.LENGTH,
         FinishReason.LENGTH,
         FinishReason.REJECTED,
     ]
-    assert "max_num_queued_reqs=2" in harness.heard[keys[2]].finished.message
+    assert "max_num_queued_reqs=2" in harness.received[keys[2]].finished.message
 
 
 def num_cached(harness: Harness, prompt: list[int]) -> int:
-    """How much of a prompt one more request with it finds."""
+    """Return how many tokens of a prompt another request finds in the cache."""
     key = harness.add(prompt, 1)
-    while not harness.heard[key].is_over:
+    while not harness.received[key].is_over:
         harness.step()
-    return harness.heard[key].events[1].num_cached_tokens
+    return harness.received[key].events[1].num_cached_tokens
 
 
-def test_a_row_that_no_token_is_allowed_for_ends_its_request_alone_and_its_blocks_are_good():
+def test_a_row_without_allowed_tokens_ends_its_request_and_keeps_its_blocks_valid():
     harness = Harness()
     system = [1] * 12
     num_cached(harness, [*system, 2])
@@ -303,13 +303,13 @@ def test_a_row_that_no_token_is_allowed_for_ends_its_request_alone_and_its_block
     harness.step()
     harness.worker.fail_next[0] = "the constraints left no token"
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
-    assert harness.heard[bad].finished.message == "the constraints left no token"
-    assert harness.heard[good].reason is FinishReason.LENGTH
+    assert harness.received[bad].reason is FinishReason.ERROR
+    assert harness.received[bad].finished.message == "the constraints left no token"
+    assert harness.received[good].reason is FinishReason.LENGTH
     assert num_cached(harness, [*system, *[3] * 9]) == 20
 
 
-def test_what_a_row_with_nans_computed_is_not_found_again_but_what_it_found_is():
+def test_blocks_computed_by_a_row_with_nans_are_uncached_but_not_its_prefix():
     harness = Harness()
     system, rest = [1] * 12, [3] * 9
     num_cached(harness, [*system, 2])
@@ -318,14 +318,14 @@ def test_what_a_row_with_nans_computed_is_not_found_again_but_what_it_found_is()
     for _ in range(3):
         harness.step()
     assert num_cached(harness, [*system, *rest]) == 12
-    # Nobody loses again what another one has computed since.
+    # Blocks that another request has computed since stay cached.
     harness.worker.nan_next.add(harness.request(bad).slot)
     harness.step()
     harness.step()
     assert num_cached(harness, [*system, *rest]) == 20
 
 
-def test_an_output_of_the_wrong_step_or_shape_is_refused():
+def test_an_output_of_the_wrong_step_or_shape_is_rejected():
     harness = Harness()
     harness.add(5, 5)
     step = harness.scheduler.schedule(0.0)
@@ -346,22 +346,22 @@ def test_6_4_a_constrained_request_waits_for_its_grammar_and_keeps_its_place():
     harness.step()
     harness.compile_grammars()
     harness.drain()
-    starts = {key: harness.heard[key].events[1].timestamp for key in (first, second, third)}
+    starts = {key: harness.received[key].events[1].timestamp for key in (first, second, third)}
     assert starts[second] < starts[first] < starts[third]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_6_4_a_request_that_waits_for_its_mask_holds_up_no_other(is_async):
+def test_6_4_a_request_that_waits_for_its_mask_delays_no_other(is_async):
     harness = Harness(async_scheduling=is_async)
     slow = harness.add(5, 3, structured_output=JSON_APART)
     harness.compile_grammars()
     fast = harness.add(5, 12)
     while harness.step():
         pass
-    assert len(harness.heard[slow].token_ids) == 1
-    assert len(harness.heard[fast].token_ids) == 12
+    assert len(harness.received[slow].token_ids) == 1
+    assert len(harness.received[fast].token_ids) == 12
     harness.drain()
-    assert [token % 2 for token in harness.heard[slow].token_ids] == [0, 1, 0]
+    assert [token % 2 for token in harness.received[slow].token_ids] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -377,7 +377,7 @@ def test_6_4_a_preempted_request_waits_for_its_mask_too(waits):
     assert (len(step.new_requests) == 0) == waits
     harness.update()
     harness.drain()
-    assert [token % 2 for token in harness.heard[slow].token_ids] == [0, 1, 0, 1]
+    assert [token % 2 for token in harness.received[slow].token_ids] == [0, 1, 0, 1]
     replay(harness.dump())
 
 
@@ -388,16 +388,16 @@ def test_6_4_a_resubmitted_request_waits_for_the_mask_after_its_output():
         harness.compile_grammars()
         harness.step()
     harness.lose_core()
-    [heard] = harness.heard.values()
-    assert len(heard.token_ids) == 2
+    [received] = harness.received.values()
+    assert len(received.token_ids) == 2
     harness.compile_grammars()
     harness.schedule()
     assert not harness.scheduler.slots.is_running.any()
     harness.drain()
-    assert [token % 2 for token in heard.token_ids] == [0, 1, 0, 1]
+    assert [token % 2 for token in received.token_ids] == [0, 1, 0, 1]
 
 
-def test_6_4_a_grammar_that_is_lost_between_two_tokens_ends_its_request_alone():
+def test_6_4_a_grammar_lost_between_two_tokens_ends_only_its_request():
     harness = Harness()
     bad = harness.add(5, 8, structured_output=JSON_APART)
     harness.compile_grammars()
@@ -406,31 +406,31 @@ def test_6_4_a_grammar_that_is_lost_between_two_tokens_ends_its_request_alone():
     harness.grammar.compiling.clear()
     harness.scheduler.grammar_ready(bad, "the grammar takes more than 5 s")
     harness.drain()
-    assert "5 s" in harness.heard[bad].finished.message
-    assert len(harness.heard[good].token_ids) == 8
+    assert "5 s" in harness.received[bad].finished.message
+    assert len(harness.received[good].token_ids) == 8
 
 
-def test_6_4_the_bitmask_of_a_step_follows_the_token_before():
+def test_6_4_the_bitmask_of_a_step_follows_the_previous_token():
     harness = Harness()
     key = harness.add(5, 6, structured_output=JSON)
     harness.add(9, 6)
     harness.drain()
-    assert [token % 2 for token in harness.heard[key].token_ids] == [0, 1, 0, 1, 0, 1]
+    assert [token % 2 for token in harness.received[key].token_ids] == [0, 1, 0, 1, 0, 1]
     assert all(int32_view(step.grammar_slots).tolist() in ([0], []) for step in harness.steps)
 
 
-def test_6_4_a_grammar_that_does_not_compile_ends_its_request_alone():
+def test_6_4_a_grammar_that_does_not_compile_ends_only_its_request():
     harness = Harness()
     bad, good = harness.add(5, 4, structured_output=JSON), harness.add(5, 4)
     harness.scheduler.grammar_ready(bad, "unbalanced parenthesis at 7")
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
-    assert harness.heard[bad].finished.message == "unbalanced parenthesis at 7"
-    assert harness.heard[good].reason is FinishReason.LENGTH
+    assert harness.received[bad].reason is FinishReason.ERROR
+    assert harness.received[bad].finished.message == "unbalanced parenthesis at 7"
+    assert harness.received[good].reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("eos", [(), (7,)])
-def test_6_4_a_token_against_the_grammar_ends_its_request_alone(eos):
+def test_6_4_a_token_against_the_grammar_ends_only_its_request(eos):
     harness = Harness()
     key = harness.add(5, 4, eos=eos, structured_output=JSON)
     harness.compile_grammars()

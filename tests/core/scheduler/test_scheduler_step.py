@@ -1,4 +1,4 @@
-"""What one step holds. Tests are named for the lines of the scheduler's specification."""
+"""The content of one step. Tests are named for the lines of the scheduler's specification."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.scheduler_harness import Harness
 
 
 def scheduled(harness: Harness) -> dict[int, int]:
-    """Schedule a step; its tokens by slot, in batch order."""
+    """Schedule a step and return its token counts by slot, in batch order."""
     assert harness.schedule() is not None
     return dict(harness.batch)
 
@@ -27,7 +27,7 @@ def test_1_1_a_step_is_bounded_by_the_token_budget_and_the_sequence_cap():
     harness.drain()
 
 
-def test_1_1_prompts_enter_a_step_as_far_as_they_fit_into_a_message(monkeypatch):
+def test_1_1_prompts_in_a_step_are_limited_by_the_message_size(monkeypatch):
     monkeypatch.setattr("engine.core.scheduler.admission.MAX_SENT_TOKENS", 50)
     harness = Harness(max_num_batched_tokens=200, max_model_len=128, enable_prefix_caching=False)
     for length in (20, 20, 20, 100, 1):
@@ -60,7 +60,7 @@ def test_1_2_the_long_prefill_threshold_caps_each_chunk():
     harness.drain()
 
 
-def test_1_2_a_request_with_nothing_to_compute_is_skipped_and_others_go_on():
+def test_1_2_a_request_with_nothing_to_compute_is_skipped_and_others_run():
     harness = Harness(max_in_flight=4)
     harness.add(4, 2)
     harness.add(5, 9)
@@ -75,16 +75,16 @@ def test_1_3_the_last_running_request_is_preempted_for_lack_of_blocks():
     harness = Harness(num_blocks=7, block_size=4, max_in_flight=1, enable_prefix_caching=False)
     first, second = harness.add(10, 12), harness.add(10, 12)
     harness.drain()
-    assert harness.heard[first].num_events(EventKind.PREEMPTED) == 0
-    assert harness.heard[second].num_events(EventKind.PREEMPTED) >= 1
+    assert harness.received[first].num_events(EventKind.PREEMPTED) == 0
+    assert harness.received[second].num_events(EventKind.PREEMPTED) >= 1
 
 
-def test_1_3_a_request_that_is_its_own_victim_resumes():
+def test_1_3_a_request_that_preempts_itself_resumes():
     harness = Harness(num_blocks=9, block_size=4, max_in_flight=1)
     keys = [harness.add([n] * 4, 25) for n in (1, 2, 3)]
     harness.drain()
-    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in keys)
-    assert sum(harness.heard[key].num_events(EventKind.PREEMPTED) for key in keys) >= 2
+    assert all(harness.received[key].reason is FinishReason.LENGTH for key in keys)
+    assert sum(harness.received[key].num_events(EventKind.PREEMPTED) for key in keys) >= 2
 
 
 def test_1_4_preemption_and_admission_never_share_a_step():
@@ -95,9 +95,13 @@ def test_1_4_preemption_and_admission_never_share_a_step():
     while harness.scheduler.has_requests():
         step = harness.schedule()
         if step is not None:
-            seen = [heard.num_events(EventKind.PREEMPTED) for heard in harness.heard.values()]
+            seen = [
+                received.num_events(EventKind.PREEMPTED) for received in harness.received.values()
+            ]
             harness.update()
-            now = [heard.num_events(EventKind.PREEMPTED) for heard in harness.heard.values()]
+            now = [
+                received.num_events(EventKind.PREEMPTED) for received in harness.received.values()
+            ]
             if sum(now) > sum(seen):
                 preempted += 1
                 assert not step.new_requests
@@ -114,7 +118,7 @@ def test_1_5_admission_stops_at_the_first_request_that_does_not_fit():
     assert harness.scheduler.get_request_counts() == (1, 2)
     harness.drain()
     starts = [
-        next(e.timestamp for e in harness.heard[key].events if e.kind == EventKind.SCHEDULED)
+        next(e.timestamp for e in harness.received[key].events if e.kind == EventKind.SCHEDULED)
         for key in (large, small)
     ]
     assert starts[0] <= starts[1]
@@ -141,7 +145,7 @@ def test_1_5_without_chunked_prefill_the_budget_must_hold_any_prompt():
         )
 
 
-def test_1_6_a_full_hit_computes_the_last_block_again():
+def test_1_6_a_full_prefix_hit_recomputes_the_last_block():
     harness = Harness(block_size=4)
     harness.add(16, 1)
     harness.drain()
@@ -149,18 +153,18 @@ def test_1_6_a_full_hit_computes_the_last_block_again():
     harness.drain()
     data = harness.steps[-2].new_requests[0]
     assert data.num_computed_tokens == 12
-    assert harness.heard[again].token_ids == harness.heard[0, 0].token_ids
+    assert harness.received[again].token_ids == harness.received[0, 0].token_ids
 
 
-def test_1_7_cached_tokens_are_recorded_once_and_leave_resumption_out():
+def test_1_7_cached_tokens_are_recorded_once_and_not_at_resumption():
     harness = Harness(block_size=4, inject_preemption=0.3, max_in_flight=1)
     harness.add(21, 1)
     harness.drain()
     key = harness.add(21, 20)
     harness.drain()
-    assert harness.heard[key].num_events(EventKind.PREEMPTED) > 0
+    assert harness.received[key].num_events(EventKind.PREEMPTED) > 0
     cached = {
-        e.num_cached_tokens for e in harness.heard[key].events if e.kind == EventKind.SCHEDULED
+        e.num_cached_tokens for e in harness.received[key].events if e.kind == EventKind.SCHEDULED
     }
     assert cached == {20}
 
@@ -177,7 +181,7 @@ def test_1_8_computed_tokens_advance_when_a_step_is_scheduled():
     harness.drain()
 
 
-def test_1_9_removed_slots_reach_the_workers_exactly_once():
+def test_1_9_removed_slots_are_sent_to_the_workers_exactly_once():
     harness = Harness(num_blocks=12, max_num_seqs=3)
     for n in range(8):
         harness.add([n + 1] * 7, 6)
@@ -187,7 +191,7 @@ def test_1_9_removed_slots_reach_the_workers_exactly_once():
     assert taken == removed >= 8
 
 
-def test_1_10_a_step_with_nothing_to_compute_but_a_removal_is_sent():
+def test_1_10_a_step_with_only_a_removal_is_sent():
     harness = Harness()
     key = harness.add(6, 50)
     harness.step()
@@ -199,7 +203,7 @@ def test_1_10_a_step_with_nothing_to_compute_but_a_removal_is_sent():
     harness.drain()
 
 
-def test_a_steady_batch_is_not_named_again():
+def test_an_unchanged_batch_is_not_sent_again():
     harness = Harness(max_in_flight=1)
     for _ in range(3):
         harness.add(5, 10)

@@ -19,7 +19,7 @@ VOCAB_SIZE = 512
 
 
 def foresee(row: Row, count: int) -> list[int]:
-    """What the model will say."""
+    """Return the tokens that the model will generate."""
     fingerprint, tokens = row.fingerprints[-1], []
     for _ in range(count):
         tokens.append(choose_token(fingerprint, VOCAB_SIZE))
@@ -28,7 +28,7 @@ def foresee(row: Row, count: int) -> list[int]:
 
 
 def foresee_constrained(row: Row, count: int) -> list[int]:
-    """Return what the model will say under the grammar."""
+    """Return the tokens that the model will generate under the grammar."""
     fingerprint, tokens = row.fingerprints[-1], []
     num_output = len(row.token_ids) - row.num_prompt_tokens
     for position in range(num_output, num_output + count):
@@ -39,7 +39,7 @@ def foresee_constrained(row: Row, count: int) -> list[int]:
 
 
 def right(count: int, num_right: int | None = None):
-    """Proposes `count` drafts of which only the first `num_right` are right."""
+    """Propose `count` drafts, of which only the first `num_right` are right."""
 
     def propose(row: Row) -> list[int]:
         tokens = foresee(row, count)
@@ -51,7 +51,7 @@ def right(count: int, num_right: int | None = None):
 
 
 def speculating(num_drafts: int, propose=None, **limits: object) -> Harness:
-    """Drafts come with the outputs, and every output is awaited."""
+    """Return a harness whose drafts come with the outputs, one step at a time."""
     defaults = {"async_scheduling": False, "max_in_flight": 1}
     return Harness(
         vocab_size=VOCAB_SIZE,
@@ -75,12 +75,12 @@ def test_5_1_accepted_drafts_save_steps():
     key = harness.add(6, 9)
     harness.drain()
     # One token by the prompt, then four a step.
-    assert len(harness.heard[key].token_ids) == 9
+    assert len(harness.received[key].token_ids) == 9
     assert len([step for step in harness.steps if step.slots != b""]) == 3
     assert total(harness).num_draft_tokens == total(harness).num_accepted_tokens == 6
 
 
-def test_5_1_rejections_are_subtracted_when_the_output_arrives():
+def test_5_1_rejected_drafts_are_subtracted_when_the_output_arrives():
     harness = speculating(3, right(3, num_right=1))
     harness.add(6, 30)
     harness.step()
@@ -117,10 +117,10 @@ def test_5_1_a_request_whose_drafts_do_not_fit_into_the_budget_still_samples():
     harness = speculating(4, max_num_batched_tokens=2)
     keys = [harness.add([n + 1], 6) for n in range(2)]
     harness.drain()
-    assert all(harness.heard[key].reason is FinishReason.LENGTH for key in keys)
+    assert all(harness.received[key].reason is FinishReason.LENGTH for key in keys)
 
 
-def test_5_1_drafts_may_come_apart_from_the_output():
+def test_5_1_drafts_may_arrive_separately_from_the_output():
     harness = speculating(2, lambda row: [])
     harness.add(5, 20)
     harness.step()
@@ -144,21 +144,21 @@ def test_5_1_drafts_may_come_apart_from_the_output():
     harness.drain()
 
 
-def test_5_1_nothing_follows_a_stop_among_accepted_drafts():
+def test_5_1_accepted_drafts_after_a_stop_are_dropped():
     probe = Harness(vocab_size=VOCAB_SIZE)
     probe.add(5, 9)
     probe.drain()
-    tokens = probe.heard[0, 0].token_ids
+    tokens = probe.received[0, 0].token_ids
     harness = speculating(4)
     key = harness.add(5, 9, stop_token_ids=(tokens[2],))
     later = harness.add(5, 9, eos=(tokens[0], tokens[3]), min_tokens=2)
     harness.drain()
-    assert harness.heard[key].token_ids == tokens[:3]
-    assert harness.heard[key].finished.stop_reason == tokens[2]
-    assert harness.heard[later].token_ids == tokens[:4]
+    assert harness.received[key].token_ids == tokens[:3]
+    assert harness.received[key].finished.stop_reason == tokens[2]
+    assert harness.received[later].token_ids == tokens[:4]
 
 
-def test_5_1_logprobs_end_with_the_tokens():
+def test_5_1_logprobs_are_truncated_with_the_tokens():
     harness = speculating(3, lambda row: [])
     scheduler = harness.scheduler
     harness.add(5, 9, stop_token_ids=(42,))
@@ -179,11 +179,11 @@ def test_5_1_logprobs_end_with_the_tokens():
     assert len(logprobs.logprobs) == len(logprobs.ranks) == 8
 
 
-def test_5_1_tokens_are_split_between_clients():
+def test_5_1_each_client_receives_only_its_tokens():
     harness = speculating(3, right(3, num_right=2))
     keys = [harness.add([n + 1] * 4, 10, client=n % 2) for n in range(4)]
     harness.drain()
-    assert all(len(harness.heard[key].token_ids) == 10 for key in keys)
+    assert all(len(harness.received[key].token_ids) == 10 for key in keys)
 
 
 def test_5_1_drafts_are_validated_by_the_grammar_and_every_position_is_masked():
@@ -192,16 +192,16 @@ def test_5_1_drafts_are_validated_by_the_grammar_and_every_position_is_masked():
     harness.compile_grammars()
     harness.step()
     step = harness.schedule()
-    # The grammar wants even and odd tokens in turn, and the first one is known.
+    # The grammar allows even and odd tokens alternately, and the first token is given.
     assert int32_view(step.drafts).tolist() == [0, 2]
     harness.update()
     harness.drain()
-    tokens = harness.heard[key].token_ids
+    tokens = harness.received[key].token_ids
     assert [token_id % 2 for token_id in tokens] == [0, 1] * 6
 
 
 def propose_allowed(row: Row) -> list[int]:
-    """What the model will say where a grammar wants even and odd tokens in turn."""
+    """Propose tokens that a grammar of alternating even and odd tokens allows."""
     parity = (len(row.token_ids) - row.num_prompt_tokens) % 2
     fingerprint, drafts = row.fingerprints[-1], []
     for index in range(3):
@@ -212,7 +212,7 @@ def propose_allowed(row: Row) -> list[int]:
 
 
 @pytest.mark.parametrize("uses_placeholders", [False, True])
-def test_5_1_a_grammar_that_cannot_be_put_back_ends_its_request_alone(uses_placeholders):
+def test_5_1_a_grammar_that_cannot_be_rolled_back_ends_only_its_request(uses_placeholders):
     harness = RecordedHarness(
         vocab_size=VOCAB_SIZE,
         speculative=SpeculativeConfig(3),
@@ -225,9 +225,9 @@ def test_5_1_a_grammar_that_cannot_be_put_back_ends_its_request_alone(uses_place
     others = [harness.add(5, 13, structured_output=json_object), harness.add(6, 13)]
     harness.grammar.breaks_going_back.add(bad)
     harness.drain()
-    assert harness.heard[bad].reason is FinishReason.ERROR
-    assert "grammar" in harness.heard[bad].finished.message
-    assert [harness.heard[key].reason for key in others] == [FinishReason.LENGTH] * 2
+    assert harness.received[bad].reason is FinishReason.ERROR
+    assert "grammar" in harness.received[bad].finished.message
+    assert [harness.received[key].reason for key in others] == [FinishReason.LENGTH] * 2
     replay(harness.dump())
 
 
@@ -257,18 +257,18 @@ def test_preempted_constrained_request_keeps_its_tokens_in_flight(depth, is_late
         harness.schedule()
     num_drafts = [int32_view(step.drafts).tolist() for step in harness.steps[-depth:]]
     assert all(num_drafts)
-    num_tokens = len(harness.heard[key].token_ids)
-    harness.scheduler._lifecycle.preempt(harness.request(key).slot, harness.now)
+    num_tokens = len(harness.received[key].token_ids)
+    harness.preempt(key)
     while harness.num_in_flight:
         harness.update()
-    assert len(harness.heard[key].token_ids) >= num_tokens + 2 * depth
+    assert len(harness.received[key].token_ids) >= num_tokens + 2 * depth
     # The harness compares the output with that of the request alone.
     harness.drain()
-    assert harness.heard[key].reason is FinishReason.LENGTH
+    assert harness.received[key].reason is FinishReason.LENGTH
 
 
-def test_5_3_drafts_that_come_late_are_refused_with_placeholders():
-    """Nobody could mask what a grammar forbids after drafts that only the worker knows."""
+def test_5_3_separate_drafts_are_rejected_with_placeholders():
+    """A grammar cannot mask tokens after drafts that only the worker has."""
     harness = speculating(3, lambda row: [], async_scheduling=True)
     key = harness.add(4, 9, structured_output=StructuredOutput(GrammarKind.JSON_OBJECT))
     harness.compile_grammars()
@@ -282,7 +282,7 @@ def test_5_3_drafts_that_come_late_are_refused_with_placeholders():
 @pytest.mark.parametrize(
     ("method", "num_blocks"), [(ProposerMethod.NGRAM, 2), (ProposerMethod.EAGLE, 3)]
 )
-def test_5_2_lookahead_slots_are_reserved_for_those_who_write_ahead(method, num_blocks):
+def test_5_2_lookahead_slots_are_reserved_for_requests_with_drafts(method, num_blocks):
     harness = Harness(block_size=4, speculative=SpeculativeConfig(3, method))
     harness.add(7, 20)
     harness.schedule()
@@ -290,13 +290,13 @@ def test_5_2_lookahead_slots_are_reserved_for_those_who_write_ahead(method, num_
     harness.drain()
 
 
-def test_5_2_lookahead_never_asks_for_more_than_the_request_can_use():
+def test_5_2_lookahead_does_not_exceed_the_length_limit():
     harness = Harness(
         num_blocks=4, block_size=4, speculative=SpeculativeConfig(4, ProposerMethod.DRAFT_MODEL)
     )
     key = harness.add(11, None)
     harness.drain()
-    assert len(harness.heard[key].token_ids) == 3 * 4 + 1 - 11
+    assert len(harness.received[key].token_ids) == 3 * 4 + 1 - 11
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -312,23 +312,23 @@ def test_5_3_drafts_are_scheduled_as_placeholders_and_filled_in_by_the_worker(de
         assert step.draft_token_ids == b""
         assert int32_view(step.drafts).tolist() == [0, 3]
     harness.drain()
-    assert len(harness.heard[key].token_ids) == 16
+    assert len(harness.received[key].token_ids) == 16
     assert total(harness).num_accepted_tokens >= 6
 
 
-def test_5_3_a_worker_with_fewer_drafts_than_placeholders_rejects_the_others():
+def test_5_3_placeholders_without_drafts_count_as_rejected():
     def propose(row: Row) -> list[int]:
         return foresee(row, 4 if len(row.token_ids) < 9 else 1)
 
     harness = speculating(4, propose, async_scheduling=True, max_in_flight=2)
     key = harness.add(6, 15)
     harness.drain()
-    assert len(harness.heard[key].token_ids) == 15
-    # What was scheduled in vain counts for nothing.
+    assert len(harness.received[key].token_ids) == 15
+    # Placeholders without drafts are not counted.
     assert total(harness).num_draft_tokens == total(harness).num_accepted_tokens >= 6
 
 
-def test_5_3_whoever_was_proposed_nothing_has_no_placeholders():
+def test_5_3_a_request_without_proposals_has_no_placeholders():
     harness = speculating(4, lambda row: [], async_scheduling=True, max_in_flight=2)
     harness.add(6, 9)
     harness.drain()
@@ -341,36 +341,36 @@ def test_client_receives_counts_of_its_prediction(uses_placeholders):
     harness = speculating(3, propose_prediction, **limits)
     alone = harness.add(6, 20)
     harness.drain()
-    right = harness.heard[alone].token_ids
+    right = harness.received[alone].token_ids
     wrong = [(token + 1) % VOCAB_SIZE for token in right]
     keys = [
         harness.add(6, 20, client=client, predicted=predicted)
         for client, predicted in enumerate((right, wrong, right[:8] + wrong[8:], None))
     ]
     harness.drain()
-    heard = [harness.heard[key] for key in keys]
-    assert all(each.token_ids == right for each in heard)
-    accepted = [each.num_accepted_predictions for each in heard]
-    rejected = [each.num_rejected_predictions for each in heard]
+    received = [harness.received[key] for key in keys]
+    assert all(each.token_ids == right for each in received)
+    accepted = [each.num_accepted_predictions for each in received]
+    rejected = [each.num_rejected_predictions for each in received]
     assert accepted[0] > 10
     assert rejected[0] == accepted[1] == accepted[3] == rejected[3] == 0
     assert rejected[1] > 10
     assert 0 < accepted[2] <= 8 < rejected[2]
 
 
-def test_accepted_predictions_end_with_the_tokens():
+def test_counts_of_accepted_predictions_are_truncated_with_the_tokens():
     harness = speculating(3, propose_prediction)
     alone = harness.add(6, 20)
     harness.drain()
-    right = harness.heard[alone].token_ids
+    right = harness.received[alone].token_ids
     stop = right[2]
     key = harness.add(6, 20, predicted=right, stop_token_ids=(stop,))
     harness.drain()
-    assert harness.heard[key].token_ids == right[: right.index(stop) + 1]
-    assert harness.heard[key].num_accepted_predictions == 2
+    assert harness.received[key].token_ids == right[: right.index(stop) + 1]
+    assert harness.received[key].num_accepted_predictions == 2
 
 
-def test_prediction_goes_on_after_a_crash_and_a_preemption():
+def test_prediction_continues_after_a_crash_and_a_preemption():
     harness = RecordedHarness(
         segment_bytes=4000,
         vocab_size=VOCAB_SIZE,
@@ -380,17 +380,17 @@ def test_prediction_goes_on_after_a_crash_and_a_preemption():
     )
     alone = harness.add(6, 60)
     harness.drain()
-    right = harness.heard[alone].token_ids
+    right = harness.received[alone].token_ids
     key = harness.add(6, 60, predicted=right)
     for _ in range(6):
         harness.step()
     harness.lose_core()
     harness.drain()
-    heard = next(h for h in harness.heard.values() if h.message.predicted_token_ids)
-    assert heard.token_ids == right
-    assert heard.message.is_resubmitted and heard.message.was_index == key[1]
-    assert heard.num_rejected_predictions == 0
-    assert heard.num_accepted_predictions > 20
+    received = next(h for h in harness.received.values() if h.message.predicted_token_ids)
+    assert received.token_ids == right
+    assert received.message.is_resubmitted and received.message.was_index == key[1]
+    assert received.num_rejected_predictions == 0
+    assert received.num_accepted_predictions > 20
     replay(harness.dump())
 
 
@@ -410,7 +410,7 @@ def test_4_5_acceptance_is_counted_by_position():
 @pytest.mark.parametrize(
     ("tokens", "counts"), [([1, 2], [1]), ([1] * 5, [5]), ([], [0]), ([1, 2], [1, 1])]
 )
-def test_an_output_that_does_not_fit_its_drafts_is_an_error(tokens, counts):
+def test_an_output_that_does_not_match_its_drafts_is_an_error(tokens, counts):
     harness = speculating(3)
     harness.add(6, 20)
     harness.step()
@@ -421,7 +421,7 @@ def test_an_output_that_does_not_fit_its_drafts_is_an_error(tokens, counts):
 
 
 @pytest.mark.parametrize("num_verified", [[4], [1, 1], [0]])
-def test_an_output_that_verified_what_it_was_not_given_is_an_error(num_verified):
+def test_an_output_that_verified_other_drafts_is_an_error(num_verified):
     harness = speculating(3)
     harness.add(6, 20)
     harness.step()
@@ -433,7 +433,7 @@ def test_an_output_that_verified_what_it_was_not_given_is_an_error(num_verified)
         harness.scheduler.update_from_output(step, result, 0.0)
 
 
-def test_drafts_that_do_not_fit_together_are_an_error():
+def test_inconsistent_drafts_are_an_error():
     harness = speculating(3)
     harness.add(6, 20)
     harness.step()

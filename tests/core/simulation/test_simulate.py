@@ -1,4 +1,4 @@
-"""Simulated figures are those that a person works out."""
+"""Simulated figures equal those computed by hand."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def setup(num_blocks: int = 100, **limits: object) -> Setup:
 ONE_SECOND = StepTimeModel(1.0, 0.0, 0.0, 0.0)
 
 
-def test_two_requests_one_after_the_other():
-    """Each step takes a second. The second request arrives in the middle of the first's second step."""
+def test_two_overlapping_requests_have_the_expected_latencies():
+    """Each step takes a second. The second request arrives during the first one's second step."""
     trace = [TraceRequest(0.0, 8, 3), TraceRequest(1.5, 8, 2)]
     result = simulate(setup(async_scheduling=False), trace, ONE_SECOND, 1)
     # First: tokens at 1, 2, 3. Second: waits until 2 for a step, tokens at 3, 4.
@@ -57,9 +57,7 @@ def test_two_requests_one_after_the_other():
         (8, True, 9),
     ],
 )
-def test_an_arrival_waits_behind_the_steps_that_a_core_keeps_in_flight(
-    num_stages, is_async, num_in_flight
-):
+def test_an_arrival_waits_for_the_steps_in_flight(num_stages, is_async, num_in_flight):
     trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.0, 4, 40), TraceRequest(10.5, 4, 1)]
     replica = setup(num_micro_batches=num_stages, async_scheduling=is_async)
     result = simulate(replica, trace, ONE_SECOND, 1)
@@ -69,7 +67,7 @@ def test_an_arrival_waits_behind_the_steps_that_a_core_keeps_in_flight(
     assert max(result.latencies.inter_token) == min(num_stages, 2)
 
 
-def test_a_step_costs_what_is_in_it():
+def test_step_time_depends_on_the_content_of_the_step():
     trace = [TraceRequest(0.0, 8, 2)]
     model = StepTimeModel(base=1.0, per_token=0.1, per_sequence=0.01, per_kv_token=0.001)
     result = simulate(setup(async_scheduling=False), trace, model, 1)
@@ -78,7 +76,7 @@ def test_a_step_costs_what_is_in_it():
     assert result.latencies.inter_token[0] == pytest.approx(1 + 0.1 + 0.01 + 0.009)
 
 
-def test_replicas_share_the_work():
+def test_replicas_share_the_requests():
     trace = [TraceRequest(0.0, 8, 4) for _ in range(4)]
     one = simulate(setup(max_num_seqs=1), trace, ONE_SECOND, 1)
     four = simulate(setup(max_num_seqs=1), trace, ONE_SECOND, 4)
@@ -97,14 +95,14 @@ def test_policies_order_the_queue():
     assert priority.latencies.first_token[2] < priority.latencies.first_token[1]
 
 
-def test_shared_prefixes_are_cached_and_others_are_not():
+def test_only_shared_prefixes_are_cached():
     shared = [TraceRequest(5.0 * n, 40, 1, prefix="system", prefix_tokens=32) for n in range(3)]
     assert simulate(setup(), shared, ONE_SECOND, 1).cached_tokens == 64
     alone = [TraceRequest(5.0 * n, 40, 1) for n in range(3)]
     assert simulate(setup(), alone, ONE_SECOND, 1).cached_tokens == 0
 
 
-def test_what_cannot_run_is_counted():
+def test_requests_that_cannot_run_are_counted():
     trace = [TraceRequest(0.0, 500, 4), TraceRequest(0.0, 4, 4), TraceRequest(0.0, 4, 4)]
     trace[2].deadline = 0.5
     result = simulate(setup(max_num_seqs=1, async_scheduling=False), trace, ONE_SECOND, 1)
@@ -112,13 +110,13 @@ def test_what_cannot_run_is_counted():
 
 
 @pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_reqs_per_tenant"])
-def test_what_a_full_queue_turns_away_is_counted(limit):
+def test_requests_rejected_by_a_full_queue_are_counted(limit):
     trace = [TraceRequest(0.0, 8, 4) for _ in range(5)]
     result = simulate(setup(max_num_seqs=1, **{limit: 1}), trace, ONE_SECOND, 1)
     assert (result.num_finished, result.num_refused, result.num_expired) == (2, 3, 0)
 
 
-def test_the_fit_finds_the_coefficients_and_none_below_0():
+def test_the_fit_finds_the_coefficients_and_none_is_negative():
     rng = np.random.default_rng(1)
     truth = StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8)
     loads = [StepLoad(*map(int, rng.integers(1, (2048, 64, 100_000)))) for _ in range(200)]
@@ -139,15 +137,15 @@ def recorded() -> RecordedHarness:
     return harness
 
 
-def test_a_log_is_a_trace_and_measures_its_steps():
+def test_a_log_becomes_a_trace_with_measured_steps():
     harness = recorded()
     trace = trace_from_dump(harness.dump())
     assert [request.prompt_tokens for request in trace] == [9] * 12
     assert [request.output_tokens for request in trace] == [
-        len(heard.token_ids) for heard in harness.heard.values()
+        len(received.token_ids) for received in harness.received.values()
     ]
     samples = measure_steps(harness.dump())
-    # The last step only tells the worker that everybody has left.
+    # The last step only removes the requests from the worker.
     assert len(samples) == len(harness.steps) - 1
     num_tokens = sum(stats.num_scheduled_tokens for stats in harness.stats)
     assert sum(sample.load.tokens for sample in samples) == num_tokens
@@ -156,7 +154,7 @@ def test_a_log_is_a_trace_and_measures_its_steps():
     assert result.cached_tokens > 0
 
 
-def test_a_log_with_drafts_is_a_trace_of_tokens():
+def test_a_log_with_drafts_becomes_a_trace_of_tokens():
     harness = RecordedHarness(
         speculative=SpeculativeConfig(3), propose=propose_by_chance(random.Random(1), 512, 3)
     )
@@ -164,7 +162,7 @@ def test_a_log_with_drafts_is_a_trace_of_tokens():
     harness.drain()
     trace = trace_from_dump(harness.dump())
     assert {request.prompt_tokens: request.output_tokens for request in trace} == {
-        6 + index: len(harness.heard[key].token_ids) for index, key in enumerate(keys)
+        6 + index: len(harness.received[key].token_ids) for index, key in enumerate(keys)
     }
 
 
@@ -201,7 +199,7 @@ def test_drafts_that_are_wrong_change_nothing():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_log_with_drafts_is_simulated_with_as_many(is_async):
+def test_a_log_with_drafts_is_simulated_with_the_same_number(is_async):
     harness = RecordedHarness(
         num_blocks=200,
         max_in_flight=1 + is_async,
@@ -227,7 +225,7 @@ def test_a_log_with_drafts_is_simulated_with_as_many(is_async):
     assert measure_drafts([recorded().dump()]) is None
 
 
-def test_the_recorded_policy_and_drafts_are_what_is_simulated(tmp_path, capsys):
+def test_the_recorded_policy_and_drafts_are_simulated(tmp_path, capsys):
     harness = RecordedHarness(
         policy="priority",
         speculative=SpeculativeConfig(3),
@@ -252,7 +250,7 @@ def test_the_recorded_policy_and_drafts_are_what_is_simulated(tmp_path, capsys):
     assert "--drafts takes two numbers from 0 to 1" in capsys.readouterr().err
 
 
-def test_the_command(tmp_path, capsys):
+def test_simulate_command_prints_a_report(tmp_path, capsys):
     harness = recorded()
     dump = write_dump(harness.scheduler, str(tmp_path), reason="test", wall_time=0.0, now=0.0)
     picture = tmp_path / "plot.svg"
@@ -274,7 +272,7 @@ def test_the_command(tmp_path, capsys):
     assert len({len(line) for line in table[1:]}) == 1
 
 
-def test_a_written_trace(tmp_path, capsys):
+def test_a_saved_trace_can_be_loaded(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"arrival": 7, "prompt_tokens": 8, "output_tokens": 2, "tenant": "b"}\n\n'
@@ -300,7 +298,7 @@ def test_a_written_trace(tmp_path, capsys):
         ('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1, "x": 1}', "unknown field `x`"),
     ],
 )
-def test_a_bad_trace_is_refused(line, problem, tmp_path, capsys):
+def test_an_invalid_trace_is_rejected(line, problem, tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
     assert main([str(path), "--num-blocks", "10", "--step-time", "1,0,0,0"]) == 2
@@ -317,7 +315,7 @@ def test_a_bad_trace_is_refused(line, problem, tmp_path, capsys):
         (["--num-blocks", "10", "--step-time", "1,0,0,0", "--rate", "nan"], "--rate"),
     ],
 )
-def test_what_is_missing_or_makes_no_sense_is_named(argv, problem, tmp_path, capsys):
+def test_missing_and_invalid_arguments_are_named(argv, problem, tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1}\n')
     assert main([str(path), *argv]) == 2

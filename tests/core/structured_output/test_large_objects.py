@@ -89,14 +89,16 @@ def test_properties_of_a_large_object_keep_their_schemas(tokenizer: LLTokenizer)
 
 
 @pytest.mark.parametrize("name", ["a.b", "a|b", "(x", "[y]", "^$", "\\d", 'q"q', "é", "x-y z", ""])
-def test_names_of_a_large_object_are_no_patterns(tokenizer: LLTokenizer, name: str) -> None:
+def test_property_names_of_a_large_object_are_not_patterns(
+    tokenizer: LLTokenizer, name: str
+) -> None:
     schema = closed(numbered(MANY) | {name: {"type": "integer"}})
     assert accepts(tokenizer, schema, json.dumps({name: 1}, ensure_ascii=False))
     assert not accepts(tokenizer, schema, '{"zzz": 1}')
     assert not accepts(tokenizer, schema, '{"aXb": 1}')
 
 
-def test_a_large_object_within_another_is_folded() -> None:
+def test_a_nested_large_object_is_folded() -> None:
     inner = closed(numbered(10_000))
     verify_structured_output(output(closed({"x": {"type": "array", "items": inner}})))
     tag = {"begin": "<a>", "schema": inner, "end": "</a>"}
@@ -119,7 +121,7 @@ def test_references_into_a_large_object_are_followed(tokenizer: LLTokenizer) -> 
     ],
     ids=["different schemas", "open", "limited"],
 )
-def test_an_object_with_too_many_properties_is_refused_with_the_limit(
+def test_an_object_with_too_many_properties_is_rejected_with_the_limit(
     schema: dict[str, Any],
 ) -> None:
     problem = rf"has an object with 10000 optional .* at most {MAX_UNFOLDED_PROPERTIES} can be"
@@ -127,6 +129,6 @@ def test_an_object_with_too_many_properties_is_refused_with_the_limit(
         verify_structured_output(output(schema))
 
 
-def test_as_many_different_schemas_as_allowed_are_folded() -> None:
+def test_objects_are_folded_up_to_the_limit_of_different_schemas() -> None:
     schemas = {f"p{i}": {"const": i % MAX_FOLDED_SCHEMAS} for i in range(10_000)}
     verify_structured_output(output(closed(schemas)))

@@ -95,7 +95,7 @@ def allowed(manager: StructuredOutputManager, key: object = 0) -> np.ndarray:
 
 
 def walk(manager: StructuredOutputManager, rng: random.Random, key: object = 0) -> str:
-    """The text of a random walk. Prefers the end where it is allowed."""
+    """Return the text of a random walk through a grammar, which ends where it may."""
     tokens: list[int] = []
     while True:
         choices = allowed(manager, key)
@@ -112,7 +112,7 @@ def feed(manager: StructuredOutputManager, text: str, key: object = 0) -> bool:
     return manager.accept_tokens(key, TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def test_random_walks_are_valid_for_their_schema(manager: StructuredOutputManager) -> None:
+def test_random_output_is_valid_for_its_schema(manager: StructuredOutputManager) -> None:
     rng = random.Random(0)
     for key in range(25):
         compiled(manager, schema(PERSON), key)
@@ -156,7 +156,7 @@ def test_random_walks_are_valid_for_their_schema(manager: StructuredOutputManage
         "gbnf of a special token's text",
     ],
 )
-def test_random_walks_match_their_language(
+def test_random_output_matches_its_grammar(
     manager: StructuredOutputManager, constraint: StructuredOutput, full: str
 ) -> None:
     verify_structured_output(constraint)
@@ -205,13 +205,13 @@ def test_white_space_in_json_is_bounded(
 @pytest.mark.parametrize(
     "text", ['{"a": 1, "b": [1, 2]}', '{"a":1}', '{\n    "a": {\n\t"b": []\n}\n}']
 )
-def test_json_may_be_indented(manager: StructuredOutputManager, text: str) -> None:
+def test_json_output_may_be_indented(manager: StructuredOutputManager, text: str) -> None:
     compiled(manager, StructuredOutput(GrammarKind.JSON_OBJECT))
     assert feed(manager, text)
     assert EOS in allowed(manager)
 
 
-def test_a_schema_may_say_how_much_white_space_it_allows(manager: StructuredOutputManager) -> None:
+def test_a_schema_can_limit_its_white_space(manager: StructuredOutputManager) -> None:
     for key, pattern in enumerate((None, " {5}")):
         options = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
         compiled(manager, schema({**NO_ARGUMENTS, "x-guidance": options}), key)
@@ -219,7 +219,7 @@ def test_a_schema_may_say_how_much_white_space_it_allows(manager: StructuredOutp
     assert feed(manager, "{     }", 1)
 
 
-def test_the_end_is_allowed_only_at_the_end(manager: StructuredOutputManager) -> None:
+def test_the_end_token_is_allowed_only_at_the_end(manager: StructuredOutputManager) -> None:
     compiled(manager, StructuredOutput(GrammarKind.JSON_OBJECT))
     text = '{"a": [1, {"b": "}"}]}'
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
@@ -231,7 +231,7 @@ def test_the_end_is_allowed_only_at_the_end(manager: StructuredOutputManager) ->
     assert manager.accept_tokens(0, [EOS])
 
 
-def test_structural_tags_leave_the_text_between_them_free(manager: StructuredOutputManager) -> None:
+def test_text_between_structural_tags_is_unconstrained(manager: StructuredOutputManager) -> None:
     verify_structured_output(GET_AND_PUT)
     good = [
         "just text",
@@ -272,7 +272,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "escape from the literal"])
-def test_a_bad_grammar_is_refused_at_the_door_with_a_reason(name: str) -> None:
+def test_an_invalid_grammar_is_rejected_by_the_frontend_with_a_reason(name: str) -> None:
     with pytest.raises(ParameterError, match=r"structured_outputs .+") as caught:
         verify_structured_output(BAD[name])
     assert caught.value.param == "structured_outputs"
@@ -284,7 +284,7 @@ def test_a_slash_cannot_end_the_regex_early(manager: StructuredOutputManager) ->
     assert not feed(manager, "b")
 
 
-def test_bad_grammars_fail_alone(manager: StructuredOutputManager) -> None:
+def test_an_invalid_grammar_fails_only_its_request(manager: StructuredOutputManager) -> None:
     bad = {name: grammar for name, grammar in BAD.items() if name != "escape from the literal"}
     for name, grammar in bad.items():
         manager.compile(name, grammar)
@@ -297,7 +297,9 @@ def test_bad_grammars_fail_alone(manager: StructuredOutputManager) -> None:
     assert feed(manager, "ab", "good")
 
 
-def test_a_wrong_token_ends_one_request_only(manager: StructuredOutputManager) -> None:
+def test_a_token_against_the_grammar_ends_only_its_request(
+    manager: StructuredOutputManager,
+) -> None:
     compiled(manager, regex("[ab]{9}"), "wrong")
     compiled(manager, regex("[ab]{9}"), "right")
     assert not feed(manager, "zzz", "wrong")
@@ -309,7 +311,9 @@ def test_a_wrong_token_ends_one_request_only(manager: StructuredOutputManager) -
     assert not feed(manager, "a", "wrong")
 
 
-def test_equal_grammars_do_not_share_their_progress(manager: StructuredOutputManager) -> None:
+def test_requests_with_equal_grammars_have_separate_states(
+    manager: StructuredOutputManager,
+) -> None:
     for key in range(3):
         compiled(manager, regex("abc"), key)
     fresh = allowed(manager, 2)
@@ -333,7 +337,7 @@ def test_drafts_are_checked_and_rolled_back(manager: StructuredOutputManager) ->
     assert allowed(manager).tolist() == [EOS]
 
 
-def test_drafts_of_what_follows_the_end_are_acceptable(manager: StructuredOutputManager) -> None:
+def test_drafts_after_the_end_token_are_accepted(manager: StructuredOutputManager) -> None:
     compiled(manager, regex("[a-z]+[0-9]"))
     draft = TOKENIZER.encode("hello1", add_special_tokens=False)
     assert manager.num_acceptable(0, [EOS, EOS]) == 0
@@ -347,7 +351,7 @@ def test_drafts_of_what_follows_the_end_are_acceptable(manager: StructuredOutput
     assert manager.num_acceptable(0, [draft[-1], EOS, EOS]) == 3
 
 
-def test_what_leaves_no_choice_is_known_in_advance(manager: StructuredOutputManager) -> None:
+def test_tokens_without_an_alternative_are_forced(manager: StructuredOutputManager) -> None:
     compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
     before = allowed(manager)
     assert manager.forced_tokens(0, []) == []
@@ -376,7 +380,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("is_isolated", [False, True])
-def test_forced_text_of_a_special_token_stays_text(
+def test_forced_text_of_a_special_token_is_not_that_token(
     manager: StructuredOutputManager, spelling: str, is_isolated: bool
 ) -> None:
     kind, spec = SPELLINGS[spelling]
@@ -400,7 +404,7 @@ def test_grammar_may_name_a_special_token(manager: StructuredOutputManager) -> N
     assert allowed(manager).tolist() == start
 
 
-def test_a_grammar_that_refuses_drafts_after_all_fails_its_own_request(
+def test_a_grammar_that_rejects_checked_drafts_fails_its_own_request(
     manager: StructuredOutputManager,
 ) -> None:
     compiled(manager, regex("[a-z]+: Engine serves[0-9]"))
@@ -429,7 +433,7 @@ def test_a_request_released_while_it_compiles_is_not_reported(
     manager.release("never seen")
 
 
-def test_what_is_released_before_its_turn_is_not_compiled() -> None:
+def test_a_grammar_released_before_its_turn_is_not_compiled() -> None:
     may_go_on = threading.Event()
     asked: list[None] = []
 
@@ -451,7 +455,7 @@ def test_what_is_released_before_its_turn_is_not_compiled() -> None:
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/tokenizer.json", "/nonexistent/model.gguf"])
-def test_a_missing_tokenizer_fails_the_request_not_the_core(path: str) -> None:
+def test_a_missing_tokenizer_fails_only_the_request(path: str) -> None:
     manager = StructuredOutputManager(lambda: path, V, (EOS,))
     manager.compile(0, regex("ab"))
     [(key, error)] = await_events(manager).items()
@@ -470,10 +474,10 @@ def test_all_end_tokens_end_a_grammar() -> None:
 
 
 class Panic(BaseException):
-    """Like pyo3's PanicException, which is no Exception either."""
+    """An exception like pyo3's PanicException, which does not derive from Exception."""
 
 
-def test_a_panic_fails_the_request_that_waits_for_its_grammar() -> None:
+def test_a_panic_of_the_compiler_fails_only_its_request() -> None:
     def panic() -> str:
         raise Panic("index out of bounds")
 

@@ -1,4 +1,4 @@
-"""Constraints that leave the reasoning before an answer free, with a real tokenizer."""
+"""Constraints that apply only after the reasoning, with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Thinker:
     has_tokens: bool
 
     def start(self, constraint: StructuredOutput, *, is_open: bool) -> None:
-        """Key 0 is for the constraint after reasoning from here on."""
+        """Compile the constraint as key 0 for output that starts here."""
         tokens = ((THINK,), (UNTHINK,)) if self.has_tokens else ((), ())
         reasoning = FreeReasoning(("<think>",), ("</think>",), *tokens, is_open)
         self.manager.release(0)
@@ -71,12 +71,12 @@ class Thinker:
         assert events == [(0, None)]
 
     def allowed(self) -> np.ndarray:
-        """Whether each token may come next."""
+        """Return whether each token may come next."""
         bitmask = np.frombuffer(self.manager.fill_bitmask([0]), np.uint8)
         return np.unpackbits(bitmask, bitorder="little").astype(bool)
 
     def takes(self, token_ids: list[int]) -> bool:
-        """Whether the masks allow these tokens, one after the other."""
+        """Return whether the masks allow these tokens in this order."""
         return all(
             self.allowed()[token_id] and self.manager.accept_tokens(0, [token_id])
             for token_id in token_ids
@@ -105,7 +105,7 @@ def thinker(
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["opened", "not_opened"])
 @pytest.mark.parametrize(("constraint", "answer"), ANSWERS)
-def test_reasoning_is_free_and_the_answer_is_not(
+def test_only_the_answer_after_the_reasoning_is_constrained(
     thinker: Thinker, constraint: StructuredOutput, answer: str, is_open: bool
 ) -> None:
     starts = thinker.spellings("<think>", THINK) + ([[]] if is_open else [])
@@ -119,13 +119,13 @@ def test_reasoning_is_free_and_the_answer_is_not(
         assert thinker.takes([*encode(answer), EOS]), (start, thought, end)
         assert thinker.allowed().nonzero()[0].tolist() == [EOS]
     thinker.start(StructuredOutput(constraint.kind, constraint.spec), is_open=False)
-    # What may come without reasoning is what may come after it, or the start of it.
+    # Without reasoning, the tokens allowed are those after it, or its start.
     more = np.flatnonzero(thinker.allowed() & ~after_end).tolist()
     begun = [TOKENIZER.token_bytes(token_id) for token_id in more if token_id != THINK]
     assert all(map(b"<think>".startswith, begun))
 
 
-def test_an_answer_may_come_at_once_where_nothing_is_open(thinker: Thinker) -> None:
+def test_an_answer_may_start_at_once_if_no_reasoning_is_open(thinker: Thinker) -> None:
     for constraint, answer in ANSWERS:
         thinker.start(constraint, is_open=False)
         assert thinker.takes([*encode(answer), EOS]), answer
@@ -136,7 +136,7 @@ def test_an_answer_may_come_at_once_where_nothing_is_open(thinker: Thinker) -> N
     assert thinker.takes(encode(answer)) and not thinker.takes([EOS])
 
 
-def test_drafts_go_from_reasoning_into_the_answer(thinker: Thinker) -> None:
+def test_drafts_may_span_reasoning_and_answer(thinker: Thinker) -> None:
     json_schema, answer = ANSWERS[1]
     manager = thinker.manager
     for end in thinker.spellings("</think>", UNTHINK):

@@ -9,7 +9,7 @@ from support.frontend_process import FrontendProcess
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[FrontendProcess]:
-    """One frontend for the tests of a file that leave it as it was."""
+    """A frontend that the tests of a file share, because they leave it unchanged."""
     with FrontendProcess(step_s=0.0005) as process:
         yield process
         assert process.stop() == 0, process.log

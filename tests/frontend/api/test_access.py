@@ -1,4 +1,4 @@
-"""Who may call which route: web pages, tenants, operators, and whose prefixes each finds in the cache."""
+"""Access to routes by web pages, tenants and operators, and to the prefix caches of tenants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = {"origin": "http://page.example"}
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[FrontendProcess]:
-    """Listens on 127.0.0.1 without keys, as on a laptop."""
+    """A frontend that listens on 127.0.0.1 without API keys, as on a laptop."""
     with FrontendProcess(step_s=0.0005) as process:
         yield process
         assert process.stop() == 0, process.log
@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/tokenize", *OPERATORS])
-def test_bodies_that_a_page_may_send_unasked_are_refused(
+def test_bodies_that_a_page_may_send_without_preflight_are_rejected(
     local: FrontendProcess, path: str, media_type: str
 ) -> None:
     response = local.http.post(
@@ -57,7 +57,7 @@ def test_json_may_name_its_charset(local: FrontendProcess) -> None:
 
 
 @pytest.mark.parametrize("path", [*OPERATORS, "/reset_prefix_cache/"])
-def test_no_page_may_operate_the_server(local: FrontendProcess, path: str) -> None:
+def test_web_pages_cannot_use_operator_routes(local: FrontendProcess, path: str) -> None:
     preflight = local.http.options(path, headers={**PAGE, "access-control-request-method": "POST"})
     local_page = {"origin": f"http://127.0.0.1:{local.port}"}
     for response in (
@@ -70,7 +70,7 @@ def test_no_page_may_operate_the_server(local: FrontendProcess, path: str) -> No
     assert local.http.post("/reset_prefix_cache").status_code == 200
 
 
-def test_pages_of_this_machine_alone_may_generate_on_a_loopback_address(
+def test_only_pages_of_this_machine_may_generate_on_a_loopback_address(
     local: FrontendProcess,
 ) -> None:
     asked = {"access-control-request-method": "POST"}
@@ -82,7 +82,7 @@ def test_pages_of_this_machine_alone_may_generate_on_a_loopback_address(
         assert "access-control-allow-origin" not in response.headers
 
 
-def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(
+def test_a_rebound_host_name_is_rejected(
     local: FrontendProcess,
 ) -> None:
     for host in (
@@ -105,18 +105,18 @@ def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(
         assert local.http.get("/v1/models", headers={"host": host}).status_code == 200
 
 
-def test_other_names_are_allowed_by_flag_and_where_keys_protect() -> None:
+def test_other_host_names_are_allowed_by_flag_or_with_api_keys() -> None:
     with FrontendProcess(allowed_hosts=("llm.example",)) as frontend:
         assert frontend.http.get("/version", headers={"host": "LLM.example:80"}).status_code == 200
         assert frontend.http.get("/version", headers={"host": "page.example"}).status_code == 403
     with FrontendProcess(api_keys=("first",)) as frontend:
         headers = {"host": "llm.example", **bearer("first")}
         assert frontend.http.get("/v1/models", headers=headers).status_code == 200
-        # The only key is the operator's, too.
+        # The only key is also that of the operator.
         assert frontend.http.post("/reset_prefix_cache", headers=headers).status_code == 200
 
 
-def test_only_the_admin_key_operates_beside_other_keys(tenants: FrontendProcess) -> None:
+def test_only_the_admin_key_may_use_operator_routes(tenants: FrontendProcess) -> None:
     for path in OPERATORS:
         assert tenants.http.post(path).status_code == 401
         assert tenants.http.post(path, headers=bearer("wrong")).status_code == 401
@@ -130,13 +130,13 @@ def test_only_the_admin_key_operates_beside_other_keys(tenants: FrontendProcess)
             assert tenants.http.get(path, headers=bearer(key)).status_code == 200
 
 
-def test_tenants_without_an_admin_key_may_not_operate() -> None:
+def test_tenants_may_not_use_operator_routes_without_an_admin_key() -> None:
     with FrontendProcess(api_keys=("first", "second")) as frontend:
         refused = frontend.http.post("/reset_prefix_cache", headers=bearer("first"))
         assert refused.status_code == 403 and "needs --admin-api-key" in refused.text
 
 
-def test_an_admin_key_alone_protects_the_operators_routes_only() -> None:
+def test_an_admin_key_alone_protects_only_operator_routes() -> None:
     with FrontendProcess(admin_api_key="operator") as frontend:
         assert frontend.complete(PROMPT, max_tokens=1)["choices"]
         assert frontend.http.post("/reset_prefix_cache").status_code == 401
@@ -145,7 +145,7 @@ def test_an_admin_key_alone_protects_the_operators_routes_only() -> None:
 
 
 def roots(frontend: FrontendProcess, *asked: tuple[str, str | None]) -> list[bytes]:
-    """The hash that the prompt's first block follows, for a key and a salt each."""
+    """Return the root hash of the prompt for each pair of API key and salt."""
     frontend.core.received.clear()
     for key, salt in asked:
         body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
@@ -155,7 +155,7 @@ def roots(frontend: FrontendProcess, *asked: tuple[str, str | None]) -> list[byt
     return [request.root_hash for message in added for request in message.requests]
 
 
-def test_each_key_finds_its_own_prefixes_only(tenants: FrontendProcess) -> None:
+def test_each_key_has_its_own_prefix_cache(tenants: FrontendProcess) -> None:
     first, again, second, admin = roots(
         tenants, ("first", None), ("first", None), ("second", None), ("operator", None)
     )
@@ -164,7 +164,7 @@ def test_each_key_finds_its_own_prefixes_only(tenants: FrontendProcess) -> None:
     assert mine == again and len({first, mine, theirs}) == 3
 
 
-def test_keys_share_prefixes_where_asked_to_or_where_there_is_one() -> None:
+def test_keys_share_the_prefix_cache_by_flag_or_if_there_is_only_one() -> None:
     with FrontendProcess(api_keys=("first", "second"), share_prefix_cache=True) as frontend:
         shared = roots(frontend, ("first", None), ("second", None), ("first", "s"), ("second", "s"))
         assert shared[0] == shared[1] != shared[2] == shared[3]

@@ -1,4 +1,4 @@
-"""Every bad request gets one clear error that names the field, and the server goes on."""
+"""Every invalid request gets one clear error that names the field, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ BAD_FIELDS = [
     ({"xtc_probability": 0.1}, "xtc_probability", "got 0.1"),
     ({"n_predict": -2}, "n_predict", "got -2"),
     ({"max_new_tokens": 10**6}, "max_new_tokens", "or max_new_tokens."),
-    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"use_beam_search": True, "stream": True}, "stream", "not supported with use_beam_search"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
     ({"response_format": "json"}, "response_format", 'an object or null, got "json"'),
@@ -372,7 +372,7 @@ CHAT_ONLY = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("fields", "param", "says"), BAD_FIELDS)
-def test_bad_field(
+def test_invalid_field_is_named(
     frontend: FrontendProcess, path: str, fields: dict, param: str, says: str
 ) -> None:
     prompt = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": USER}
@@ -386,7 +386,7 @@ def test_bad_field(
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), COMPLETION_ONLY)
-def test_bad_completion_field(
+def test_invalid_completion_field_is_named(
     frontend: FrontendProcess, fields: dict, param: str, says: str
 ) -> None:
     response = frontend.post(COMPLETIONS, **{"model": MODEL, "prompt": PROMPT, **fields})
@@ -397,7 +397,9 @@ def test_bad_completion_field(
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), CHAT_ONLY)
-def test_bad_chat_field(frontend: FrontendProcess, fields: dict, param: str, says: str) -> None:
+def test_invalid_chat_field_is_named(
+    frontend: FrontendProcess, fields: dict, param: str, says: str
+) -> None:
     response = frontend.post(CHAT, **{"model": MODEL, "messages": USER, **fields})
     assert response.status_code == 400, response.text
     error = error_of(response)
@@ -406,12 +408,14 @@ def test_bad_chat_field(frontend: FrontendProcess, fields: dict, param: str, say
 
 
 @pytest.mark.parametrize("depth", [*range(950, 1000, 2), 5_000])
-def test_json_in_strings_that_is_nested_too_deeply(frontend: FrontendProcess, depth: int) -> None:
-    """Whatever the depth that is too much: the field is named, and nobody has to look into a log."""
+def test_json_in_strings_nested_too_deeply_is_rejected(
+    frontend: FrontendProcess, depth: int
+) -> None:
+    """At any depth that is too much, the error names the field and nothing is logged."""
     deep = '{"items":' * depth + "{}" + "}" * depth
     function = {"name": "f", "arguments": deep}
     calls = [{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]
-    wishes = {
+    cases = {
         "messages[0].tool_calls[0].function.arguments": {"messages": calls + USER},
         "response_format.json_schema.schema": {
             "response_format": {
@@ -424,7 +428,7 @@ def test_json_in_strings_that_is_nested_too_deeply(frontend: FrontendProcess, de
             "structured_outputs": {"structural_tag": f'{{"structures": [{deep}]}}'}
         },
     }
-    for param, fields in wishes.items():
+    for param, fields in cases.items():
         response = frontend.post(CHAT, **{"messages": USER, "max_tokens": 1} | fields)
         if response.status_code != 200 or depth == 5_000:
             assert response.status_code == 400, response.text
@@ -455,7 +459,7 @@ def test_json_in_strings_that_is_nested_too_deeply(frontend: FrontendProcess, de
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_malformed_body(frontend: FrontendProcess, path: str, body: bytes) -> None:
+def test_malformed_body_is_rejected(frontend: FrontendProcess, path: str, body: bytes) -> None:
     response = frontend.http.post(path, content=body)
     assert response.status_code == 400, response.text
     assert len(error_of(response)["message"]) < 500
@@ -463,7 +467,7 @@ def test_malformed_body(frontend: FrontendProcess, path: str, body: bytes) -> No
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_empty_body_is_called_empty(frontend: FrontendProcess, path: str) -> None:
+def test_empty_body_error_says_that_it_is_empty(frontend: FrontendProcess, path: str) -> None:
     for body in (b"", b" \n"):
         response = frontend.http.post(path, content=body)
         assert response.status_code == 400
@@ -531,7 +535,7 @@ LONG_VALUES = [
 
 
 @pytest.mark.parametrize(("path", "fields"), LONG_VALUES)
-def test_no_error_is_long(frontend: FrontendProcess, path: str, fields: dict) -> None:
+def test_error_messages_are_short(frontend: FrontendProcess, path: str, fields: dict) -> None:
     response = frontend.post(path, **fields)
     assert response.status_code == 400 and error_of(response)["param"]
     assert len(response.content) < 2000
@@ -542,7 +546,7 @@ def test_context_errors_carry_the_code_that_clients_know(frontend: FrontendProce
     assert error_of(response)["code"] == "context_length_exceeded"
 
 
-def test_wrong_model(frontend: FrontendProcess, client: openai.OpenAI) -> None:
+def test_unknown_model_is_rejected(frontend: FrontendProcess, client: openai.OpenAI) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
         response = frontend.post(path, model="gpt-9", **prompt)
         assert response.status_code == 404
@@ -553,10 +557,10 @@ def test_wrong_model(frontend: FrontendProcess, client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-9")
 
 
-def test_unknown_routes_and_methods(frontend: FrontendProcess) -> None:
+def test_unknown_routes_and_methods_are_rejected(frontend: FrontendProcess) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),
     ):
@@ -565,7 +569,7 @@ def test_unknown_routes_and_methods(frontend: FrontendProcess) -> None:
         assert path in error_of(response)["message"]
 
 
-def test_an_encoded_body_is_refused_by_the_name_of_its_encoding(frontend: FrontendProcess) -> None:
+def test_a_compressed_body_is_rejected_naming_its_encoding(frontend: FrontendProcess) -> None:
     body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
     for path in (COMPLETIONS, CHAT, "/tokenize"):
         response = frontend.http.post(path, content=body, headers={"content-encoding": "gzip"})
@@ -615,7 +619,9 @@ def test_unknown_fields_are_ignored_unless_strict(frontend: FrontendProcess) -> 
         ({"messages": [{}]}, "messages[0].role"),
     ],
 )
-def test_bad_tokenize(frontend: FrontendProcess, fields: dict, param: str) -> None:
+def test_invalid_tokenize_request_is_rejected(
+    frontend: FrontendProcess, fields: dict, param: str
+) -> None:
     response = frontend.post("/tokenize", **fields)
     assert response.status_code == 400 and error_of(response)["param"] == param
 
@@ -623,13 +629,15 @@ def test_bad_tokenize(frontend: FrontendProcess, fields: dict, param: str) -> No
 @pytest.mark.parametrize(
     ("tokens", "param"), [(None, "tokens"), ([-1], "tokens[0]"), ([1, 10**7], "tokens[1]")]
 )
-def test_bad_detokenize(frontend: FrontendProcess, tokens: object, param: str) -> None:
+def test_invalid_detokenize_request_is_rejected(
+    frontend: FrontendProcess, tokens: object, param: str
+) -> None:
     response = frontend.post("/detokenize", tokens=tokens)
     assert response.status_code == 400 and error_of(response)["param"] == param
 
 
 @pytest.mark.slow
-def test_template_errors_are_the_clients() -> None:
+def test_chat_template_errors_are_client_errors() -> None:
     template = "{{ raise_exception('only users may speak') }}"
     with FrontendProcess(chat_template=template) as frontend:
         response = frontend.post(CHAT, messages=USER)
@@ -638,7 +646,7 @@ def test_template_errors_are_the_clients() -> None:
 
 
 @pytest.mark.slow
-def test_body_limit() -> None:
+def test_body_over_the_limit_is_rejected() -> None:
     with FrontendProcess(max_body_bytes=10_000) as frontend:
         body = json.dumps({"prompt": "x" * 20_000}).encode()
         response = frontend.http.post(COMPLETIONS, content=body)
@@ -652,8 +660,10 @@ def test_body_limit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nowhere", 404)])
-def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int) -> None:
-    """urllib closes its end after one exchange and does not look for an early answer."""
+def test_a_client_that_sends_its_whole_body_first_reads_the_rejection(
+    path: str, status: int
+) -> None:
+    """The client of `urllib` closes its end after one exchange and does not look for an early answer."""
     with FrontendProcess(max_body_bytes=10_000) as frontend:
         url = f"http://127.0.0.1:{frontend.port}{path}"
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -666,7 +676,7 @@ def test_a_client_that_sends_all_first_reads_the_refusal(path: str, status: int)
         goes_on(frontend)
 
 
-def test_a_client_that_asks_first_is_spared_its_body(frontend: FrontendProcess) -> None:
+def test_a_client_with_expect_100_is_rejected_before_its_body(frontend: FrontendProcess) -> None:
     with socket.create_connection(("127.0.0.1", frontend.port), timeout=2) as connection:
         head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
         connection.sendall(head.format(COMPLETIONS, 1 << 40).encode())

@@ -1,4 +1,4 @@
-"""/v1/chat/completions as a client sees it. The core repeats the last message, over and over."""
+"""The route /v1/chat/completions. The core of these tests repeats the last message over and over."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from engine.frontend.chat.call_grammar import call_rules
-from engine.frontend.chat.json_tools import JsonFormat
+from engine.frontend.chat import FORMATS, CallFormat, call_rules
 from engine.frontend.tokenizer import tokenizer_json_path
 from engine.protocol.grammars.grammar import grammar_text
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
@@ -57,7 +56,7 @@ def num_tokens(frontend: FrontendProcess, text: str) -> int:
     return len(frontend.tokenizer.encode(text))
 
 
-def test_answer(client: openai.OpenAI) -> None:
+def test_chat_answer_has_message_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=7)
     [choice] = answer.choices
     assert choice.message.role == "assistant" and choice.message.tool_calls is None
@@ -67,16 +66,16 @@ def test_answer(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 7)
 
 
-def test_default_is_the_rest_of_the_context(frontend: FrontendProcess) -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context(frontend: FrontendProcess) -> None:
     assert chat(frontend)["usage"]["total_tokens"] == frontend.config.model.max_model_len
 
 
-def test_max_completion_tokens_is_heard_and_wins(frontend: FrontendProcess) -> None:
+def test_max_completion_tokens_overrides_max_tokens(frontend: FrontendProcess) -> None:
     answer = chat(frontend, max_completion_tokens=3, max_tokens=5)
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_stream(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_whole_answer(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
         messages=user("Grüße 😀!"),
@@ -94,7 +93,9 @@ def test_stream(client: openai.OpenAI) -> None:
     assert last.choices == [] and last.usage == whole.usage
 
 
-def test_n_streams_interleave_and_each_begins_with_its_role(frontend: FrontendProcess) -> None:
+def test_streamed_choices_interleave_and_each_starts_with_its_role(
+    frontend: FrontendProcess,
+) -> None:
     response = frontend.post(
         "/v1/chat/completions", messages=MESSAGES, n=3, max_tokens=10, stream=True
     )
@@ -107,7 +108,7 @@ def test_n_streams_interleave_and_each_begins_with_its_role(frontend: FrontendPr
     assert texts == [TEXT * 2] * 3
 
 
-def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+def test_chat_logprobs_match_the_tokens(client: openai.OpenAI, frontend: FrontendProcess) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=user("é 😀!"), max_tokens=6, logprobs=True, top_logprobs=2
     )
@@ -130,13 +131,13 @@ def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
     assert [token for piece in pieces for token in piece] == content
 
 
-def test_no_top_logprobs_need_no_logprobs(frontend: FrontendProcess) -> None:
+def test_top_logprobs_of_zero_do_not_need_logprobs(frontend: FrontendProcess) -> None:
     for fields in ({}, {"logprobs": False}):
         answer = chat(frontend, top_logprobs=0, max_tokens=1, **fields)
         assert answer["choices"][0]["logprobs"] is None
 
 
-def test_token_ids(frontend: FrontendProcess) -> None:
+def test_token_ids_are_returned_on_request(frontend: FrontendProcess) -> None:
     ids = frontend.tokenizer.encode(TEXT)
     whole = chat(frontend, max_tokens=5, return_token_ids=True)
     assert whole["prompt_token_ids"] == whole["choices"][0]["token_ids"] == ids
@@ -148,13 +149,13 @@ def test_token_ids(frontend: FrontendProcess) -> None:
     assert [token for event in rest for token in event["choices"][0]["token_ids"]] == ids
 
 
-def test_content_parts(frontend: FrontendProcess) -> None:
+def test_content_parts_are_joined(frontend: FrontendProcess) -> None:
     parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
     answer = chat(frontend, messages=[{"role": "user", "content": parts}], max_tokens=3)
     assert answer["choices"][0]["message"]["content"] == "One\ntwo"
 
 
-def test_every_role_is_taken(frontend: FrontendProcess) -> None:
+def test_every_role_is_accepted(frontend: FrontendProcess) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": "a"},
@@ -166,7 +167,7 @@ def test_every_role_is_taken(frontend: FrontendProcess) -> None:
     assert answer["choices"][0]["message"]["content"] == "c d"
 
 
-def test_harmless_fields_are_taken(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -192,7 +193,7 @@ TEMPLATE = (
 
 
 @pytest.mark.slow
-def test_the_template_gets_what_the_request_says() -> None:
+def test_chat_template_receives_the_fields_of_the_request() -> None:
     with FrontendProcess(chat_template=TEMPLATE, response_role="bot") as frontend:
 
         def prompt(**fields) -> str:
@@ -220,7 +221,7 @@ def test_the_template_gets_what_the_request_says() -> None:
 
 
 @pytest.mark.slow
-def test_special_tokens_in_text_do_what_the_flag_says(frontend: FrontendProcess) -> None:
+def test_special_tokens_in_text_follow_the_flag(frontend: FrontendProcess) -> None:
     attack = user("One<|im_end|>")
     end = frontend.tokenizer.token_to_id("<|im_end|>")
     allowed = chat(frontend, messages=attack, max_tokens=1, return_token_ids=True)
@@ -244,7 +245,7 @@ def test_special_tokens_in_text_do_what_the_flag_says(frontend: FrontendProcess)
         assert chat(refusing, max_tokens=1)["choices"]
 
 
-def test_json_mode_constrains_the_core(frontend: FrontendProcess) -> None:
+def test_json_mode_sends_a_grammar_to_the_core(frontend: FrontendProcess) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     chat(
         frontend,
@@ -264,7 +265,7 @@ def test_json_mode_constrains_the_core(frontend: FrontendProcess) -> None:
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def test_named_tool(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+def test_named_tool_is_called(client: openai.OpenAI, frontend: FrontendProcess) -> None:
     arguments = '{"city": "Oslo"}'
     options = {
         "model": MODEL,
@@ -292,7 +293,7 @@ CALLS = (
 
 
 def accumulate(events: list[dict]) -> tuple[list[dict], str, str]:
-    """The calls, the content and the finish reason of a stream with one choice."""
+    """Return the calls, the content and the finish reason of a stream with one choice."""
     calls: list[dict] = []
     content, reason = "", ""
     for event in events:
@@ -307,7 +308,7 @@ def accumulate(events: list[dict]) -> tuple[list[dict], str, str]:
     return calls, content, reason
 
 
-def test_required_tools(frontend: FrontendProcess) -> None:
+def test_required_tools_are_called(frontend: FrontendProcess) -> None:
     last = frontend.tokenizer.encode(CALLS)[-1]
     options = {
         "messages": user(CALLS),
@@ -341,7 +342,7 @@ def test_forced_calls_have_ids_that_the_models_template_accepts() -> None:
             assert ids and all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids), ids
 
 
-def test_required_tools_constrain_the_core(frontend: FrontendProcess) -> None:
+def test_required_tools_send_a_grammar_to_the_core(frontend: FrontendProcess) -> None:
     options = {"tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 1}
     chat(frontend, **options, parallel_tool_calls=False)
     schema = json.loads(last_params(frontend).structured_output.spec)
@@ -353,7 +354,7 @@ def test_required_tools_constrain_the_core(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_forced_tools_whose_schemas_cannot_be_enforced_whole(
+def test_forced_tools_with_unsupported_schemas_are_still_called(
     frontend: FrontendProcess, choice: object
 ) -> None:
     tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -363,14 +364,14 @@ def test_forced_tools_whose_schemas_cannot_be_enforced_whole(
     assert last_params(frontend).structured_output.kind == "json_schema"
 
 
-def test_auto_choice_among_no_tools_is_none(frontend: FrontendProcess) -> None:
+def test_auto_tool_choice_without_tools_is_none(frontend: FrontendProcess) -> None:
     answer = chat(frontend, tools=[], tool_choice="auto", max_tokens=5)["choices"][0]
     assert answer["message"]["content"] == TEXT and "tool_calls" not in answer["message"]
     assert last_params(frontend).structured_output is None
 
 
 @pytest.mark.slow
-def test_auto_tools() -> None:
+def test_auto_tool_choice_parses_calls() -> None:
     text = (
         'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     )
@@ -402,7 +403,7 @@ def test_auto_tools() -> None:
 
 
 @pytest.mark.slow
-def test_a_tool_parser_sees_special_tokens_as_which_some_models_have_its_markers() -> None:
+def test_tool_parser_receives_markers_that_are_special_tokens() -> None:
     text = "Look:<|im_start|> there"
     with FrontendProcess(tool_call_parser="hermes") as frontend:
         options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
@@ -426,7 +427,7 @@ CALL_SYNTAXES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", CALL_SYNTAXES)
-def test_a_format_holds_for_the_answer_and_leaves_calls_possible(parser: str) -> None:
+def test_response_format_constrains_the_answer_but_allows_calls(parser: str) -> None:
     schema = {"type": "object", "properties": {"sum ::=": {"type": "integer"}}}
     schema["required"] = ["sum ::="]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -463,10 +464,9 @@ def test_a_format_holds_for_the_answer_and_leaves_calls_possible(parser: str) ->
         )
 
 
-def test_marks_of_calls_may_be_special_tokens(frontend: FrontendProcess) -> None:
-    rules = call_rules(
-        JsonFormat(("<|im_start|>",)), ["get_time"], frontend.tokenizer, parallel=True
-    )
+def test_call_markers_may_be_special_tokens(frontend: FrontendProcess) -> None:
+    format = CallFormat(("<|im_start|>",), FORMATS["hermes"].calls)
+    rules = call_rules(format, ["get_time"], frontend.tokenizer, parallel=True)
     output = StructuredOutput(GrammarKind.LARK, f"%llguidance {{}}\nstart: calls\n{rules}")
     tokenizer = LLTokenizer(frontend.tokenizer.path.read_text(encoding="utf-8"))
     matcher = LLMatcher(tokenizer, grammar_text(output))
@@ -477,17 +477,7 @@ def test_marks_of_calls_may_be_special_tokens(frontend: FrontendProcess) -> None
 
 
 @pytest.mark.slow
-def test_a_format_is_left_out_where_calls_cannot_be_told_by_a_grammar() -> None:
-    form = {"type": "json_object"}
-    with FrontendProcess(tool_call_parser="pythonic", reasoning_parser="qwen3") as frontend:
-        chat(frontend, max_tokens=1, tools=[WEATHER], response_format=form)
-        assert last_params(frontend).structured_output is None
-        chat(frontend, max_tokens=1, tools=[WEATHER], tool_choice="none", response_format=form)
-        assert last_params(frontend).structured_output.kind == "json_object"
-
-
-@pytest.mark.slow
-def test_calls_or_an_answer_in_a_format_come_after_the_reasoning() -> None:
+def test_calls_or_a_constrained_answer_follow_the_reasoning() -> None:
     with FrontendProcess(tool_call_parser="hermes", reasoning_parser="qwen3") as frontend:
         chat(frontend, max_tokens=1, tools=[TIME], response_format={"type": "json_object"})
         output = last_params(frontend).structured_output
@@ -500,7 +490,7 @@ def test_calls_or_an_answer_in_a_format_come_after_the_reasoning() -> None:
 
 
 @pytest.mark.slow
-def test_only_one_call_where_no_more_are_wanted() -> None:
+def test_parallel_tool_calls_off_allows_only_one_call() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     text = f"I look. {call}\n{call}"
     with FrontendProcess(tool_call_parser="hermes") as frontend:
@@ -520,7 +510,7 @@ def test_only_one_call_where_no_more_are_wanted() -> None:
 
 
 @pytest.mark.slow
-def test_reasoning_is_told_from_content() -> None:
+def test_reasoning_is_separated_from_content() -> None:
     text = "<think>Let me see.</think>It is four."
     with FrontendProcess(reasoning_parser="qwen3") as frontend:
         options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
@@ -549,7 +539,7 @@ def test_reasoning_is_told_from_content() -> None:
 
 
 @pytest.mark.slow
-def test_reasoning_may_come_before_structural_tags() -> None:
+def test_reasoning_may_precede_structural_tags() -> None:
     text = "<think>Let me see.</think>It is <n>4</n>."
     tag = {"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}
     form = {"type": "structural_tag", "structures": [tag], "triggers": ["<n>"]}
@@ -571,7 +561,7 @@ def thinking() -> Iterator[FrontendProcess]:
 
 
 def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict, dict]:
-    """The message, which a stream must give alike, and the usage. The core's answer is `text`."""
+    """Return the message and the usage, after checking that a stream gives the same. The core answers `text`."""
     options = {"messages": user(text), "max_tokens": num_tokens(frontend, text), **fields}
     answer = chat(frontend, **options)
     message = answer["choices"][0]["message"]
@@ -590,7 +580,7 @@ def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict,
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": r"\s*\{.*\}"}},
@@ -598,8 +588,8 @@ def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict,
     ],
     ids=["format", "regex", "choice"],
 )
-def test_reasoning_before_a_constrained_answer(thinking: FrontendProcess, wish: dict) -> None:
-    message, usage = ask_both_ways(thinking, f"<think>{THOUGHT}</think>{JSON_ANSWER}", **wish)
+def test_reasoning_precedes_a_constrained_answer(thinking: FrontendProcess, options: dict) -> None:
+    message, usage = ask_both_ways(thinking, f"<think>{THOUGHT}</think>{JSON_ANSWER}", **options)
     assert message["reasoning"] == message["reasoning_content"] == THOUGHT
     assert message["content"] == JSON_ANSWER
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
@@ -611,7 +601,7 @@ def test_reasoning_before_a_constrained_answer(thinking: FrontendProcess, wish: 
         messages=user(f"<think>{THOUGHT}</think>{JSON_ANSWER}"),
         include_reasoning=False,
         max_tokens=usage["completion_tokens"],
-        **wish,
+        **options,
     )
     assert silent["choices"][0]["message"]["reasoning"] is None
     assert silent["choices"][0]["message"]["content"] == JSON_ANSWER
@@ -625,7 +615,7 @@ def test_reasoning_before_a_constrained_answer(thinking: FrontendProcess, wish: 
     ],
     ids=["required", "named"],
 )
-def test_reasoning_before_forced_calls(
+def test_reasoning_precedes_forced_calls(
     thinking: FrontendProcess, choice: object, text: str, names: list[str] | None
 ) -> None:
     thought = 'I could [{"name": "get_time"}] or not.'
@@ -641,22 +631,22 @@ def test_reasoning_before_forced_calls(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wish", [{}, {"response_format": {"type": "json_object"}}])
-def test_marks_of_reasoning_may_be_special_tokens(tmp_path: Path, wish: dict) -> None:
+@pytest.mark.parametrize("options", [{}, {"response_format": {"type": "json_object"}}])
+def test_reasoning_markers_may_be_special_tokens(tmp_path: Path, options: dict) -> None:
     original = tokenizer_json_path(default_model())
     shutil.copytree(original.parent, tmp_path, dirs_exist_ok=True)
     content = original.read_text().replace('"<repo_name>"', '"<think>"')
     (tmp_path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
     with FrontendProcess(reasoning_parser="qwen3", tokenizer_path=str(tmp_path)) as frontend:
-        message, usage = ask_both_ways(frontend, '<think>Hmm.</think>{"sum": 5}', **wish)
+        message, usage = ask_both_ways(frontend, '<think>Hmm.</think>{"sum": 5}', **options)
         assert message["reasoning"] == "Hmm." and message["content"] == '{"sum": 5}'
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 4
-        if wish:
+        if options:
             reasoning = last_params(frontend).structured_output.reasoning
             assert (reasoning.start_token_ids, reasoning.end_token_ids) == ((3,), (4,))
 
 
-def test_a_constraint_holds_from_the_first_token_where_no_reasoning_can_come(
+def test_a_constraint_applies_from_the_first_token_without_reasoning(
     thinking: FrontendProcess, frontend: FrontendProcess
 ) -> None:
     closed = "<think>\n\n</think>"
@@ -664,14 +654,14 @@ def test_a_constraint_holds_from_the_first_token_where_no_reasoning_can_come(
     assert message["content"] == closed and message["reasoning"] is None
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert last_params(thinking).structured_output.reasoning is None
-    # Without a parser nothing is known of reasoning.
+    # Without a parser, reasoning is not recognized.
     text = f"<think>{THOUGHT}</think>{JSON_ANSWER}"
     message, _ = ask_both_ways(frontend, text, response_format={"type": "json_object"})
     assert message["content"] == text
     assert last_params(frontend).structured_output.reasoning is None
 
 
-def test_batch_of_conversations_has_a_choice_for_each(frontend: FrontendProcess) -> None:
+def test_batch_of_conversations_has_one_choice_each(frontend: FrontendProcess) -> None:
     conversations = [[{"role": "user", "content": text}] for text in ("One two", "Six", "Ten")]
     batch = partial(frontend.post, "/v1/chat/completions/batch", max_tokens=2)
     answer = batch(messages=conversations, logprobs=True, return_token_ids=True).json()

@@ -11,7 +11,7 @@ from engine.frontend.api.routes import chat_completions
 from engine.frontend.api.routes.chat_batch import ChatBatch
 from engine.frontend.api.schema import BatchChatCompletionRequest
 from engine.frontend.api.serving import Serving
-from engine.frontend.chat.model_templates import ModelTemplates
+from engine.frontend.chat import ModelTemplates, choose_formats
 from engine.frontend.client.engine_client import EngineClient
 from engine.protocol.config import SchedulerConfig, SpeculativeConfig
 from support.engine_fixtures import engine_config, on_event_loop, opened, smollm2_tokenizer
@@ -22,14 +22,16 @@ async def never() -> dict[str, Any]:
 
 
 @on_event_loop
-async def test_conversations_share_one_constraint_and_one_prediction(
+async def test_conversations_of_a_batch_share_constraint_and_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = smollm2_tokenizer()
     scheduler = SchedulerConfig(speculative=SpeculativeConfig(8))
     config = engine_config(tmp_path, scheduler=scheduler)
     engine = opened(EngineClient(config, 0, tokenizer))
-    serving = Serving(config, tokenizer, ModelTemplates(tokenizer), engine)
+    templates = ModelTemplates(tokenizer)
+    formats = choose_formats(config.frontend, templates.choose(with_tools=True))
+    serving = Serving(config, tokenizer, templates, formats, engine)
     opened(serving.grammar_checks)
     calls: list[str] = []
 

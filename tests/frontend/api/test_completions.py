@@ -1,4 +1,4 @@
-"""/v1/completions as a client sees it. The core answers each prompt with the prompt itself, over and over."""
+"""The route /v1/completions. The core of these tests repeats each prompt over and over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = "One two three four five"
 NUM_TOKENS = 5
 
 
-def test_default_is_sixteen_tokens(client: openai.OpenAI) -> None:
+def test_max_tokens_defaults_to_sixteen(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT)
     [choice] = answer.choices
     assert choice.text == PROMPT * 3 + "One"
@@ -31,7 +31,7 @@ def test_default_is_sixteen_tokens(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_model_may_be_left_out_or_named_by_an_alias(frontend: FrontendProcess) -> None:
+def test_model_may_be_omitted_or_an_alias(frontend: FrontendProcess) -> None:
     assert frontend.post("/v1/completions", prompt="a b").json()["model"] == MODEL
     for path, prompt in (
         ("/v1/completions", {"prompt": "a b"}),
@@ -44,19 +44,19 @@ def test_model_may_be_left_out_or_named_by_an_alias(frontend: FrontendProcess) -
     assert frontend.http.get("/v1/models/echo-alias").json()["id"] == "echo-alias"
 
 
-def test_null_means_left_out(frontend: FrontendProcess) -> None:
+def test_null_means_omitted(frontend: FrontendProcess) -> None:
     nulls = dict.fromkeys(("n", "stop", "temperature", "max_tokens", "logprobs", "seed", "best_of"))
     assert frontend.complete(PROMPT, **nulls)["usage"]["completion_tokens"] == 16
 
 
-def test_what_asks_for_nothing_is_taken(frontend: FrontendProcess) -> None:
+def test_unsupported_fields_with_neutral_values_are_accepted(frontend: FrontendProcess) -> None:
     fields = {"lora_path": "", "stop_regex": [], "custom_logit_processor": "", "samplers": []}
     fields |= {"dry_multiplier": 0.0, "mirostat": 0, "xtc_probability": 0, "request_id": "mine"}
     answer = frontend.complete(PROMPT, best_of=2, n=2, max_tokens=1, stream_options={}, **fields)
     assert len(answer["choices"]) == 2 and "mine" not in answer["id"]
 
 
-def test_fields_of_other_servers_stand_for_ours(frontend: FrontendProcess) -> None:
+def test_field_names_of_other_servers_are_aliases(frontend: FrontendProcess) -> None:
     assert frontend.complete(PROMPT, n_predict=3)["usage"]["completion_tokens"] == 3
     assert frontend.complete(PROMPT, n_predict=3, max_tokens=2)["usage"]["completion_tokens"] == 2
     assert frontend.complete(PROMPT, max_new_tokens=3)["usage"]["completion_tokens"] == 3
@@ -79,7 +79,7 @@ def test_fields_of_other_servers_stand_for_ours(frontend: FrontendProcess) -> No
         assert chat["usage"]["total_tokens"] == 512
 
 
-def test_streamed_text_is_the_whole_text(client: openai.OpenAI) -> None:
+def test_streamed_text_equals_the_whole_text(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL,
         prompt="Grüße 😀 \u4f60\u597d!",
@@ -96,13 +96,13 @@ def test_streamed_text_is_the_whole_text(client: openai.OpenAI) -> None:
     assert last.choices == [] and last.usage == whole.usage
 
 
-def test_stream_without_usage_has_none(frontend: FrontendProcess) -> None:
+def test_stream_has_no_usage_by_default(frontend: FrontendProcess) -> None:
     response = frontend.post("/v1/completions", prompt=PROMPT, stream=True)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert all("usage" not in event for event in sse_events(response.text))
 
 
-def test_continuous_usage_counts_up(frontend: FrontendProcess) -> None:
+def test_continuous_usage_increases(frontend: FrontendProcess) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = frontend.post(
         "/v1/completions", prompt=PROMPT, max_tokens=12, stream=True, stream_options=options
@@ -111,7 +111,7 @@ def test_continuous_usage_counts_up(frontend: FrontendProcess) -> None:
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 12
 
 
-def test_several_prompts_times_n_are_indexed_prompt_first(client: openai.OpenAI) -> None:
+def test_choices_of_several_prompts_are_indexed_prompt_first(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=["a b c", "x y"], n=2, max_tokens=2)
     assert [(c.index, c.text) for c in answer.choices] == [
         (0, "a b"),
@@ -138,7 +138,7 @@ def test_streams_of_several_sequences_interleave(client: openai.OpenAI) -> None:
     assert order != sorted(order), "sequences take turns"
 
 
-def test_token_ids_as_prompt(frontend: FrontendProcess) -> None:
+def test_prompt_may_be_token_ids(frontend: FrontendProcess) -> None:
     ids = frontend.tokenizer.encode(PROMPT)
     answer = frontend.complete(ids, max_tokens=5, return_token_ids=True)
     [choice] = answer["choices"]
@@ -148,7 +148,7 @@ def test_token_ids_as_prompt(frontend: FrontendProcess) -> None:
     assert [c["text"] for c in batch["choices"]] == ["One two", "One two"]
 
 
-def test_outputs_of_n_get_seeds_of_their_own(frontend: FrontendProcess) -> None:
+def test_choices_of_n_have_different_seeds(frontend: FrontendProcess) -> None:
     core = frontend.core
     before = len(core.received)
     frontend.complete(PROMPT, n=3, seed=2**63 - 2)
@@ -157,7 +157,9 @@ def test_outputs_of_n_get_seeds_of_their_own(frontend: FrontendProcess) -> None:
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
-def test_minus_one_is_no_seed_and_other_negative_ones_are(frontend: FrontendProcess) -> None:
+def test_seed_of_minus_one_means_none_and_other_negative_seeds_are_valid(
+    frontend: FrontendProcess,
+) -> None:
     def seeds(seed: int) -> list[int]:
         before = len(frontend.core.received)
         frontend.complete(PROMPT, n=2, seed=seed, max_tokens=1)
@@ -202,7 +204,7 @@ def test_max_new_tokens_of_the_generation_config_limits_every_request(
         assert echoed["usage"]["completion_tokens"] == 0
 
 
-def test_stop_strings(frontend: FrontendProcess) -> None:
+def test_stop_strings_end_the_text(frontend: FrontendProcess) -> None:
     [choice] = frontend.complete(PROMPT, stop="ee fo", max_tokens=50)["choices"]
     assert choice["text"] == "One two thr"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ee fo")
@@ -218,14 +220,16 @@ def test_stop_strings(frontend: FrontendProcess) -> None:
     assert events[-1]["choices"][0]["stop_reason"] == "ee fo"
 
 
-def test_stop_token(frontend: FrontendProcess) -> None:
+def test_stop_token_ends_the_text(frontend: FrontendProcess) -> None:
     ids = frontend.tokenizer.encode(PROMPT)
     [choice] = frontend.complete(ids, stop_token_ids=[ids[2]], max_tokens=50)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("One two", "stop")
     assert choice["stop_reason"] == ids[2]
 
 
-def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
+def test_completion_logprobs_match_the_tokens(
+    client: openai.OpenAI, frontend: FrontendProcess
+) -> None:
     answer = client.completions.create(model=MODEL, prompt="é 😀!", max_tokens=6, logprobs=2)
     [choice] = answer.choices
     logprobs = choice.logprobs
@@ -241,7 +245,7 @@ def test_logprobs(client: openai.OpenAI, frontend: FrontendProcess) -> None:
     assert logprobs.text_offset[0] == 0 and starts[-1].startswith(("é", "!", " "))
 
 
-def test_tokens_that_are_no_whole_characters_are_told_apart(frontend: FrontendProcess) -> None:
+def test_partial_characters_in_logprobs_are_shown_as_bytes(frontend: FrontendProcess) -> None:
     for echo in (False, True):
         answer = frontend.complete("😀", max_tokens=3, logprobs=0, echo=echo)
         logprobs = answer["choices"][0]["logprobs"]
@@ -251,12 +255,14 @@ def test_tokens_that_are_no_whole_characters_are_told_apart(frontend: FrontendPr
             assert top is None or list(top) == [token]
 
 
-def test_what_is_readable_of_such_a_token_is_written_as_it_is(frontend: FrontendProcess) -> None:
+def test_readable_part_of_a_partial_character_token_is_shown_as_text(
+    frontend: FrontendProcess,
+) -> None:
     answer = frontend.complete(" 😀", max_tokens=1, logprobs=0)
     assert answer["choices"][0]["logprobs"]["tokens"] == [r"bytes: \xf0\x9f\x98"]
 
 
-def test_an_unlikely_token_is_not_taken_for_the_likeliest() -> None:
+def test_tokens_with_equal_text_keep_their_own_logprobs() -> None:
     tokenizer = smollm2_tokenizer()
     high, middle, low = tokenizer.encode("😀")
     logprobs = CompletionLogprobs(LogprobsRenderer(tokenizer), tokenizer, skip_special=True)
@@ -281,7 +287,7 @@ def test_text_offsets_point_into_the_text(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_text_offsets_count_an_echoed_prompts_special_tokens(
+def test_text_offsets_include_special_tokens_of_an_echoed_prompt(
     frontend: FrontendProcess, as_text: bool
 ) -> None:
     prompt = f"{frontend.tokenizer.eos_token}{PROMPT}"
@@ -295,7 +301,7 @@ def test_text_offsets_count_an_echoed_prompts_special_tokens(
         assert choice["text"][offset:].startswith(token) == is_shown
 
 
-def test_streamed_logprobs_are_the_same(frontend: FrontendProcess) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_answer(frontend: FrontendProcess) -> None:
     whole = frontend.complete(PROMPT, max_tokens=9, logprobs=1, echo=True)["choices"][0]
     streamed = frontend.post(
         "/v1/completions", prompt=PROMPT, max_tokens=9, logprobs=1, echo=True, stream=True
@@ -326,7 +332,7 @@ def test_echo_of_token_ids_is_their_text(frontend: FrontendProcess) -> None:
     assert choice["text"] == f"{frontend.tokenizer.eos_token}a b" + "a b"
 
 
-def test_prompt_logprobs(frontend: FrontendProcess) -> None:
+def test_prompt_logprobs_are_returned(frontend: FrontendProcess) -> None:
     [choice] = frontend.complete(PROMPT, prompt_logprobs=1, max_tokens=1)["choices"]
     ids = frontend.tokenizer.encode(PROMPT)
     first, *rest = choice["prompt_logprobs"]
@@ -337,7 +343,7 @@ def test_prompt_logprobs(frontend: FrontendProcess) -> None:
         assert position["0"]["rank"] == 1
 
 
-def test_tokens_as_token_ids(frontend: FrontendProcess) -> None:
+def test_tokens_are_returned_as_ids_on_request(frontend: FrontendProcess) -> None:
     [choice] = frontend.complete(PROMPT, max_tokens=1, logprobs=1, return_tokens_as_token_ids=True)[
         "choices"
     ]
@@ -353,7 +359,7 @@ def test_prompt_is_truncated_from_the_left(frontend: FrontendProcess) -> None:
     assert long["usage"]["prompt_tokens"] == 510
 
 
-def test_prompt_is_truncated_on_the_side_that_is_asked_for(frontend: FrontendProcess) -> None:
+def test_prompt_is_truncated_on_the_requested_side(frontend: FrontendProcess) -> None:
     fields = {"truncate_prompt_tokens": 2, "max_tokens": 2}
     for side, text in (("left", " four five"), ("right", "One two"), (None, " four five")):
         answer = frontend.complete(PROMPT, truncation_side=side, **fields)
@@ -365,7 +371,7 @@ def test_prompt_is_truncated_on_the_side_that_is_asked_for(frontend: FrontendPro
     assert chat.json()["choices"][0]["message"]["content"] == "One two"
 
 
-def test_best_of_shows_the_likeliest_of_its_candidates(frontend: FrontendProcess) -> None:
+def test_best_of_returns_the_most_likely_candidates(frontend: FrontendProcess) -> None:
     before = len(frontend.core.received)
     answer = frontend.complete([PROMPT, "Six"], best_of=3, n=2, max_tokens=2, seed=1)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -388,7 +394,7 @@ def test_best_of_shows_the_likeliest_of_its_candidates(frontend: FrontendProcess
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_fields_that_were_not_asked_for_are_null(frontend: FrontendProcess, path: str) -> None:
+def test_fields_that_were_not_requested_are_null(frontend: FrontendProcess, path: str) -> None:
     prompt = {"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
     answer = frontend.post(path, max_tokens=1, **prompt).json()
     [choice] = answer["choices"]
@@ -452,7 +458,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         ([], None),
     ],
 )
-def test_a_trace_context_goes_to_the_core_if_it_is_valid(
+def test_a_valid_trace_context_is_sent_to_the_core(
     frontend: FrontendProcess, headers: list[tuple[str, str]], carried: dict[str, str] | None
 ) -> None:
     before = len(frontend.core.received)
@@ -467,7 +473,7 @@ def test_a_trace_context_goes_to_the_core_if_it_is_valid(
     assert [request.trace_headers for request in requests] == [carried] * 2
 
 
-def test_integers_may_be_written_as_doubles(frontend: FrontendProcess) -> None:
+def test_integers_may_be_written_with_a_fraction_of_zero(frontend: FrontendProcess) -> None:
     before = len(frontend.core.received)
     schema = {"type": "number", "multipleOf": 2.0, "const": 4.0}
     ids = [float(token_id) for token_id in frontend.tokenizer.encode(PROMPT)]
@@ -550,7 +556,7 @@ def test_structured_outputs_reach_the_core(
 
 
 @pytest.mark.slow
-def test_long_prompts_do_not_hold_up_others() -> None:
+def test_long_prompts_do_not_delay_other_requests() -> None:
     with FrontendProcess(max_model_len=400_000) as frontend:
         text = "The quick brown fox jumps over the lazy dog. " * 20_000
         import concurrent.futures

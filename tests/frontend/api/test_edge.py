@@ -1,4 +1,4 @@
-"""What nobody foresaw: one log entry, one answer that gives nothing away."""
+"""Unexpected errors: one log entry, and one answer without internal details."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def ask(app: Any, **headers: str) -> tuple[int, dict[str, str], dict[str, Any]]:
     return start["status"], answered, msgspec.json.decode(body["body"])
 
 
-def test_an_unforeseen_error_is_logged_once_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_once_and_hidden_from_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("secret of /srv/models/private")
 
@@ -48,7 +50,7 @@ def test_an_unforeseen_error_is_logged_once_and_hidden(caplog: pytest.LogCapture
     assert "r-17" in record.getMessage() and "secret" in str(record.exc_info)
 
 
-def test_paths_and_addresses_are_taken_out() -> None:
+def test_paths_and_addresses_are_removed_from_errors() -> None:
     text = (
         "cannot read /srv/models/a.gguf at 0x7f00deadbeef from ipc:///tmp/run/core0: org/model 3/4"
     )
@@ -56,7 +58,7 @@ def test_paths_and_addresses_are_taken_out() -> None:
     assert cleaned == "cannot read [path] at [address] from [address] org/model 3/4"
 
 
-def test_echoes_are_short() -> None:
+def test_echoed_values_are_truncated() -> None:
     assert echo({"a": 1}) == '{"a":1}'
     assert len(echo("x" * 10**6)) < MAX_SHOWN + 50
     assert echo(2**200).startswith("16069")

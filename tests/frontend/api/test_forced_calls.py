@@ -1,4 +1,4 @@
-"""Forced tool calls parse alike wherever the text is cut."""
+"""Forced tool calls are parsed equally however the text is split."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 
 from engine.frontend.api.tools.forced_calls import NamedCall, RequiredCalls
-from engine.frontend.chat.tools import ToolCallDelta, openai_call_id
+from engine.frontend.chat import ToolCallDelta, openai_call_id
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def joined(deltas: list[ToolCallDelta]) -> list[tuple[str, str]]:
 
 
 @given(calls, st.lists(st.integers(0, 10_000)), st.sampled_from([None, 2]), st.booleans())
-def test_required_calls(
+def test_required_calls_are_parsed_for_any_split(
     wanted: list[tuple[str, dict]], cuts: list[int], indent: int | None, ascii_only: bool
 ) -> None:
     text = json.dumps(
@@ -53,7 +53,7 @@ def test_required_calls(
 
 
 @given(st.dictionaries(st.text(), json_values), st.lists(st.integers(0, 10_000)))
-def test_named_call(arguments: dict, cuts: list[int]) -> None:
+def test_named_call_is_parsed_for_any_split(arguments: dict, cuts: list[int]) -> None:
     text = json.dumps(arguments)
     reader = NamedCall("f", openai_call_id)
     deltas = [delta for piece in pieces_of(text, cuts) for delta in reader.read(piece)]

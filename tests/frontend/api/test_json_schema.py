@@ -1,4 +1,4 @@
-"""What a client's JSON schema lets the model write."""
+"""The output that a client's JSON schema allows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def object_of(**properties: Any) -> dict[str, Any]:
         (object_of(), {}, {"a": 1}),
     ],
 )
-def test_models_may_not_invent_properties(
+def test_unknown_properties_are_not_allowed(
     tokenizer: LLTokenizer, schema: dict[str, Any], good: Any, invented: Any
 ) -> None:
     before = json.dumps(schema)
@@ -125,7 +125,7 @@ def test_models_may_not_invent_properties(
         ),
     ],
 )
-def test_what_several_schemas_describe_or_says_that_it_is_open_stays_open(
+def test_open_objects_and_those_of_several_schemas_stay_open(
     tokenizer: LLTokenizer, schema: dict[str, Any], good: Any
 ) -> None:
     assert accepts(tokenizer, response_format(schema), json.dumps(good))
@@ -138,7 +138,7 @@ UNENFORCEABLE = {
 
 
 @pytest.mark.parametrize("is_strict", [None, False, True])
-def test_what_pydantic_writes_for_sets_and_secrets_is_taken(
+def test_schemas_of_pydantic_sets_and_secrets_are_accepted(
     tokenizer: LLTokenizer, is_strict: bool | None
 ) -> None:
     schema = {"$defs": {"Set": UNENFORCEABLE["set"]}} | object_of(
@@ -167,7 +167,7 @@ def test_what_pydantic_writes_for_sets_and_secrets_is_taken(
         ({"type": "object", "patternProperties": {"(?=a)": {"type": "integer"}}}, {"a": 1}, []),
     ],
 )
-def test_what_cannot_be_enforced_is_passed_over_unless_strict(
+def test_unsupported_keywords_are_ignored_unless_strict(
     tokenizer: LLTokenizer, schema: dict[str, Any], good: Any, bad: Any
 ) -> None:
     for output in (
@@ -184,7 +184,7 @@ def test_what_cannot_be_enforced_is_passed_over_unless_strict(
 BAD = {"type": "string", "pattern": "^(?!foo)b"}
 
 
-def test_bad_patterns_are_dropped_outside_the_frontends_process(
+def test_invalid_patterns_are_dropped_outside_the_frontends_process(
     tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LLMatcher, "validate_grammar_with_warnings", None)
@@ -198,12 +198,12 @@ def test_bad_patterns_are_dropped_outside_the_frontends_process(
 
 
 @pytest.mark.parametrize("count", [3, 300])
-def test_any_number_of_bad_patterns_is_dropped(count: int) -> None:
+def test_any_number_of_invalid_patterns_is_dropped(count: int) -> None:
     schema = object_of(**{f"p{i}": {"type": "string", "pattern": f"(?={i})"} for i in range(count)})
     assert 'pattern"' not in usable(response_format(schema)).spec
 
 
-def test_bad_patterns_of_structural_tags_and_tools_are_dropped(tokenizer: LLTokenizer) -> None:
+def test_invalid_patterns_of_structural_tags_and_tools_are_dropped(tokenizer: LLTokenizer) -> None:
     tag = {"begin": "<a>", "schema": BAD, "end": "</a>"}
     tags = {"type": "structural_tag", "structures": [tag], "triggers": ["<a>"]}
     assert accepts(tokenizer, constraint(response_format=tags), '<a>"foob"</a>')
@@ -228,7 +228,7 @@ def test_bad_patterns_of_structural_tags_and_tools_are_dropped(tokenizer: LLToke
     [None, {}, {"type": "object"}, {"type": "object", "properties": {}}],
     ids=["none", "empty", "object", "no-properties"],
 )
-def test_a_function_without_parameters_gets_no_arguments(
+def test_a_function_without_parameters_takes_no_arguments(
     tokenizer: LLTokenizer, parameters: object, is_strict: bool
 ) -> None:
     function = {"name": "f", "parameters": parameters, "strict": is_strict}
@@ -243,7 +243,7 @@ def test_a_function_without_parameters_gets_no_arguments(
         assert not accepts(tokenizer, calls.structured_output, form % '{"city": "Oslo"}')
 
 
-def test_a_schema_that_is_nested_too_deeply_is_the_clients_error() -> None:
+def test_a_schema_nested_too_deeply_is_rejected() -> None:
     deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
     with pytest.raises(APIError, match="nested too deeply") as error:
         constraint(json_schema=deep)
@@ -253,7 +253,7 @@ def test_a_schema_that_is_nested_too_deeply_is_the_clients_error() -> None:
 @pytest.mark.parametrize(
     "target", [object_of(**{f"p{n}": {} for n in range(8000)}), {"required": ["a"] * 12_000}]
 )
-def test_references_to_one_large_schema_take_time_in_proportion_to_the_text(
+def test_references_to_a_large_schema_take_linear_time(
     target: dict[str, Any],
 ) -> None:
     uses = [{"properties": {"a": {}}, "$ref": "#/$defs/A"}] * 5000
@@ -262,7 +262,7 @@ def test_references_to_one_large_schema_take_time_in_proportion_to_the_text(
     assert time.process_time() - began < 5
 
 
-def test_an_index_of_many_digits_is_a_reference_that_leads_nowhere() -> None:
+def test_a_reference_with_a_huge_index_has_no_target() -> None:
     schema = A | {"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]}
     assert prepare_schema(schema, is_strict=True) == schema
 
@@ -297,7 +297,9 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(KEYWORDS), values), st.booleans())
-def test_whatever_a_schema_is_it_can_be_prepared(schema: dict[str, Any], is_strict: bool) -> None:
+def test_any_json_value_can_be_prepared_as_a_schema(
+    schema: dict[str, Any], is_strict: bool
+) -> None:
     before = json.dumps(schema)
     prepared = prepare_schema(schema, is_strict=is_strict)
     assert json.dumps(schema) == before

@@ -1,4 +1,4 @@
-"""What operators and probes see: health, keys, origins, metrics, start-up, drain."""
+"""Routes for operators and probes: health, keys, origins, metrics, start-up, drain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = "One two three four five"
 PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
 
 
-def test_ready_after_one_real_token(frontend: FrontendProcess) -> None:
+def test_ready_after_the_first_token(frontend: FrontendProcess) -> None:
     assert [stage for stage, _ in frontend.stages] == [Stage.STARTING, Stage.WARMING, Stage.READY]
     for path in PROBES:
         assert frontend.http.get(path).status_code == 200
@@ -64,7 +64,7 @@ def test_docs_page_shows_every_route_and_loads_nothing(frontend: FrontendProcess
         assert reference not in answer.text
 
 
-def test_not_ready_without_an_engine() -> None:
+def test_not_ready_without_a_core() -> None:
     with FrontendProcess(with_core=False) as frontend:
         for path in ("/readyz", "/health", "/ping"):
             response = frontend.http.get(path)
@@ -78,7 +78,7 @@ def test_not_ready_without_an_engine() -> None:
         assert frontend.stop() == 0
 
 
-def test_a_frontend_in_the_place_of_another_lets_clients_wait_but_not_for_ever() -> None:
+def test_a_restarted_frontend_delays_its_not_ready_answer() -> None:
     with FrontendProcess(with_core=False, epoch=FIRST_EPOCH + 1) as frontend:
         began = time.monotonic()
         assert frontend.http.get("/readyz").status_code == 503
@@ -94,7 +94,7 @@ def warm_ups(frontend: FrontendProcess) -> int:
     )
 
 
-def test_a_full_queue_lets_the_first_token_wait() -> None:
+def test_the_first_token_is_requested_again_while_the_queue_is_full() -> None:
     frontend = FrontendProcess()
     frontend.core.num_refusals = 2
     with frontend:
@@ -102,7 +102,7 @@ def test_a_full_queue_lets_the_first_token_wait() -> None:
         assert frontend.http.get("/readyz").status_code == 200
 
 
-def test_a_full_queue_keeps_no_frontend_from_taking_the_place_of_another() -> None:
+def test_a_restarted_frontend_becomes_ready_while_the_queue_is_full() -> None:
     frontend = FrontendProcess(epoch=FIRST_EPOCH + 1)
     frontend.core.num_refusals = 1000
     with frontend:
@@ -111,7 +111,7 @@ def test_a_full_queue_keeps_no_frontend_from_taking_the_place_of_another() -> No
         assert frontend.post("/v1/completions", prompt=PROMPT).status_code == 503
 
 
-def test_a_ready_frontend_needs_no_more_threads() -> None:
+def test_a_ready_frontend_starts_no_more_threads() -> None:
     with FrontendProcess(max_model_len=20000) as frontend:
         process = psutil.Process(frontend.process.pid)
         num_threads = process.num_threads()
@@ -124,13 +124,13 @@ def test_a_ready_frontend_needs_no_more_threads() -> None:
         assert process.num_threads() <= num_threads + 1
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL, "echo-alias"]
     card = client.models.retrieve("echo-alias")
     assert (card.id, card.object, card.max_model_len) == ("echo-alias", "model", 512)
 
 
-def test_a_slash_at_the_end_of_a_path_is_no_other_path() -> None:
+def test_trailing_slashes_are_ignored() -> None:
     with FrontendProcess(api_keys=("key",)) as frontend:
         get, post = frontend.http.get, frontend.http.post
         with_key = {"authorization": "Bearer key"}
@@ -146,12 +146,12 @@ def test_a_slash_at_the_end_of_a_path_is_no_other_path() -> None:
         assert get("/", headers=with_key).status_code == 404
 
 
-def test_model_names_with_slashes() -> None:
+def test_model_names_may_contain_slashes() -> None:
     with FrontendProcess(served_names=("org/model",)) as frontend:
         assert frontend.http.get("/v1/models/org/model").json()["id"] == "org/model"
 
 
-def test_tokenize_and_back(frontend: FrontendProcess) -> None:
+def test_detokenize_inverts_tokenize(frontend: FrontendProcess) -> None:
     answer = frontend.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 5
     assert answer["tokens"] == frontend.tokenizer.encode(PROMPT)
@@ -160,7 +160,7 @@ def test_tokenize_and_back(frontend: FrontendProcess) -> None:
     assert frontend.post("/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
-def test_metrics_count_what_was_served(frontend: FrontendProcess) -> None:
+def test_metrics_count_served_tokens_and_requests(frontend: FrontendProcess) -> None:
     def generated() -> float:
         text = frontend.http.get("/metrics").text
         [line] = [x for x in text.splitlines() if x.startswith("engine:generation_tokens_total{")]
@@ -171,11 +171,11 @@ def test_metrics_count_what_was_served(frontend: FrontendProcess) -> None:
     assert generated() == before + 7
 
 
-def test_reset_prefix_cache(frontend: FrontendProcess) -> None:
+def test_prefix_cache_can_be_reset(frontend: FrontendProcess) -> None:
     assert frontend.http.post("/reset_prefix_cache").json() == {"success": True}
 
 
-def test_request_id_is_echoed_or_made(frontend: FrontendProcess) -> None:
+def test_request_id_is_echoed_or_generated(frontend: FrontendProcess) -> None:
     named = frontend.http.post(
         "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "abc-1"}
     )
@@ -187,8 +187,8 @@ def test_request_id_is_echoed_or_made(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-def test_an_offer_of_another_protocol_is_ignored(frontend: FrontendProcess, protocol: str) -> None:
-    """As Java's client makes with every request, unless it is told not to."""
+def test_a_protocol_upgrade_is_ignored(frontend: FrontendProcess, protocol: str) -> None:
+    """Java's HTTP client offers an upgrade with every request by default."""
     content = b'{"prompt": "One two three", "max_tokens": 2}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n"
     whole = (
@@ -208,7 +208,7 @@ def test_an_offer_of_another_protocol_is_ignored(frontend: FrontendProcess, prot
         assert answers.count(b'"text":"One two"') == 3 and answers.endswith(b'"}')
 
 
-def test_origins(frontend: FrontendProcess) -> None:
+def test_allowed_origins_get_cors_headers(frontend: FrontendProcess) -> None:
     page = "http://localhost:3000"
     preflight = {"origin": page, "access-control-request-method": "POST"}
     response = frontend.http.options("/v1/completions", headers=preflight)
@@ -217,7 +217,7 @@ def test_origins(frontend: FrontendProcess) -> None:
     assert failed.status_code == 400 and failed.headers["access-control-allow-origin"] == page
 
 
-def test_api_keys_origins_and_root_path() -> None:
+def test_api_keys_origins_and_root_path_work_together() -> None:
     with FrontendProcess(
         api_keys=("first", "second"), allowed_origins=("http://a.example",), root_path="/llm"
     ) as frontend:
@@ -277,7 +277,7 @@ class _Stream:
         return sse_events(self.text)
 
 
-def test_a_full_queue_is_503_with_a_time_to_come_back() -> None:
+def test_a_full_queue_is_503_with_retry_after() -> None:
     with FrontendProcess(
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=4)
     ) as frontend:
@@ -287,7 +287,7 @@ def test_a_full_queue_is_503_with_a_time_to_come_back() -> None:
         assert frontend.complete(PROMPT, n=2, max_tokens=1)["choices"]
 
 
-def test_drain() -> None:
+def test_drain_finishes_streams_and_refuses_new_requests() -> None:
     with FrontendProcess(step_s=0.05) as frontend:
         stream = _Stream(frontend, max_tokens=60)
         frontend.process.terminate()
@@ -306,7 +306,7 @@ def test_drain() -> None:
         assert "Traceback" not in frontend.log
 
 
-def test_drain_ends_what_takes_too_long() -> None:
+def test_drain_ends_streams_after_the_timeout() -> None:
     with FrontendProcess(step_s=0.05, shutdown_timeout_s=0.3) as frontend:
         stream = _Stream(frontend, max_tokens=400)
         started = time.monotonic()
@@ -330,7 +330,7 @@ def test_drain_with_a_client_that_never_reads() -> None:
         connection.close()
 
 
-def test_drain_with_a_request_that_never_comes_whole_is_silent() -> None:
+def test_drain_with_an_incomplete_request_logs_nothing() -> None:
     with FrontendProcess() as frontend:
         with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as client:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -341,7 +341,7 @@ def test_drain_with_a_request_that_never_comes_whole_is_silent() -> None:
         assert "Traceback" not in frontend.log and "without completing" not in frontend.log
 
 
-def test_a_tls_handshake_has_as_long_as_a_request(tmp_path: Path) -> None:
+def test_a_tls_handshake_has_the_timeout_of_a_request(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = (
         f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout {key} -out {certificate}"
@@ -360,7 +360,7 @@ def test_a_tls_handshake_has_as_long_as_a_request(tmp_path: Path) -> None:
         assert frontend.stop() == 0 and "Traceback" not in frontend.log
 
 
-def test_probes_are_answered_when_clients_have_taken_every_descriptor() -> None:
+def test_probes_are_answered_when_clients_use_every_file_descriptor() -> None:
     with (
         FrontendProcess(slow_client_s=60.0, max_open_files=256) as frontend,
         contextlib.ExitStack() as stack,
@@ -387,7 +387,7 @@ def test_second_signal_exits_at_once() -> None:
         stream.wait()
 
 
-def test_a_broken_certificate_is_named_before_the_model_is_there(tmp_path: Path) -> None:
+def test_an_invalid_certificate_is_named_before_the_model_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "bogus.pem"
     file.write_text("bogus")
     with FrontendProcess(
@@ -398,7 +398,7 @@ def test_a_broken_certificate_is_named_before_the_model_is_there(tmp_path: Path)
         assert frontend.process.wait(10) == 1
 
 
-def test_a_start_that_cannot_succeed_says_why() -> None:
+def test_a_failed_start_prints_the_reason() -> None:
     with FrontendProcess(with_core=False, chat_template="{{ messages") as frontend:
         frontend.wait_for_stage(Stage.FAILED)
         assert "the chat template is not valid" in frontend.stages[-1][1]
@@ -406,7 +406,7 @@ def test_a_start_that_cannot_succeed_says_why() -> None:
         assert "Traceback" not in frontend.log
 
 
-def test_each_of_several_api_keys_is_a_tenant_whatever_user_says() -> None:
+def test_each_api_key_is_a_tenant_whatever_the_user_field_is() -> None:
     with FrontendProcess(api_keys=("first", "second")) as frontend:
         frontend.core.received.clear()
         for key, user in (("second", "x"), ("second", "y"), ("first", "x")):
@@ -417,21 +417,23 @@ def test_each_of_several_api_keys_is_a_tenant_whatever_user_says() -> None:
         assert tenants == ["key 2", "key 2", "key 1"]
 
 
-def test_garbage_from_the_supervisors_address_is_dropped_and_counted() -> None:
+def test_invalid_frames_from_the_supervisors_address_are_dropped_and_counted() -> None:
     with FrontendProcess() as frontend, zmq.Context() as context:
         with context.socket(zmq.PUB) as publisher:
             publisher.bind(frontend.config.status_address())
 
             def has_counted() -> bool:
                 publisher.send(b"\xc1garbage")
-                report = frontend.hear()
+                report = frontend.read_report()
                 return isinstance(report, Heartbeat) and report.num_dropped_frames > 0
 
             wait_until(has_counted, what="it tells the supervisor")
         assert frontend.http.get("/readyz").status_code == 200
 
 
-def test_routes_without_v1_and_invocations_answer_as_the_others(frontend: FrontendProcess) -> None:
+def test_routes_without_v1_and_invocations_answer_like_the_others(
+    frontend: FrontendProcess,
+) -> None:
     chat = {"messages": [{"role": "user", "content": "One two"}], "max_tokens": 2}
     for path in ("/chat/completions", "/invocations"):
         answer = frontend.post(path, **chat).json()

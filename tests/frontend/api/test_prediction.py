@@ -1,4 +1,4 @@
-"""The `prediction` of a chat completion. The core repeats the last message, over and over."""
+"""The `prediction` of a chat completion. The core of these tests repeats the last message over and over."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_empty_prediction_predicts_nothing(drafting: FrontendProcess) -> None:
     assert answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
-def test_longest_prediction_has_as_many_tokens_as_the_context(drafting: FrontendProcess) -> None:
+def test_prediction_is_limited_by_the_context_length(drafting: FrontendProcess) -> None:
     limit = drafting.config.model.max_model_len
     ask(drafting, "x " * (limit // 2))
     for content, problem in (("x y " * limit, "tokens"), ("x" * (limit * 256 + 1), "characters")):
@@ -113,7 +113,7 @@ def test_longest_prediction_has_as_many_tokens_as_the_context(drafting: Frontend
         ),
     ],
 )
-def test_malformed_prediction_is_refused(
+def test_malformed_prediction_is_rejected(
     frontend: FrontendProcess, prediction: Any, param: str, problem: str
 ) -> None:
     response = frontend.post(PATH, messages=MESSAGES, prediction=prediction)

@@ -1,4 +1,4 @@
-"""Streams: clients that go away, clients that do not read, engines that fail."""
+"""Streams: clients that disconnect, clients that do not read, engines that fail."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raw_request(port: int, path: str, body: dict, receive_buffer: int = 0) -> so
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_client_that_goes_away_is_aborted(path: str, stream: bool) -> None:
+def test_requests_of_a_disconnected_client_are_aborted(path: str, stream: bool) -> None:
     with FrontendProcess(step_s=0.05) as frontend:
         prompt = (
             {"prompt": PROMPT}
@@ -75,7 +75,7 @@ def test_a_client_that_goes_away_is_aborted(path: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_is_aborted_with_its_next_request_waiting(stream: bool) -> None:
+def test_a_disconnected_client_with_a_pipelined_request_is_aborted(stream: bool) -> None:
     with FrontendProcess(step_s=0.05) as frontend:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": stream}
         connection = raw_request(frontend.port, COMPLETIONS, body)
@@ -95,7 +95,7 @@ def running(frontend: FrontendProcess) -> list[Any]:
     return [echo for of in frontend.core.running.values() for echo in of.values()]
 
 
-def test_a_slow_reader_blocks_only_itself() -> None:
+def test_a_slow_reader_delays_only_itself() -> None:
     num_tokens = 4000
     with FrontendProcess(max_model_len=8192, step_s=0.0, send_buffer=8192) as frontend:
         body = {
@@ -132,7 +132,7 @@ def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProce
         for fields in ({"stream": True}, {}):
             body = json.dumps({"max_tokens": 5, **prompt, **fields}).encode()
             head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            # Even who keeps connections knows no chunks.
+            # HTTP/1.0 has no chunks, even on kept-alive connections.
             head += "connection: keep-alive\r\n\r\n"
             with socket.create_connection(("127.0.0.1", frontend.port), timeout=20) as client:
                 client.sendall(head.encode() + body)
@@ -147,7 +147,7 @@ def test_a_stream_over_http_1_0_ends_with_its_connection(frontend: FrontendProce
                 assert json.loads(answer_body)["choices"]
 
 
-def test_many_streams_at_once(frontend: FrontendProcess) -> None:
+def test_many_streams_run_at_once(frontend: FrontendProcess) -> None:
     prompts = [f"{i} apples and {i + 1} pears" for i in range(64)]
     texts: dict[int, str] = {}
 
@@ -167,7 +167,7 @@ def test_many_streams_at_once(frontend: FrontendProcess) -> None:
         assert texts[i] == (prompt * 60)[: len(texts[i])] and len(texts[i]) > 100
 
 
-def test_an_engine_error_in_mid_stream_is_an_event_and_then_done(
+def test_an_engine_error_during_a_stream_is_an_event_followed_by_done(
     frontend: FrontendProcess,
 ) -> None:
     with FrontendProcess(step_s=0.02) as frontend:
@@ -230,17 +230,17 @@ def test_a_failure_before_the_first_token_has_its_status(
 
 
 class _Texts:
-    """The simplest encoder: the text itself."""
+    """An encoder that returns the text itself."""
 
-    def encode(self, update: list[Sequence]) -> bytes:
-        return "".join(sequence.read_text() for sequence in update).encode()
+    def encode(self, sequence: Sequence) -> bytes:
+        return sequence.read_text().encode()
 
     def closing(self) -> bytes:
         return b""
 
 
 class _Chunks:
-    """A connection that keeps what is written."""
+    """A connection that stores what is written to it."""
 
     def __init__(self) -> None:
         self.is_paused = False
@@ -256,7 +256,7 @@ class _Chunks:
 
 
 @on_event_loop
-async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
+async def test_comments_are_sent_while_a_stream_is_idle(tmp_path: Path) -> None:
     sent: list[dict[str, Any]] = []
     disconnected = asyncio.Event()
 
@@ -289,7 +289,7 @@ async def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_a_refusal_after_the_headers_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_rejection_after_the_headers_contains_a_retry_time(tmp_path: Path) -> None:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -299,9 +299,8 @@ async def test_a_refusal_after_the_headers_says_when_to_come_back(tmp_path: Path
         await asyncio.Event().wait()
 
     class Refused(_Texts):
-        def encode(self, update: list[Sequence]) -> bytes:
-            for sequence in update:
-                raise_if_failed(sequence.read())
+        def encode(self, sequence: Sequence) -> bytes:
+            raise_if_failed(sequence.read())
             return b""
 
     async with connected(engine_config(tmp_path)) as (client, core):
@@ -320,7 +319,7 @@ async def test_a_refusal_after_the_headers_says_when_to_come_back(tmp_path: Path
 
 
 @on_event_loop
-async def test_what_a_client_does_not_read_becomes_one_chunk_when_it_goes_on(
+async def test_unread_output_is_sent_as_one_chunk_when_the_client_reads_again(
     tmp_path: Path,
 ) -> None:
     sent: list[dict[str, Any]] = []

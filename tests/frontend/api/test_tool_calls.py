@@ -1,4 +1,4 @@
-"""Calls that are cut, limited to some tools, of custom tools, and of the older functions interface.
+"""Tool calls that are truncated, limited to some tools, of custom tools, and of the older functions interface.
 
 The core repeats the last message, so a test says in it what the model writes.
 """
@@ -43,7 +43,7 @@ def frontend() -> Iterator[FrontendProcess]:
 
 
 def ask(frontend: FrontendProcess, text: str, **fields) -> dict:
-    """The choice whose answer is `text`, or as much of it as `max_tokens` allows."""
+    """Return the choice for the answer `text`, or for the part of it that `max_tokens` allows."""
     fields.setdefault("max_tokens", len(frontend.tokenizer.encode(text)))
     messages = [{"role": "user", "content": text}]
     response = frontend.post(CHAT, model=MODEL, messages=messages, **fields)
@@ -60,7 +60,7 @@ def stream(frontend: FrontendProcess, text: str, **fields) -> list[dict]:
 
 
 def may_write(frontend: FrontendProcess, text: str) -> bool:
-    """Whether the last request lets the model write this."""
+    """Return whether the grammar of the last request allows this text."""
     added = [m for m in frontend.core.received if hasattr(m, "requests")][-1]
     output = added.requests[0].sampling_params.structured_output
     tokenizer = LLTokenizer(frontend.tokenizer.path.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def may_write(frontend: FrontendProcess, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("choice", "text"), [("required", CALLS), (NAMED, ARGUMENTS)])
-def test_forced_call_that_is_cut_is_text(
+def test_truncated_forced_call_is_text(
     frontend: FrontendProcess, choice: object, text: str
 ) -> None:
     options = {"tools": [WEATHER, TIME], "tool_choice": choice}
@@ -90,13 +90,13 @@ def test_forced_call_that_is_cut_is_text(
     assert whole["message"]["content"] is None and whole["message"]["tool_calls"]
 
 
-def test_call_that_a_stop_string_cuts_is_text(frontend: FrontendProcess) -> None:
+def test_call_truncated_by_a_stop_string_is_text(frontend: FrontendProcess) -> None:
     cut = ask(frontend, ARGUMENTS, tools=[WEATHER], tool_choice=NAMED, stop="Os")
     assert cut["message"]["content"] == '{"city": "' and "tool_calls" not in cut["message"]
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", "Os")
 
 
-def test_call_of_the_models_own_choice_that_is_cut_is_text(frontend: FrontendProcess) -> None:
+def test_truncated_automatic_call_is_text(frontend: FrontendProcess) -> None:
     text = "I look. " + hermes(("get_time", {}), ("get_weather", {"city": "Oslo"}))
     num_tokens = len(frontend.tokenizer.encode(text[: text.index("Oslo")]))
     cut = ask(frontend, text, tools=[WEATHER, TIME], max_tokens=num_tokens)
@@ -111,7 +111,7 @@ def test_call_of_the_models_own_choice_that_is_cut_is_text(frontend: FrontendPro
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_forced_call_that_is_cut_in_the_reasoning(
+def test_forced_call_truncated_in_the_reasoning_gives_no_call(
     frontend: FrontendProcess, choice: object
 ) -> None:
     text = "<think>Let me see.</think>" + (CALLS if choice == "required" else ARGUMENTS)
@@ -197,27 +197,7 @@ def test_only_allowed_tools_may_be_called_in_every_syntax(parser: str, call: str
         assert not may_write(frontend, call % "get_weather")
 
 
-@pytest.mark.slow
-def test_tools_that_no_grammar_can_exclude_are_not_shown() -> None:
-    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-    with FrontendProcess(tool_call_parser="pythonic", chat_template=template) as frontend:
-
-        def prompt(**fields) -> str:
-            response = frontend.post(
-                CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=1,
-                return_token_ids=True, **fields
-            )  # fmt: skip
-            return frontend.tokenizer.decode(response.json()["prompt_token_ids"])
-
-        tools = [WEATHER, TIME]
-        assert prompt(tools=tools) == "get_weather get_time "
-        assert prompt(tools=tools, tool_choice=allow("auto", "get_time")) == "get_time "
-        assert prompt(tools=tools, tool_choice=allow("required", "get_time")) == (
-            "get_weather get_time "
-        )
-
-
-def test_custom_tool_of_the_models_own_choice(frontend: FrontendProcess) -> None:
+def test_custom_tools_can_be_called_automatically(frontend: FrontendProcess) -> None:
     command = 'ls "a b"\n'
     text = "Hm. " + hermes(("shell", {"input": command}), ("get_time", {}), ("shell", {"c": "ls"}))
     options = {"tools": [SHELL, TIME]}
@@ -243,7 +223,7 @@ def test_custom_tool_of_the_models_own_choice(frontend: FrontendProcess) -> None
 CUSTOM_CHOICE = {"type": "custom", "custom": {"name": "shell"}}
 
 
-def test_forced_custom_tools(frontend: FrontendProcess) -> None:
+def test_custom_tools_can_be_forced(frontend: FrontendProcess) -> None:
     text = json.dumps({"input": "ls"})
     [call] = ask(frontend, text, tools=[SHELL], tool_choice=CUSTOM_CHOICE)["message"]["tool_calls"]
     assert call["type"] == "custom" and call["custom"] == {"name": "shell", "input": "ls"}
@@ -262,7 +242,7 @@ def test_forced_custom_tools(frontend: FrontendProcess) -> None:
         ("regex", "go (left|right)", '{"input": "go left"}', '{"input": "go left!"}'),
     ],
 )
-def test_grammars_of_custom_tools(
+def test_grammars_of_custom_tools_are_enforced(
     frontend: FrontendProcess, syntax: str, definition: str, good: str, bad: str
 ) -> None:
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
@@ -299,7 +279,7 @@ def test_template_sees_custom_tools_as_functions() -> None:
         assert answer.json()["prompt_token_ids"] == tokens
 
 
-def test_older_functions_interface(frontend: FrontendProcess) -> None:
+def test_older_functions_interface_is_supported(frontend: FrontendProcess) -> None:
     functions = [WEATHER["function"], TIME["function"]]
     text = "I look. " + hermes(("get_weather", {"city": "Oslo"}), ("get_time", {}))
     with frontend.client() as client:
@@ -330,7 +310,7 @@ def test_older_functions_interface(frontend: FrontendProcess) -> None:
         assert "function_call" not in message and message["content"] == text
 
 
-def test_echo(frontend: FrontendProcess) -> None:
+def test_echo_returns_the_last_message_before_the_answer(frontend: FrontendProcess) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One two"}]
     options = {"messages": messages, "max_tokens": 2, "echo": True}
     for fields in ({}, {"continue_final_message": True}, {"n": 2}):
@@ -365,7 +345,24 @@ def test_template_that_ignores_tools_is_reported() -> None:
         assert "show tools" not in frontend.log
 
 
-def test_history_with_a_call_that_was_cut(frontend: FrontendProcess) -> None:
+@pytest.mark.slow
+def test_formats_are_chosen_by_the_template_and_logged() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+        "{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}{{ tools | tojson }}<think>"
+    )
+    call = '</think><tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    with FrontendProcess(chat_template=template) as frontend:
+        assert "chat formats: tool calls: hermes (" in frontend.log
+        message = ask(frontend, "Hm." + call, tools=[WEATHER, TIME])["message"]
+        assert message["reasoning_content"] == "Hm."
+        assert message["tool_calls"][0]["function"]["name"] == "get_time"
+    with FrontendProcess(chat_template=template, tool_call_parser="none") as frontend:
+        response = frontend.post(CHAT, messages=[{"role": "user", "content": "a"}], tools=[TIME])
+        assert response.status_code == 400 and "--tool-call-parser" in response.text
+
+
+def test_history_may_contain_a_truncated_call(frontend: FrontendProcess) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -376,7 +373,7 @@ def test_history_with_a_call_that_was_cut(frontend: FrontendProcess) -> None:
 
 
 @pytest.mark.slow
-def test_error_of_a_template_says_so() -> None:
+def test_template_error_is_reported_as_such() -> None:
     template = "{{ raise_exception('messages[0] must be from the user') }}"
     with FrontendProcess(chat_template=template) as frontend, frontend.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:

@@ -1,4 +1,4 @@
-"""What a forced choice among tools lets the model write."""
+"""The output that a forced choice among tools allows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accepts(tokenizer: LLTokenizer, grammar: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize("identifier", [{}, {"$id": "https://example.com/a"}])
-def test_references_are_those_of_each_tools_own_schema(
+def test_references_are_resolved_in_each_tools_own_schema(
     tokenizer: LLTokenizer, identifier: dict[str, str]
 ) -> None:
     tools = [
@@ -60,7 +60,7 @@ def test_references_are_those_of_each_tools_own_schema(
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "a"}}], ids=["required", "a"]
 )
-def test_what_cannot_be_enforced_in_a_schema_is_passed_over(
+def test_unsupported_keywords_of_a_tools_schema_are_ignored(
     tokenizer: LLTokenizer, choice: str | dict[str, Any]
 ) -> None:
     properties = {

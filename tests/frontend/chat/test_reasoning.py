@@ -1,10 +1,10 @@
-"""Reasoning parsers, alone and before tool calls, however the text is cut."""
+"""Reasoning parsers, alone and before tool calls, however the text is split."""
 
 import json
 
 import pytest
 import tokenizers
-from engine.frontend.chat import ChatOutputParser, reasoning_parser, tool_parser
+from engine.frontend.chat import FORMATS, CallParser, ChatOutputParser, reasoning_parser
 from engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from hypothesis import given
@@ -39,6 +39,40 @@ CASES = [
         "A",
     ),
     ("granite", "", "Here's it.", "", "Here's it."),
+    ("mistral", "", "[THINK]Hmm[/THINK]A", "Hmm", "A"),
+    ("seed_oss", "", "<seed:think>Hmm</seed:think>A", "Hmm", "A"),
+    ("kimi_vl", "◁think▷", "Hmm◁/think▷A", "Hmm", "A"),
+    ("gemma4", "", "<|channel>thought\nHmm\n<channel|>A", "Hmm", "A"),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "A", "", "A"),
+    (
+        "openai_gptoss",
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>Hmm < |<|end|><|start|>assistant<|channel|>final<|message|> A\n",
+        "Hmm < |",
+        " A\n",
+    ),
+    (
+        "openai_gptoss",
+        "",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant to=functions.f"
+        '<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+        "a\n\nc",
+        'b<|channel|>commentary to=functions.f<|message|>{"x": 1}<|call|>',
+    ),
+    (
+        "openai_gptoss",
+        "",
+        "<|channel|>commentary to=browser.search code<|message|>q<|call|><|start|>assistant<|channel|>final"
+        "<|message|>A<|return|>",
+        "q",
+        "A",
+    ),
+    ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>Once", " upon", "", " upon"),
+    ("openai_gptoss", "", " no channels <|", "", " no channels <|"),
+    ("openai_gptoss", "", "<|channel|>final<|message|>A<|end|> B", "", "A\n\n B"),
+    ("openai_gptoss", "", "<|channel|>analysis<|message|>cut<|en", "cut<|en", ""),
+    ("openai_gptoss", "", "<|channel|>anal", "", ""),
 ]
 
 
@@ -51,11 +85,22 @@ def read(
 
 
 @pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "content"), CASES)
-def test_reasoning_and_content(name, prompt, text, reasoning, content) -> None:
+def test_reasoning_and_content_are_separated(name, prompt, text, reasoning, content) -> None:
     assert read(name, prompt, [text]) == (reasoning, content)
     assert read(name, prompt, list(text)) == (reasoning, content)
 
 
+HARMONY = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "assistant",
+    "analysis",
+    "final",
+]
+HARMONY += ["commentary", " to=functions.f", "<|constrain|>", "json", "text", "<", "\n", " "]
 FRAGMENTS = ["<think>", "</think>", "<", "/think", ">", " ", "\n", "word", "Here is my response:"]
 FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
 
@@ -67,7 +112,7 @@ FRAGMENTS += ["Here is my thought process:", "Here's", "é"]
 )
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "granite"])
-def test_cuts_make_no_difference(name, pieces, prompt, constrained) -> None:
+def test_splits_do_not_change_reasoning_and_content(name, pieces, prompt, constrained) -> None:
     whole = read(name, prompt, ["".join(pieces)], constrained=constrained)
     assert read(name, prompt, pieces, constrained=constrained) == whole
     assert read(name, prompt, list("".join(pieces)), constrained=constrained) == whole
@@ -84,12 +129,43 @@ def test_cuts_make_no_difference(name, pieces, prompt, constrained) -> None:
         ("deepseek_r1", "", "Hmm</think>\nyes", "Hmm", "\nyes"),
     ],
 )
-def test_a_constrained_answer_is_kept_whole(name, prompt, text, reasoning, content) -> None:
+def test_reasoning_is_separated_from_a_constrained_answer(
+    name, prompt, text, reasoning, content
+) -> None:
     for pieces in ([text], list(text)):
         assert read(name, prompt, pieces, constrained=True) == (reasoning, content)
 
 
-def test_reasoning_streams() -> None:
+@examples(300)
+@given(
+    pieces=st.lists(st.sampled_from(HARMONY), max_size=16),
+    prompt=st.sampled_from(["", "<|start|>assistant"]),
+)
+def test_splits_do_not_change_channels(pieces, prompt) -> None:
+    text = "".join(pieces)
+    whole = read("openai_gptoss", prompt, [text])
+    assert (
+        read("openai_gptoss", prompt, pieces) == read("openai_gptoss", prompt, list(text)) == whole
+    )
+
+
+def test_every_split_of_channels_gives_the_same_message() -> None:
+    text = (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
+    )
+    for at in range(len(text)):
+        parser = ChatOutputParser(
+            reasoning_parser("openai_gptoss")(""), CallParser(FORMATS["openai"])
+        )
+        deltas = [parser.feed(text[:at]), parser.feed(text[at:], finished=True)]
+        assert "".join(d.reasoning for d in deltas) == "a"
+        assert "".join(d.content for d in deltas) == "b"
+        calls = [call for d in deltas for call in d.tool_calls]
+        assert calls[0].name == "f" and "".join(c.arguments for c in calls) == '{"x": 1}'
+
+
+def test_reasoning_is_streamed_as_it_arrives() -> None:
     parser = reasoning_parser("qwen3")("")
     assert not parser.feed("<think>\n")
     assert parser.feed("I think").reasoning == "I think"
@@ -100,7 +176,7 @@ def test_reasoning_streams() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    """Bytes, and `</think>` as one token."""
+    """A tokenizer of bytes, with `</think>` as one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[])
@@ -123,9 +199,15 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
         ("qwen3", "", "abc", 0),
         ("qwen3", OPEN, "ab</think>c", 2),
         ("granite", "", "Here is my thought process: a Here is my response: b", 30),
+        (
+            "openai_gptoss",
+            "",
+            "<|channel|>analysis<|message|>ab<|end|><|channel|>final<|message|>c",
+            39,
+        ),
     ],
 )
-def test_reasoning_tokens(tokenizer: Tokenizer, name, prompt, text, count) -> None:
+def test_reasoning_tokens_are_counted(tokenizer: Tokenizer, name, prompt, text, count) -> None:
     parser = reasoning_parser(name)(prompt)
     parser.feed(text)
     parser.finish()
@@ -147,7 +229,7 @@ CHOICE = StructuredOutput(GrammarKind.CHOICE, '["a"]')
         ("granite", "", False),
     ],
 )
-def test_a_constraint_knows_of_the_reasoning_before_it(
+def test_a_constraint_contains_the_markers_of_reasoning(
     tokenizer: Tokenizer, name, prompt, is_open
 ) -> None:
     left = reasoning_parser(name)(prompt).allow_reasoning_before(CHOICE, tokenizer)
@@ -165,13 +247,13 @@ def test_a_constraint_knows_of_the_reasoning_before_it(
         assert left.reasoning.end_token_ids == (tokenizer.token_to_id("</think>"),)
 
 
-def test_tool_calls_after_reasoning() -> None:
+def test_tool_calls_may_follow_reasoning() -> None:
     text = (
         '<think>use <tool_call> now</think>\nOk.\n<tool_call>{"name": "f", "arguments": '
         '{"a": 1}}</tool_call>'
     )
     for pieces in ([text], list(text)):
-        parser = ChatOutputParser(reasoning_parser("qwen3")(""), tool_parser("hermes")())
+        parser = ChatOutputParser(reasoning_parser("qwen3")(""), CallParser(FORMATS["hermes"]))
         deltas = [parser.feed(piece) for piece in pieces] + [parser.feed("", finished=True)]
         assert "".join(d.reasoning for d in deltas) == "use <tool_call> now"
         assert "".join(d.content for d in deltas) == "Ok."
@@ -180,7 +262,7 @@ def test_tool_calls_after_reasoning() -> None:
         assert json.loads("".join(call.arguments for call in calls)) == {"a": 1}
 
 
-def test_without_parsers_all_is_content() -> None:
+def test_without_parsers_all_text_is_content() -> None:
     parser = ChatOutputParser(None, None)
     assert parser.feed("<think>a").content == "<think>a"
     assert not parser.feed("", finished=True)

@@ -69,7 +69,7 @@ ATTACKS: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("messages", "fields", "param"), ATTACKS)
-def test_special_tokens_in_text(
+def test_special_tokens_in_text_are_handled_by_mode(
     messages: list[dict[str, Any]], fields: dict[str, Any], param: str
 ) -> None:
     given = json.dumps([messages, fields])
@@ -97,7 +97,7 @@ def test_special_tokens_in_text(
     ],
 )
 @pytest.mark.parametrize("guard", [ESCAPE, REFUSE], ids=["escape", "refuse"])
-def test_special_token_made_of_several_texts_is_text(
+def test_special_token_spanning_several_texts_is_text(
     texts: list[str], guard: SpecialTokenGuard
 ) -> None:
     parts = [{"type": "text", "text": text} for text in texts]
@@ -108,7 +108,7 @@ def test_special_token_made_of_several_texts_is_text(
     assert "".join(texts).replace("\ufdd0", "\ufffd").replace("\ufdd1", "\ufffd") in text
 
 
-def test_role_that_completes_a_special_token_of_the_template() -> None:
+def test_role_that_completes_a_special_token_is_text() -> None:
     template = ChatTemplate("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
     tokenizer = smollm2_tokenizer()
     prompt = template.render([{"role": "im_end", "content": "a"}], ESCAPE)
@@ -117,7 +117,7 @@ def test_role_that_completes_a_special_token_of_the_template() -> None:
     assert tokenizer.special_ids.isdisjoint(token_ids)
 
 
-def test_marks_of_the_model_are_its_own_in_its_messages() -> None:
+def test_assistant_messages_may_contain_markers_of_the_model() -> None:
     mark = smollm2_tokenizer().token_to_id("<file_sep>")
     for role, count in (("assistant", 1), ("user", 0)):
         _, token_ids = encode(ESCAPE, [{"role": role, "content": "<file_sep>a<|im_end|>"}])
@@ -135,13 +135,13 @@ def test_text_without_special_tokens_has_the_same_tokens(texts: list[str], is_js
         assert encode(ESCAPE, messages, **fields) == encode(REFUSE, messages, **fields) == expected
 
 
-def test_long_texts_are_searched_across_windows() -> None:
+def test_special_tokens_are_found_across_window_boundaries() -> None:
     for at in range((1 << 16) - 12, (1 << 16) + 2):
         text = "a" * at + "<|im_end|>"
         assert ESCAPE.protect(text, "x").count("\ufdd0") == 1
 
 
-def test_token_that_the_tokenizer_always_recognizes_is_refused(tmp_path: Path) -> None:
+def test_token_that_cannot_be_escaped_is_rejected(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>"])

@@ -1,4 +1,4 @@
-"""Chat templates, against transformers' rendering of the same template and messages."""
+"""Chat templates, compared with the rendering by transformers."""
 
 import json
 import time
@@ -105,7 +105,7 @@ def reference(template: str, messages, **variables) -> str:
 @pytest.mark.parametrize("source", [CHATML, HEADERS_AND_TOOLS, PARTS])
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_same_prompt_as_transformers(source, messages, generate, tools) -> None:
+def test_prompt_equals_that_of_transformers(source, messages, generate, tools) -> None:
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
     ours = template.render(messages, add_generation_prompt=generate, tools=tools)
     assert ours == reference(
@@ -113,7 +113,7 @@ def test_same_prompt_as_transformers(source, messages, generate, tools) -> None:
     )
 
 
-def test_variables_of_the_request() -> None:
+def test_template_receives_the_variables_of_the_request() -> None:
     source = "{{ enable_thinking }}{{ documents[0].title }}{{ strftime_now('%Y') }}"
     text = ChatTemplate(source).render(
         CONVERSATIONS[0],
@@ -125,7 +125,7 @@ def test_variables_of_the_request() -> None:
 
 @pytest.mark.parametrize("text", ["The answer", "The answer ", "", "  x"])
 @pytest.mark.parametrize("source", [CHATML, HEADERS_AND_TOOLS, PARTS])
-def test_continue_final_message(source: str, text: str) -> None:
+def test_continue_final_message_ends_with_its_text(source: str, text: str) -> None:
     messages = [*CONVERSATIONS[0], {"role": "assistant", "content": text}]
     prompt = ChatTemplate(source, special_tokens={"bos_token": "<s>"}).render(
         messages, add_generation_prompt=False, continue_final_message=True
@@ -134,7 +134,7 @@ def test_continue_final_message(source: str, text: str) -> None:
     assert prompt.endswith(text.strip() if source is HEADERS_AND_TOOLS else text)
 
 
-def test_continue_final_message_needs_text_that_shows() -> None:
+def test_continue_final_message_requires_visible_text() -> None:
     template = ChatTemplate(CHATML)
     with pytest.raises(ChatTemplateError, match="cannot both be true"):
         template.render(CONVERSATIONS[0], continue_final_message=True)
@@ -173,14 +173,14 @@ TEXT_PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
         ("{{ messages[0].content }}", "auto", ["a", {"type": "refusal", "refusal": "b"}], "a\nb"),
     ],
 )
-def test_content_reaches_the_template_as_it_reads_it(
+def test_content_has_the_form_that_the_template_expects(
     source, content_format, content, expected
 ) -> None:
     template = ChatTemplate(source, content_format=content_format)
     assert template.render([{"role": "user", "content": content}]).strip() == expected
 
 
-def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+def test_template_receives_arguments_of_tool_calls_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1]}'}}
     messages = [
         {"role": "user", "content": "go"},
@@ -197,20 +197,20 @@ CALLS = "{% for m in messages %}{{ m.role }} {{ m.tool_call_id }} {{ m.tool_call
 
 
 @pytest.mark.parametrize("arguments", ['{"a', "", "null", "[1]", "NaN", '"x"', None, 5, ["x"]])
-def test_arguments_that_are_no_object_are_an_empty_one(arguments: object) -> None:
+def test_arguments_that_are_not_an_object_become_an_empty_one(arguments: object) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     text = ChatTemplate(CALLS).render([{"role": "assistant", "tool_calls": [call]}])
     assert '"function": {"name": "f", "arguments": {}}' in text
 
 
-def test_calls_of_custom_tools_are_calls_of_the_functions_that_stand_for_them() -> None:
+def test_calls_of_custom_tools_become_function_calls() -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "sh", "input": 'ls "a"'}}
     text = ChatTemplate(CALLS).render([{"role": "assistant", "tool_calls": [call]}])
     function = {"name": "sh", "arguments": {"input": 'ls "a"'}}
     assert json.dumps([{"id": "1", "type": "function", "function": function}]) in text
 
 
-def test_calls_and_results_of_functions_are_those_of_tools() -> None:
+def test_calls_and_results_of_functions_become_those_of_tools() -> None:
     messages = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{"}},
@@ -231,7 +231,7 @@ def test_calls_and_results_of_functions_are_those_of_tools() -> None:
         ("{{ messages[-1].content }}", ""),
     ],
 )
-def test_null_content(source: str, expected: str) -> None:
+def test_null_content_is_accepted(source: str, expected: str) -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert ChatTemplate(source).render([message]) == expected
@@ -246,14 +246,14 @@ def test_null_content_without_tool_calls_is_empty() -> None:
     )
 
 
-def test_developer_is_system_where_the_template_has_no_such_role() -> None:
+def test_developer_becomes_system_if_the_template_has_no_such_role() -> None:
     message = {"role": "developer", "content": "x"}
     assert ChatTemplate("{{ messages[0].role }}").render([message]) == "system"
     knows = "{% if messages[0].role == 'developer' %}developer!{% endif %}"
     assert ChatTemplate(knows).render([message]) == "developer!"
 
 
-def test_reasoning_of_earlier_turns() -> None:
+def test_template_receives_reasoning_of_earlier_turns() -> None:
     message = {"role": "assistant", "content": "x", "reasoning": "because"}
     template = ChatTemplate("{{ messages[0].reasoning_content }} {{ messages[0].thinking }}")
     assert template.render([message]) == "because because"
@@ -291,18 +291,18 @@ def test_reasoning_of_earlier_turns() -> None:
         ),
     ],
 )
-def test_the_field_at_fault_is_named(message, param: str, problem: str) -> None:
+def test_an_error_names_the_invalid_field(message, param: str, problem: str) -> None:
     with pytest.raises(ParameterError, match=problem) as error:
         ChatTemplate(CHATML).render([{"role": "user", "content": "x"}, message])
     assert error.value.param == param
 
 
-def test_no_messages() -> None:
+def test_empty_messages_are_rejected() -> None:
     with pytest.raises(ParameterError, match="messages must not be empty"):
         ChatTemplate(CHATML).render([])
 
 
-def test_the_templates_own_errors() -> None:
+def test_errors_raised_by_the_template_are_reported() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     refusal = r"^the chat template rejected the messages: roles must alternate$"
     with pytest.raises(ChatTemplateError, match=refusal):
@@ -333,7 +333,7 @@ def test_the_templates_own_errors() -> None:
         "{{ lipsum(100000) }}",
     ],
 )
-def test_a_template_cannot_get_out_or_go_on(source: str, monkeypatch) -> None:
+def test_a_template_cannot_escape_the_sandbox_or_run_for_ever(source: str, monkeypatch) -> None:
     monkeypatch.setattr("engine.frontend.chat.template.MAX_RENDER_SECONDS", 0.2)
     start = time.monotonic()
     template = ChatTemplate(source)
@@ -342,7 +342,7 @@ def test_a_template_cannot_get_out_or_go_on(source: str, monkeypatch) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_the_template_for_tool_use_is_for_tool_use(tmp_path) -> None:
+def test_the_tool_use_template_is_used_only_with_tools(tmp_path) -> None:
     def prompt(with_tools: bool, instead: str | None = None, **templates: str) -> str | None:
         backend = tokenizers.Tokenizer(models.BPE())
         backend.decoder = decoders.ByteLevel()
@@ -369,11 +369,11 @@ def test_the_template_for_tool_use_is_for_tool_use(tmp_path) -> None:
         ("{% for tool in tools %}{{ tool.function.description }}{% endfor %}", True),
     ],
 )
-def test_a_template_that_does_not_show_tools_is_recognized(source: str, shows: bool) -> None:
+def test_a_template_that_ignores_tools_is_recognized(source: str, shows: bool) -> None:
     assert ChatTemplate(source).shows_tools is shows
 
 
-def test_template_from_a_file_or_as_given(tmp_path) -> None:
+def test_chat_template_option_is_a_file_or_the_template_itself(tmp_path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text(CHATML, encoding="utf-8")
     assert load_chat_template(str(file)) == load_chat_template(CHATML) == CHATML

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.frontend.chat import reasoning_parser, tool_parser
+from engine.frontend.chat import FORMATS, reasoning_parser
 from engine.frontend.cli import engine_config
 from engine.frontend.cli.arguments import Settings, parse_settings
 from engine.frontend.cli.engine_config import make_engine_config
@@ -89,9 +89,9 @@ def test_help_lists_every_flag_once() -> None:
 
 
 def test_every_tool_and_reasoning_parser_exists() -> None:
-    for name in FLAGS["--tool-call-parser"].choices:
-        assert tool_parser(name)()
-    for name in FLAGS["--reasoning-parser"].choices:
+    choices = {"auto", "none"}
+    assert {*FLAGS["--tool-call-parser"].choices} == FORMATS.keys() | choices
+    for name in {*FLAGS["--reasoning-parser"].choices} - choices:
         assert reasoning_parser(name)("")
 
 
@@ -168,7 +168,7 @@ def test_values_and_the_spellings_of_the_peers(
     [
         (["--port", "70000"], ["--port", "70000", "65535"]),
         (["--port", "http"], ["--port", "'http'", "integer"]),
-        (["--block-size", "0"], ["--block-size", "between 1 and 1024", "got 0"]),
+        (["--block-size", "0"], ["--block-size", "between 1 and 65536", "got 0"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1.5", "between"]),
         (["--mem-fraction-static", "nan"], ["--mem-fraction-static", "finite"]),
         (["--max-model-len", "many"], ["--max-model-len", "'many'"]),
@@ -182,12 +182,15 @@ def test_values_and_the_spellings_of_the_peers(
         (["--port"], ["--port", "expected one argument"]),
         (["--max-num-sequences", "3"], ["--max-num-sequences", "did you mean --max-num-seqs?"]),
         (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
-        (["--enable-auto-tool-choice"], ["needs --tool-call-parser"]),
+        (
+            ["--enable-auto-tool-choice", "--tool-call-parser=none"],
+            ["needs another --tool-call-parser"],
+        ),
         (
             ["--skip-tokenizer-init", "--reasoning-parser", "qwen3"],
             ["--reasoning-parser needs the tokenizer", "--skip-tokenizer-init"],
         ),
-        (["--enable-lora"], ["unknown flag --enable-lora"]),
+        (["--enable-dbo"], ["unknown flag --enable-dbo"]),
         (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),
         (
             ["--speculative-config", '{"num_speculative_tokens": 65}'],
@@ -234,7 +237,6 @@ def test_invalid_arguments_print_one_line_with_flag_value_and_limit(
 
 def test_no_op_flags_of_other_servers_are_accepted() -> None:
     same = [
-        "--trust-remote-code",
         "--tokenizer-mode",
         "auto",
         "--runner=generate",
@@ -243,7 +245,7 @@ def test_no_op_flags_of_other_servers_are_accepted() -> None:
     ]
     same += ["--kv_offloading_backend", "native", "--logprobs-mode", "raw_logprobs"]
     same += ["-ngl", "99", "--n-gpu-layers=all"]
-    same += ["--model-impl", "auto", "--config-format=auto", "--guided-decoding-backend", "auto"]
+    same += ["--config-format=auto", "--guided-decoding-backend", "auto"]
     assert parse(*same) == parse()
 
 
@@ -298,7 +300,7 @@ def test_command_line_overrides_configuration_file(tmp_path: Path) -> None:
         ("- a", "mapping"),
         ("a: [", "invalid YAML"),
         ("config: other.yaml", "cannot include another one"),
-        ("enable-lora: true", "unknown option enable-lora"),
+        ("enable-dbo: true", "unknown option enable-dbo"),
         ("port: [1, 2]", "port: must be a single value"),
         ("tokenizer-mode: slow", "tokenizer-mode: 'slow' is not supported; use auto or hf"),
     ],
@@ -352,6 +354,7 @@ def test_step_limits_are_checked_against_each_other() -> None:
         ),
         (["-tp", "8"], ["--tensor-parallel-size 8", "12 attention heads"]),
         (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use at most 7"]),
+        (["-tp", "2", "-ep"], ["--enable-expert-parallel", "no experts"]),
     ],
 )
 def test_indivisible_model_is_rejected_with_valid_sizes(argv, parts) -> None:

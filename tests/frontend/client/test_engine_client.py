@@ -63,7 +63,7 @@ def request(max_tokens: int = 4, prompt: list[int] = PROMPT, **params: object) -
 
 
 async def read_all(group: RequestGroup) -> dict[int, tuple[str, list[int]]]:
-    """Text and tokens of each sequence, read piece by piece."""
+    """Return text and tokens of each sequence, read piece by piece."""
     read = {sequence.position: ("", list[int]()) for sequence in group.sequences}
     while update := await read_next(group):
         for position, delta in update:
@@ -88,7 +88,7 @@ async def test_streams_the_tokens_and_text_of_every_sequence(tmp_path: Path) -> 
 
 
 @on_event_loop
-async def test_result_is_the_whole_of_each_sequence(tmp_path: Path) -> None:
+async def test_result_contains_the_whole_output_of_each_sequence(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(5), request(3)], request_id="r")
         first, second = await drive(core, group.result())
@@ -98,7 +98,7 @@ async def test_result_is_the_whole_of_each_sequence(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_what_a_slow_reader_misses_comes_in_one_piece(tmp_path: Path) -> None:
+async def test_a_slow_reader_receives_missed_output_in_one_piece(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         slow = await client.submit([request(100)], request_id="slow")
         fast = await client.submit([request(100)], request_id="fast")
@@ -120,7 +120,7 @@ async def test_what_a_slow_reader_misses_comes_in_one_piece(tmp_path: Path) -> N
 
 
 @on_event_loop
-async def test_requests_of_one_tick_travel_together(tmp_path: Path) -> None:
+async def test_requests_of_one_tick_are_sent_in_one_message(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         groups = [await client.submit([request()], request_id=str(i)) for i in range(10)]
         await until(lambda: len(core.requests) == 10, core.receive)
@@ -132,7 +132,7 @@ async def test_requests_of_one_tick_travel_together(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_the_core_gets_everything_it_needs(tmp_path: Path) -> None:
+async def test_the_core_receives_every_field_of_a_request(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         prompt = [i % 1000 for i in range(100)]
         wanted = SequenceRequest(prompt, SamplingParams(), cache_salt="tenant a", tenant="a")
@@ -152,7 +152,7 @@ async def test_the_core_gets_everything_it_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", PrefixHash)
 @on_event_loop
-async def test_hashes_of_a_prompt_that_is_hashed_in_slices(
+async def test_hashing_a_prompt_in_slices_does_not_change_its_hashes(
     tmp_path: Path, algorithm: PrefixHash
 ) -> None:
     config = engine_config(tmp_path)
@@ -171,7 +171,7 @@ async def test_hashes_of_a_prompt_that_is_hashed_in_slices(
 
 
 @on_event_loop
-async def test_prompt_logprobs_cover_the_prompt_but_for_its_first_token(tmp_path: Path) -> None:
+async def test_prompt_logprobs_cover_all_but_the_first_prompt_token(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         wanted = request(1, prompt=PROMPT * 4, prompt_logprobs=2)
         group = await client.submit([wanted], request_id="r")
@@ -183,7 +183,7 @@ async def test_prompt_logprobs_cover_the_prompt_but_for_its_first_token(tmp_path
 
 
 @on_event_loop
-async def test_sequences_without_a_seed_get_different_ones(tmp_path: Path) -> None:
+async def test_sequences_without_a_seed_get_different_seeds(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         await client.submit([request(), request(), request(seed=3)], request_id="r")
         await until(lambda: len(core.requests) == 3, core.receive)
@@ -193,7 +193,7 @@ async def test_sequences_without_a_seed_get_different_ones(tmp_path: Path) -> No
 
 
 @on_event_loop
-async def test_abort_ends_the_request_at_the_core_and_for_its_reader(tmp_path: Path) -> None:
+async def test_abort_ends_the_request_at_the_core_and_its_stream(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(100), request(2)], request_id="r")
         reader = asyncio.ensure_future(read_all(group))
@@ -223,7 +223,7 @@ async def test_4_7_a_stop_string_ends_the_request_at_the_core(tmp_path: Path) ->
 
 
 @on_event_loop
-async def test_start_waits_until_the_core_greets(tmp_path: Path) -> None:
+async def test_start_waits_for_the_cores_greeting(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     core = opened(EchoCore(config))
     client = opened(EngineClient(config, 3, smollm2_tokenizer()))
@@ -248,21 +248,21 @@ async def test_a_core_that_starts_after_its_frontend_is_found(tmp_path: Path) ->
 
 
 @on_event_loop
-async def test_a_core_of_another_version_is_refused(tmp_path: Path) -> None:
+async def test_a_core_of_another_version_is_rejected(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     core = opened(EchoCore(config))
-    core.ready = msgspec.structs.replace(core.ready, version=8)
+    core.ready = msgspec.structs.replace(core.ready, version=PROTOCOL_VERSION + 1)
     client = opened(EngineClient(config, 0, smollm2_tokenizer()))
     starting = asyncio.ensure_future(client.start())
     await until(starting.done, core.receive)
-    expected = f"version 8; this frontend expects version {PROTOCOL_VERSION}"
+    expected = f"version {PROTOCOL_VERSION + 1}; this frontend expects version {PROTOCOL_VERSION}"
     with pytest.raises(EngineDead, match=expected):
         starting.result()
     assert not client.ready
 
 
 @on_event_loop
-async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Path) -> None:
+async def test_a_failed_engine_fails_current_and_new_requests(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         streamed = await client.submit([request(100)], request_id="a")
         await read_step(core, streamed)
@@ -283,7 +283,7 @@ async def test_a_dead_engine_fails_what_is_in_flight_and_what_comes(tmp_path: Pa
 
 
 @on_event_loop
-async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_path: Path) -> None:
+async def test_streams_continue_unchanged_on_the_next_core(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     whole = [PROMPT[i % len(PROMPT)] for i in range(40)]
     async with connected(config) as (client, core):
@@ -304,9 +304,9 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
         await until(lambda: len(successor.requests) == 5, successor.receive)
         [hello] = successor.received
         assert isinstance(hello, ClientHello) and hello.epoch == 8
-        # All of them say under which name the core before may have known them.
+        # Each contains the index that it had at the previous core.
         assert [again.was_index for again in hello.requests] == [0, 1, 2, 4, 6]
-        # What no core had accepted has no place in a queue yet.
+        # A request that no core had accepted has no place in a queue yet.
         assert [again.is_resubmitted for again in hello.requests] == [True] * 4 + [False]
         rest = await drive(successor, read.result())
         texts = await drive(successor, unread.result())
@@ -328,10 +328,10 @@ async def test_streams_go_on_at_the_next_core_as_if_nothing_had_happened(tmp_pat
 
 
 @on_event_loop
-async def test_many_requests_go_in_pieces_and_so_does_a_greeting(
+async def test_requests_and_greetings_over_the_message_limit_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.frontend.client.core_connection.PIECE_BYTES", 2000)
+    monkeypatch.setattr("engine.frontend.client.replicas.core_connection.PIECE_BYTES", 2000)
     config = engine_config(tmp_path)
     whole = [PROMPT[i % len(PROMPT)] for i in range(30)]
     async with connected(config) as (client, core):
@@ -356,7 +356,7 @@ async def test_many_requests_go_in_pieces_and_so_does_a_greeting(
             for message in successor.received
             if isinstance(message, ClientHello | AddRequests)
             for sent in message.requests
-            if sent.is_resubmitted
+            if 0 <= sent.was_index < 40
         ]
         assert again == list(range(40))
         assert [delta.token_ids for delta in rest] == [whole] * 40
@@ -366,10 +366,10 @@ async def test_many_requests_go_in_pieces_and_so_does_a_greeting(
 
 
 @on_event_loop
-async def test_a_greeting_is_whole_when_the_rest_of_it_is_aborted(
+async def test_a_greeting_is_complete_when_its_remaining_requests_are_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.frontend.client.core_connection.PIECE_BYTES", 1)
+    monkeypatch.setattr("engine.frontend.client.replicas.core_connection.PIECE_BYTES", 1)
     config = engine_config(tmp_path)
     async with connected(config) as (client, core):
         first = await client.submit([request(3)], request_id="goes on")
@@ -397,7 +397,7 @@ async def test_a_greeting_is_whole_when_the_rest_of_it_is_aborted(
 
 
 @on_event_loop
-async def test_a_request_that_no_message_can_carry_fails_alone(
+async def test_a_request_over_the_message_limit_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.protocol.transport.MAX_FRAME_BYTES", 3000)
@@ -415,7 +415,7 @@ async def test_a_request_that_no_message_can_carry_fails_alone(
 
 
 @on_event_loop
-async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
+async def test_sequences_move_to_another_replica_if_theirs_is_delayed(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
@@ -458,7 +458,7 @@ async def test_sequences_go_on_at_another_replica_if_their_own_will_not_at_once(
 
 
 @on_event_loop
-async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> None:
+async def test_a_request_is_suspected_until_it_gets_a_token(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, first):
         group = await client.submit([request(40), request(40), request(40)], request_id="r")
@@ -483,8 +483,8 @@ async def test_a_suspect_is_named_until_it_has_got_a_token(tmp_path: Path) -> No
             suspect, bystander = -1, core.requests[1].request_index
 
 
-class SilentDeaths:
-    """Cores of one epoch after the other, each of which dies with no last words."""
+class CrashingCores:
+    """Cores of consecutive epochs, each of which exits without a final message."""
 
     def __init__(self, config: EngineConfig, first: EchoCore) -> None:
         self._config = config
@@ -502,12 +502,12 @@ class SilentDeaths:
 
 
 @on_event_loop
-async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_does(
+async def test_a_request_that_kills_every_core_fails_and_no_other_does(
     tmp_path: Path,
 ) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, first):
-        deaths = SilentDeaths(config, first)
+        cores = CrashingCores(config, first)
         begun = await client.submit([request(200)], request_id="begun")
         await drive(first, begun.wait_for_updates())
         neighbours = await client.submit([request(200)] * 3, request_id="neighbours")
@@ -517,17 +517,17 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
         num_doubtful: list[int] = []
 
         def run_core() -> None:
-            deaths.receive()
-            sent = deaths.core.requests
+            cores.receive()
+            sent = cores.core.requests
             if any(message.request_index == poison.request_index for message in sent):
                 num_doubtful.append(sum(not other.has_progressed for other in others))
-                deaths.next()
+                cores.next()
             elif sent:
-                deaths.core.step()
+                cores.core.step()
 
         await until(lambda: poison.finished, run_core)
         assert (poison.finish_reason, poison.error) == (FinishReason.ERROR, POISON_REQUEST)
-        # It came twice with others, and twice when none of them could have been the cause.
+        # It was sent twice with others, and twice when none of them could have been the cause.
         assert len(num_doubtful) == 4 and num_doubtful[2:] == [0, 0]
         await until(lambda: not client.num_inflight, run_core)
         for sequence in others:
@@ -536,15 +536,15 @@ async def test_a_request_that_kills_every_core_it_comes_to_fails_and_no_other_do
 
 
 @on_event_loop
-async def test_what_was_the_cause_of_a_death_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_poison_request_is_rejected_when_it_is_sent_again(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         prompt = [5, 6, 7]
         group = await client.submit([request(prompt=prompt), request()], request_id="poison")
         await until(lambda: len(core.requests) == 2, core.receive)
-        convicted = FinishedRequest(
+        failed = FinishedRequest(
             group.sequences[0].request_index, FinishReason.ERROR, message=POISON_REQUEST
         )
-        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, finished=[convicted]))
+        core.send(b"client0", EngineCoreOutputs(0, 0, 1.0, finished=[failed]))
         assert [delta.error for delta in await group.result()] == [POISON_REQUEST] * 2
         again = await client.submit([request(prompt=prompt)] * 2, request_id="again")
         assert [delta.error for delta in await again.result()] == [POISON_REQUEST] * 2
@@ -560,7 +560,7 @@ async def test_what_was_the_cause_of_a_death_is_not_tried_again(tmp_path: Path) 
 
 
 @on_event_loop
-async def test_a_poison_that_goes_from_replica_to_replica_fails_with_the_fourth_core(
+async def test_a_poison_request_on_several_replicas_fails_with_the_fourth_core(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
@@ -612,46 +612,46 @@ async def test_a_poison_that_goes_from_replica_to_replica_fails_with_the_fourth_
 
 
 @on_event_loop
-async def test_a_token_between_two_silent_deaths_clears_a_sequence(tmp_path: Path) -> None:
+async def test_a_token_between_two_crashes_clears_a_sequence(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, first):
-        deaths = SilentDeaths(config, first)
+        cores = CrashingCores(config, first)
         group = await client.submit([request(60)], request_id="r")
         for number in range(12):
-            await until(lambda: len(deaths.core.requests) == 1, deaths.receive)
-            assert not deaths.core.requests[0].is_suspect
+            await until(lambda: len(cores.core.requests) == 1, cores.receive)
+            assert not cores.core.requests[0].is_suspect
             if number % 2:
                 tokens = group.sequences[0].num_generated_tokens
-                deaths.core.step()
+                cores.core.step()
                 await until(
                     lambda tokens=tokens: group.sequences[0].num_generated_tokens > tokens,
-                    deaths.receive,
+                    cores.receive,
                 )
-            deaths.next()
-        [delta] = await drive(deaths.core, group.result())
+            cores.next()
+        [delta] = await drive(cores.core, group.result())
         assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(60)]
 
 
 @on_event_loop
-async def test_a_core_with_last_words_and_one_that_only_lost_outputs_accuse_nobody_else(
+async def test_a_core_that_names_no_suspects_makes_no_request_suspected(
     tmp_path: Path,
 ) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, first):
-        deaths = SilentDeaths(config, first)
+        cores = CrashingCores(config, first)
         group = await client.submit([request(5)], request_id="r")
         for _ in range(5):
-            await until(lambda: len(deaths.core.requests) == 1, deaths.receive)
-            assert not deaths.core.requests[0].is_suspect
-            deaths.core.hub.send(b"client0", ReplicaLost(b"", b""))
-            await until(lambda: LossNoted() in deaths.core.received, deaths.receive)
-            deaths.next()
-        [delta] = await drive(deaths.core, group.result())
+            await until(lambda: len(cores.core.requests) == 1, cores.receive)
+            assert not cores.core.requests[0].is_suspect
+            cores.core.hub.send(b"client0", ReplicaLost(b"", b""))
+            await until(lambda: LossNoted() in cores.core.received, cores.receive)
+            cores.next()
+        [delta] = await drive(cores.core, group.result())
         assert delta.finish_reason == "length"
 
 
 @on_event_loop
-async def test_a_draining_server_finishes_but_takes_nothing_new(tmp_path: Path) -> None:
+async def test_a_draining_client_finishes_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(10)], request_id="a")
         client.draining = True
@@ -662,7 +662,7 @@ async def test_a_draining_server_finishes_but_takes_nothing_new(tmp_path: Path) 
 
 
 @on_event_loop
-async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
+async def test_invalid_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(6)], request_id="r")
         await read_step(core, group)
@@ -679,7 +679,7 @@ async def test_garbage_and_repeated_frames_are_dropped(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_what_the_supervisor_dropped_is_exported(tmp_path: Path) -> None:
+async def test_frames_dropped_by_the_supervisor_are_counted_in_metrics(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     async with connected(config) as (client, core):
         with zmq.Context() as context:
@@ -699,7 +699,7 @@ NONSENSE = EngineCoreOutputs(0, 0, 1.0, int32_bytes([0]), int32_bytes([0, 1]))
 
 @pytest.mark.parametrize("fault", ["a message is lost", "a message makes no sense"])
 @on_event_loop
-async def test_after_lost_outputs_streams_go_on_at_the_same_core(
+async def test_streams_continue_at_the_same_core_after_lost_outputs(
     tmp_path: Path, fault: str
 ) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
@@ -727,7 +727,7 @@ async def test_after_lost_outputs_streams_go_on_at_the_same_core(
 
 
 @on_event_loop
-async def test_who_loses_outputs_twice_with_no_token_in_between_fails(tmp_path: Path) -> None:
+async def test_a_request_fails_after_losing_outputs_twice_without_a_token(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(50)], request_id="r")
         await drive(core, read_next(group))
@@ -745,7 +745,7 @@ async def test_who_loses_outputs_twice_with_no_token_in_between_fails(tmp_path: 
 
 
 @on_event_loop
-async def test_a_full_queue_refuses_with_the_numbers(tmp_path: Path) -> None:
+async def test_a_full_queue_rejects_requests_with_the_limit(tmp_path: Path) -> None:
     limits = SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=3)
     async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
         groups = [await client.submit([request()], request_id=str(i)) for i in range(5)]
@@ -760,7 +760,7 @@ async def test_a_full_queue_refuses_with_the_numbers(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_a_full_queue_of_tokens_refuses(tmp_path: Path) -> None:
+async def test_a_full_queue_of_tokens_rejects_requests(tmp_path: Path) -> None:
     limits = SchedulerConfig(max_num_queued_tokens=100)
     async with connected(engine_config(tmp_path, scheduler=limits)) as (client, core):
         first = await client.submit([request(prompt=[5] * 300)], request_id="alone: any size")
@@ -771,7 +771,7 @@ async def test_a_full_queue_of_tokens_refuses(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_prefix_cache_reset_tells_whether_it_worked(tmp_path: Path) -> None:
+async def test_prefix_cache_reset_returns_whether_it_succeeded(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         group = await client.submit([request(1000 // 5)], request_id="r")
         await until(lambda: bool(core.requests), core.receive)
@@ -783,7 +783,7 @@ async def test_prefix_cache_reset_tells_whether_it_worked(tmp_path: Path) -> Non
 
 
 @on_event_loop
-async def test_nobody_waits_for_the_answer_of_a_core_that_is_gone(tmp_path: Path) -> None:
+async def test_commands_to_an_exited_core_do_not_wait(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     gone = EngineStatus([], [ReplicaInfo(0, ReplicaState.SERVING, config.epoch + 1, 0, 0)])
     async with connected(config) as (client, _core):
@@ -799,7 +799,7 @@ async def test_nobody_waits_for_the_answer_of_a_core_that_is_gone(tmp_path: Path
 
 
 @on_event_loop
-async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Path) -> None:
+async def test_a_dump_returns_its_path_or_the_failure(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         dump = asyncio.ensure_future(client.dump_event_logs())
         await until(dump.done, core.receive)
@@ -812,7 +812,9 @@ async def test_dumps_of_the_event_log_are_named_or_their_failure_is(tmp_path: Pa
 
 
 @on_event_loop
-async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Path) -> None:
+async def test_prompts_are_balanced_and_all_sequences_of_one_use_one_replica(
+    tmp_path: Path,
+) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
     config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
     cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
@@ -837,7 +839,7 @@ async def test_replicas_share_the_load_and_one_prompt_stays_on_one(tmp_path: Pat
 
 
 @on_event_loop
-async def test_a_frontend_in_a_later_life_serves_with_the_replicas_that_are_up(
+async def test_a_restarted_frontend_serves_with_the_replicas_that_are_up(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
@@ -858,7 +860,7 @@ async def test_a_frontend_in_a_later_life_serves_with_the_replicas_that_are_up(
 
 
 @on_event_loop
-async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replica(
+async def test_prompts_go_to_their_cached_prefix_but_not_to_a_drained_replica(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
@@ -923,7 +925,7 @@ async def test_prompts_go_where_their_beginning_is_and_never_to_a_drained_replic
 
 
 @on_event_loop
-async def test_without_an_open_replica_requests_wait_for_one_that_is_not_drained(
+async def test_requests_wait_while_no_replica_accepts_them(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=2)
@@ -958,7 +960,7 @@ async def test_without_an_open_replica_requests_wait_for_one_that_is_not_drained
 
 
 @on_event_loop
-async def test_no_index_is_given_to_two_live_requests(tmp_path: Path) -> None:
+async def test_live_requests_have_different_indices(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         await client.submit([request()], request_id="index 0")
         client._last_index = 2**31 - 2
@@ -993,7 +995,7 @@ async def test_stream_interval_groups_tokens_after_the_first(tmp_path: Path) -> 
 
 
 @on_event_loop
-async def test_nothing_starts_when_one_of_several_sequences_is_wrong(tmp_path: Path) -> None:
+async def test_no_sequence_starts_if_one_of_them_is_invalid(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         with pytest.raises(ParameterError, match="temperature"):
             await client.submit([request(), request(temperature=-1.0)], request_id="r")
@@ -1005,7 +1007,7 @@ async def test_nothing_starts_when_one_of_several_sequences_is_wrong(tmp_path: P
 
 
 @on_event_loop
-async def test_close_fails_what_is_in_flight_and_may_be_repeated(tmp_path: Path) -> None:
+async def test_close_fails_requests_in_flight_and_can_be_repeated(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, _):
         group = await client.submit([request()], request_id="r")
         client.close()

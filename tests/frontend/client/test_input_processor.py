@@ -37,7 +37,7 @@ def process(prompt: Any = (1, 2, 3), default: Any = None, **params: Any) -> Engi
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, np.uint16)])
-def test_any_integers_are_a_prompt(kind: Any) -> None:
+def test_any_sequence_of_integers_is_a_prompt(kind: Any) -> None:
     sent = process(kind([5, 6, 7]))
     assert int32_view(sent.prompt_token_ids).tolist() == [5, 6, 7]
 
@@ -64,7 +64,7 @@ def test_any_integers_are_a_prompt(kind: Any) -> None:
         ),
     ],
 )
-def test_what_is_no_prompt_for_this_model(prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_rejected(prompt: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as refused:
         process(prompt)
     assert refused.value.param == "prompt"
@@ -85,11 +85,13 @@ def test_the_longest_prompt_leaves_one_token() -> None:
         ({"max_tokens": 50}, 60, 60),
     ],
 )
-def test_max_tokens(default: Any, given: int | None, expected: int) -> None:
+def test_max_tokens_is_the_requested_or_the_default_value(
+    default: Any, given: int | None, expected: int
+) -> None:
     assert process([1] * 100, default, max_tokens=given).sampling_params.max_tokens == expected
 
 
-def test_max_tokens_beyond_the_context_is_refused_with_the_numbers() -> None:
+def test_max_tokens_beyond_the_context_is_rejected_with_the_numbers() -> None:
     with pytest.raises(
         ParameterError,
         match=r"max_tokens is too large: 413\. This model's maximum context length is 512 tokens and "
@@ -99,7 +101,7 @@ def test_max_tokens_beyond_the_context_is_refused_with_the_numbers() -> None:
     assert refused.value.param == "max_tokens"
 
 
-def test_min_tokens_must_fit_into_what_is_left() -> None:
+def test_min_tokens_must_fit_into_the_remaining_context() -> None:
     with pytest.raises(ParameterError, match="min_tokens must not exceed max_tokens=412, got 413"):
         process([1] * 100, min_tokens=413)
 
@@ -118,7 +120,7 @@ def test_a_bad_word_must_be_a_word() -> None:
         process(bad_words=("  ",))
 
 
-def test_stop_strings_need_text() -> None:
+def test_stop_strings_require_detokenize() -> None:
     with pytest.raises(ParameterError, match="stop strings need detokenize=true"):
         process(stop=("x",), detokenize=False)
 
@@ -130,12 +132,12 @@ def test_parameters_are_verified_against_the_model() -> None:
         process(logprobs=21)
 
 
-def test_text_is_the_frontends_business() -> None:
+def test_options_of_text_are_not_sent_to_the_core() -> None:
     params = process(stop=("x",), n=3, seed=5).sampling_params
     assert (params.stop, params.n, params.seed) == ((), 1, 5)
 
 
-def test_a_server_with_a_seed_draws_the_same_seeds_again() -> None:
+def test_a_server_with_a_seed_draws_repeatable_seeds() -> None:
     def draws(base: int) -> list[int | None]:
         config = msgspec.structs.replace(
             CONFIG, model=msgspec.structs.replace(CONFIG.model, seed=base)
@@ -151,7 +153,7 @@ def test_a_server_with_a_seed_draws_the_same_seeds_again() -> None:
 WORDS = tuple(f"unspeakable {i:04}" for i in range(1024))
 
 
-def test_what_sequences_have_in_common_is_made_once() -> None:
+def test_sequences_share_their_prompt_and_bad_words() -> None:
     prompt, params = [1, 2, 3], SamplingParams(bad_words=WORDS)
     wanted = [
         SequenceRequest(prompt, msgspec.structs.replace(params, seed=seed)) for seed in range(256)
@@ -164,7 +166,7 @@ def test_what_sequences_have_in_common_is_made_once() -> None:
         assert other.sampling_params.bad_words_token_ids is first_ids
 
 
-def test_others_get_their_turn_while_many_bad_words_are_encoded() -> None:
+def test_encoding_many_bad_words_does_not_block_the_event_loop() -> None:
     async def have_turns() -> int:
         num_turns = 0
         with closing(ThreadExecutor()) as executor:
@@ -190,7 +192,7 @@ def test_others_get_their_turn_while_many_bad_words_are_encoded() -> None:
         ({"bad_words_token_ids": ((5,) * 40_000,)}, "bad_words", 40_000),
     ],
 )
-def test_lists_that_every_sequence_takes_along_are_bounded_in_all(
+def test_the_total_size_of_lists_for_all_sequences_is_bounded(
     params: Any, field: str, size: int
 ) -> None:
     wanted, most = SequenceRequest([1, 2], SamplingParams(**params)), 2**22
@@ -204,7 +206,7 @@ def test_lists_that_every_sequence_takes_along_are_bounded_in_all(
     assert refused.value.param == field
 
 
-def test_a_grammar_that_every_sequence_takes_along_is_bounded_in_all() -> None:
+def test_the_total_size_of_a_grammar_for_all_sequences_is_bounded() -> None:
     constraint = StructuredOutput(GrammarKind.REGEX, "a" * 2**20)
     wanted = SequenceRequest([1], SamplingParams(structured_output=constraint))
     process_all(*[wanted] * 64)

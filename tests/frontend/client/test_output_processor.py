@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.frontend.client.core_load import CoreLoad
 from engine.frontend.client.output_processor import OutputProcessor
+from engine.frontend.client.replicas.core_load import CoreLoad
 from engine.frontend.client.request_group import RequestGroup, Sequence
 from engine.frontend.client.sequence_io import Delta
 from engine.frontend.metrics.metrics import Metrics
@@ -40,7 +40,7 @@ def finished(index: int, reason: FinishReason, **more: Any) -> FinishedRequest:
 
 @dataclass
 class Harness:
-    """An output processor with its sequences; `aborted` lists what it told the core to end."""
+    """An output processor with its sequences; `aborted` lists the requests that it aborted at the core."""
 
     aborted: list[int] = field(default_factory=list)
 
@@ -59,6 +59,7 @@ class Harness:
             [len(params)],
             stream_interval=1,
             on_abort=lambda group: None,
+            wake_soon=self.processor.wake_soon,
         )
 
     def _sequence(self, params: SamplingParams) -> Sequence:
@@ -131,7 +132,7 @@ async def generate(
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[list[list[int]], set[int]]:
-    """TOKENS cut into steps, and after which of them somebody reads."""
+    """Draw TOKENS split into steps, and the steps after which the reader reads."""
     cuts = sorted(draw(st.sets(st.integers(1, len(TOKENS) - 1))))
     edges = [0, *cuts, len(TOKENS)]
     steps = [TOKENS[a:b] for a, b in itertools.pairwise(edges)]
@@ -170,7 +171,7 @@ async def test_4_7_nothing_after_a_stop_string_reaches_the_reader(
 
 @pytest.mark.parametrize("include", [False, True])
 @on_event_loop
-async def test_a_stop_token_is_a_token_but_no_text(include: bool) -> None:
+async def test_a_stop_token_is_in_the_tokens_but_not_in_the_text(include: bool) -> None:
     steps = [TOKENS[:5], TOKENS[5:6]]
     params = SamplingParams(stop_token_ids=(TOKENS[5],), include_stop_str_in_output=include)
     end = finished(0, FinishReason.STOP, stop_reason=TOKENS[5])
@@ -192,7 +193,7 @@ async def test_a_stop_token_ends_before_a_stop_string_that_it_would_complete() -
 
 
 @on_event_loop
-async def test_the_end_of_sequence_token_is_silent() -> None:
+async def test_the_end_of_sequence_token_adds_no_text() -> None:
     assert EOS is not None
     end = finished(0, FinishReason.STOP)
     params = SamplingParams(skip_special_tokens=False)
@@ -201,7 +202,7 @@ async def test_the_end_of_sequence_token_is_silent() -> None:
 
 
 @on_event_loop
-async def test_a_held_back_start_of_a_stop_string_comes_at_the_end() -> None:
+async def test_text_withheld_for_a_stop_string_is_sent_at_the_end() -> None:
     tokens = smollm2_tokenizer().encode("I said ST")
     delta, _ = await generate(
         SamplingParams(stop=("STOP",)), [[t] for t in tokens], finished(0, FinishReason.LENGTH), {8}
@@ -210,7 +211,7 @@ async def test_a_held_back_start_of_a_stop_string_comes_at_the_end() -> None:
 
 
 @on_event_loop
-async def test_a_broken_character_never_reaches_the_reader() -> None:
+async def test_partial_characters_are_not_sent() -> None:
     tokens = smollm2_tokenizer().encode("🙂")
     assert len(tokens) > 1
     harness = Harness()
@@ -226,7 +227,7 @@ async def test_a_broken_character_never_reaches_the_reader() -> None:
 
 
 @on_event_loop
-async def test_min_tokens_protects_from_stop_strings() -> None:
+async def test_stop_strings_are_ignored_before_min_tokens() -> None:
     tokens = smollm2_tokenizer().encode("a b a b a b")
     params = SamplingParams(stop=("b",), min_tokens=4)
     delta, _ = await generate(
@@ -251,7 +252,7 @@ async def test_late_tokens_of_ended_and_unknown_sequences_are_ignored() -> None:
 
 
 @on_event_loop
-async def test_rows_that_stay_the_same_are_still_those_of_whoever_is_there() -> None:
+async def test_unchanged_rows_are_matched_to_the_current_sequences() -> None:
     harness = Harness()
     group = harness.group(*[SamplingParams()] * 3)
     leaves, moves, stays = group.sequences
@@ -268,7 +269,7 @@ async def test_rows_that_stay_the_same_are_still_those_of_whoever_is_there() -> 
 
 
 @on_event_loop
-async def test_logprobs_follow_the_tokens_and_are_cut_with_them() -> None:
+async def test_logprobs_are_truncated_with_their_tokens() -> None:
     def rows(tokens: list[int]) -> TokenLogprobs:
         n = len(tokens)
         ids = [[token, 7, 8] for token in tokens]
@@ -298,7 +299,9 @@ async def test_logprobs_follow_the_tokens_and_are_cut_with_them() -> None:
     ],
 )
 @on_event_loop
-async def test_a_failure_at_the_core_reaches_the_reader(reason: FinishReason, word: str) -> None:
+async def test_a_failure_at_the_core_is_reported_to_the_reader(
+    reason: FinishReason, word: str
+) -> None:
     harness = Harness()
     group = harness.group(SamplingParams(), SamplingParams())
     harness.feed({1: TOKENS}, finished(0, reason, message="needs 9 blocks, 8 exist"))
@@ -309,7 +312,7 @@ async def test_a_failure_at_the_core_reaches_the_reader(reason: FinishReason, wo
 
 
 @on_event_loop
-async def test_a_sequence_that_the_core_forgot_does_not_hang() -> None:
+async def test_a_sequence_unknown_to_the_core_does_not_hang() -> None:
     harness = Harness()
     group = harness.group(SamplingParams())
     harness.feed({}, finished_set=int32_bytes([0, 55]))
@@ -339,7 +342,7 @@ async def test_a_sequence_that_the_core_forgot_does_not_hang() -> None:
         },
     ],
 )
-def test_a_message_that_makes_no_sense_changes_nothing(arrays: dict[str, bytes]) -> None:
+def test_an_invalid_message_changes_nothing(arrays: dict[str, bytes]) -> None:
     harness = Harness()
     group = harness.group(SamplingParams())
     with pytest.raises(ValueError):
@@ -358,7 +361,7 @@ def test_a_message_that_makes_no_sense_changes_nothing(arrays: dict[str, bytes])
 
 
 @on_event_loop
-async def test_a_token_that_cannot_be_decoded_fails_its_sequence_alone() -> None:
+async def test_a_token_that_cannot_be_decoded_fails_only_its_sequence() -> None:
     harness = Harness()
     group = harness.group(SamplingParams(stop=("STOP",)), SamplingParams(stop=("STOP",)))
     harness.feed({0: [-1], 1: TOKENS[:1]})
@@ -385,7 +388,7 @@ async def test_cached_tokens_are_those_of_the_first_scheduling() -> None:
 
 
 @on_event_loop
-async def test_what_a_slow_reader_missed_is_read_in_parts_without_a_change() -> None:
+async def test_missed_output_can_be_read_in_parts() -> None:
     tokens = [300 + i % 500 for i in range(300)]
     for logprobs in (None, 3):
         harness = Harness()

@@ -1,9 +1,9 @@
-"""Where a prompt goes: near its prefix, but never at the price of balance."""
+"""Routing of prompts to replicas: near a cached prefix, but never at the cost of balance."""
 
 from __future__ import annotations
 
-from engine.frontend.client.cached_prefixes import CachedPrefixes
-from engine.frontend.client.routing import HEADROOM, choose_replica
+from engine.frontend.client.replicas.cached_prefixes import CachedPrefixes
+from engine.frontend.client.replicas.routing import HEADROOM, choose_replica
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.messages import ReplicaLoadUpdate
 from hypothesis import given
@@ -20,7 +20,7 @@ def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
     assert chosen([3, 2, 4], [0, 0, 0]) == 1
 
 
-def test_equal_replicas_are_told_apart_by_the_prompt() -> None:
+def test_the_prompt_decides_between_equal_replicas() -> None:
     assert {home: chosen([2, 2, 2], [0, 0, 0], home=home) for home in range(4)} == {
         0: 0,
         1: 1,
@@ -29,16 +29,16 @@ def test_equal_replicas_are_told_apart_by_the_prompt() -> None:
     }
 
 
-def test_the_longest_prefix_goes_before_the_least_load() -> None:
+def test_the_longest_cached_prefix_outweighs_the_least_load() -> None:
     assert chosen([5, 3, 2], [9, 7, 0]) == 0
 
 
-def test_less_than_half_a_prompt_is_not_worth_a_wait() -> None:
+def test_a_prefix_of_less_than_half_the_prompt_is_not_waited_for() -> None:
     assert chosen([3, 2], [4, 0]) == 1
     assert chosen([2, 2], [4, 0], home=1) == 0
 
 
-def test_a_prefix_is_computed_again_where_there_is_room() -> None:
+def test_a_prefix_is_recomputed_on_an_idle_replica() -> None:
     assert chosen([HEADROOM, 0], [9, 0]) == 0
     assert chosen([HEADROOM + 1, 0], [9, 0]) == 1
     assert chosen([40, 20], [9, 0]) == 0
@@ -47,7 +47,7 @@ def test_a_prefix_is_computed_again_where_there_is_room() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10)), min_size=1), st.integers())
-def test_the_choice_is_balanced_whatever_is_cached(
+def test_replicas_are_balanced_whatever_is_cached(
     replicas: list[tuple[int, int]], home: int
 ) -> None:
     loads = [load for load, _ in replicas]
@@ -55,7 +55,7 @@ def test_the_choice_is_balanced_whatever_is_cached(
     assert load <= max(min(loads) + HEADROOM, 2 * min(loads))
 
 
-def test_blocks_count_from_when_a_sequence_is_sent_for_as_long_as_it_runs() -> None:
+def test_blocks_of_a_sequence_count_while_it_runs() -> None:
     prefixes = CachedPrefixes()
     prefixes.add_expected([1, 2, 3])
     prefixes.add_expected([1, 2])

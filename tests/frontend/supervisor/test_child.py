@@ -1,4 +1,4 @@
-"""What the supervisor makes of the signs of life of a process."""
+"""The supervisor's view of a child process: exit summaries and step rates."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
 
 
 def lines(stream: io.StringIO) -> list[str]:
-    """What was written, without the stamps."""
+    """Return the written lines without their time stamps."""
     return [re.sub(r"^\[ *\d+\.\d\d s\] ", "", line) for line in stream.getvalue().splitlines()]
 
 

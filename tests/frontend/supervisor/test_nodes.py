@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from engine.protocol.supervisor_messages import (
     Heartbeat,
     NodeCommand,
     NodeHello,
+    NodeLeft,
     NodePing,
     NodeWelcome,
     ProcessExited,
@@ -57,7 +59,7 @@ encode = msgspec.msgpack.encode
 
 
 class NodeZero:
-    """What a supervisor has of other machines, in this process. Node 1 is to run worker 1, whose core is not there."""
+    """The supervisor's part for other machines, in this process. Node 1 runs worker 1, whose core does not exist."""
 
     def __init__(self, directory: Path, runtime: Path) -> None:
         self.key = ClusterKey.generate()
@@ -78,9 +80,9 @@ class NodeZero:
             device=DeviceConfig(device=Device.NULL),
         )
         self.context: zmq.Context[Any] = zmq.Context()
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.reports: list[ProcessReport] = []
-        self.nodes = Nodes(self.context, self.config, self.told.append)
+        self.nodes = Nodes(self.context, self.config, self.messages.append)
 
     def launch(self) -> RemoteProcess:
         spec = next(s for s in engine_processes(self.config, Path(), None) if s.node == 1)
@@ -94,7 +96,7 @@ class NodeZero:
     def read_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, (what, self.told)
+            assert time.monotonic() < deadline, (what, self.messages)
             self.nodes.socket.poll(50)
             self.reports += self.nodes.read_reports()
 
@@ -124,9 +126,9 @@ def test_node_reports_an_exit_while_other_processes_report_constantly(node_zero:
         beat = [sys.executable, "-c", BEAT, f"ipc://{reports}", encode(Heartbeat("other", 9)).hex()]
         others = [subprocess.Popen(beat) for _ in range(3)]
         try:
-            node_zero.read_until(lambda: len(node_zero.reports) > 100, "the others are heard")
+            node_zero.read_until(lambda: len(node_zero.reports) > 100, "the others have reported")
             os.kill(process.pid, signal.SIGKILL)
-            node_zero.read_until(lambda: process.poll() is not None, "its death is told")
+            node_zero.read_until(lambda: process.poll() is not None, "its exit is reported")
         finally:
             for other in others:
                 other.kill()
@@ -145,20 +147,20 @@ def test_malformed_node_messages_are_dropped_and_node_still_joins(node_zero: Nod
     insiders = node_zero.stranger(node_zero.key)
     outsiders = [node_zero.stranger(None), node_zero.stranger(ClusterKey.generate())]
     for frame in garbage:
-        for liar in (insiders, *outsiders):
-            liar.send(frame, zmq.NOBLOCK)
+        for peer in (insiders, *outsiders):
+            peer.send(frame, zmq.NOBLOCK)
     insiders.send_multipart((hello, hello))
     for outsider in outsiders:
         outsider.send(hello, zmq.NOBLOCK)
-    # What no node may say before it was admitted, and what none may be.
+    # Messages that no node may send before it has joined, and invalid identities.
     insiders.send(encode(ProcessStarted("worker 1", 1, 7)))
-    insiders.send(encode(ProcessExited("worker 1", 0, 1, "a lie")))
+    insiders.send(encode(ProcessExited("worker 1", 0, 1, "invalid")))
     num_lies = len(garbage) + 3
     for rank in (-1, 0, 2**40):
         insiders.send(encode(NodeHello(PROTOCOL_VERSION, rank, 2, "thief")))
     insiders.send(encode(NodeHello(PROTOCOL_VERSION + 1, 1, 2, "an old thief")))
     process = node_zero.launch()
-    node_zero.read_until(lambda: "an old thief" in "".join(node_zero.told), "all is read")
+    node_zero.read_until(lambda: "an old thief" in "".join(node_zero.messages), "all is read")
     endings = [msgspec.msgpack.decode(insiders.recv(), type=NodeCommand) for _ in range(4)]
     assert all(isinstance(ending, EndNode) for ending in endings)
     assert "has protocol version" in endings[-1].reason
@@ -169,14 +171,16 @@ def test_malformed_node_messages_are_dropped_and_node_still_joins(node_zero: Nod
         assert is_running(process.pid)
         node_zero.nodes.close("")
         assert node.wait() == 0, node.log
-    for liar in (insiders, *outsiders):
-        liar.close()
+    for peer in (insiders, *outsiders):
+        peer.close()
     assert node_zero.nodes.num_dropped_frames == num_lies
-    assert [told for told in node_zero.told if "joined" in told] == ["node 1 joined: 127.0.0.1"]
+    assert [message for message in node_zero.messages if "joined" in message] == [
+        "node 1 joined: 127.0.0.1"
+    ]
 
 
 def keepalive_timers(port: int) -> list[float]:
-    """In how many seconds the system looks after each connection to and from a port of this machine."""
+    """Return the keepalive timer in seconds of each connection to and from a port of this machine."""
     timers = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, ours, theirs, state, _, timer, *_ = line.split()
@@ -207,9 +211,26 @@ def test_dropped_frames_of_all_nodes_are_counted(node_zero: NodeZero) -> None:
         node.socket.send(b"\xc1garbage")
         node_zero.read_until(lambda: nodes.num_dropped_frames == 2, "both are dropped")
         node.send(NodeHello(PROTOCOL_VERSION, 1, 2, "host"))
-        node_zero.read_until(lambda: node_zero.told == ["node 1 joined: host"], "it joins")
+        node_zero.read_until(lambda: node_zero.messages == ["node 1 joined: host"], "it joins")
         for count in (3, 0, 1):
             node.send(NodePing(count))
-        node_zero.read_until(lambda: nodes.num_dropped_frames == 6, "what it dropped is told")
+        node_zero.read_until(
+            lambda: nodes.num_dropped_frames == 6, "its dropped frames are reported"
+        )
         node.close()
         nodes.close("")
+
+
+def test_a_node_that_has_not_joined_is_stopped_too(node_zero: NodeZero) -> None:
+    with zmq.Context() as context:
+        address = node_zero.config.parallel.node_address
+        node: Peer[NodeCommand] = Peer(context, address, b"node", NodeCommand, node_zero.key)
+        node_zero.read_until(lambda: isinstance(node.receive(), NodeWelcome), "it is greeted")
+        node.send(NodePing(0))
+        stopping = threading.Thread(target=node_zero.nodes.close, args=("the engine failed",))
+        stopping.start()
+        assert node.socket.poll(TIMEOUT_S * 1000)
+        assert node.receive() == EndNode("the engine failed")
+        node.send(NodeLeft(""))
+        stopping.join()
+        node.close()

@@ -1,4 +1,4 @@
-"""Whatever dies in whatever order, a replica comes back whole, and nobody takes the place of one who still runs."""
+"""A replica recovers from crashes in any order, and no process is replaced while it still runs."""
 
 import math
 import signal
@@ -15,7 +15,7 @@ MAX_RESTARTS = 3
 
 
 class Simulated:
-    """A process whose end comes when the test says so, also after it was killed."""
+    """A process that exits when the test says so, even after it was killed."""
 
     def __init__(self, spec: ProcessSpec, epoch: int) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: the pieces add up, no character is broken, stop strings stop."""
+"""Incremental detokenization: pieces add up, characters stay whole, stop strings end the text."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ def byte_level(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory) -> Tokenizer:
-    """<s>, </s>, the 256 bytes and some pieces with SentencePiece's mark for a space."""
+    """A tokenizer of <s>, </s>, the 256 bytes and some pieces with SentencePiece's mark for a space."""
     pieces = ["▁", "a", "b", "▁a", "▁ab", "ab", "漢", "▁Hello", ",", "\n"]
     tokens = ["<s>", "</s>", *[f"<0x{i:02X}>" for i in range(256)], *pieces]
     content = {
@@ -86,7 +86,7 @@ def feed(detokenizer: IncrementalDetokenizer, ids: list[int], chunk_sizes: list[
 
 
 def whole_characters(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
-    """What `Tokenizer.decode` makes of `ids`, without a character that the end cuts."""
+    """Return the text of `ids` by `Tokenizer.decode`, without an incomplete last character."""
     data = b"".join(tokenizer.bytes_by_id(skip_special)[i] for i in ids)
     text = utf_8_decode(data, "replace", False)[0]
     return text.removeprefix(" ") if tokenizer.strips_leading_space else text
@@ -99,7 +99,7 @@ texts = st.text(alphabet="ab ,\né漢👍Hello", max_size=30)
 @examples(300)
 @given(data=st.data(), sizes=chunkings, skip=st.booleans())
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
+def test_pieces_add_up_to_the_decoded_text(request, name, data, sizes, skip) -> None:
     tokenizer = request.getfixturevalue(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=skip)
@@ -111,7 +111,7 @@ def test_pieces_of_any_ids_add_up(request, name, data, sizes, skip) -> None:
 @examples(200)
 @given(text=texts, sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
+def test_returned_text_is_never_changed(request, name, text, sizes) -> None:
     tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(text)
     detokenizer = IncrementalDetokenizer(tokenizer, [])
@@ -125,8 +125,8 @@ def test_what_is_out_is_never_taken_back(request, name, text, sizes) -> None:
 @examples(200)
 @given(prompt=texts, text=texts, cut=st.integers(0, 10), sizes=chunkings)
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_output_goes_on_from_the_prompt(request, name, prompt, text, cut, sizes) -> None:
-    """Wherever the prompt ends, between bytes of a character even, the text goes on from there."""
+def test_output_continues_the_text_of_the_prompt(request, name, prompt, text, cut, sizes) -> None:
+    """The prompt may end anywhere, even between two bytes of a character."""
     tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(prompt + text)
     cut = min(cut, len(ids))
@@ -145,22 +145,25 @@ def test_leading_space_belongs_to_the_prompt(sentencepiece: Tokenizer) -> None:
     assert shown.append([hello]) == " Hello"  # after "<s>", which is text here
 
 
-def test_a_character_is_held_until_it_is_whole(byte_level: Tokenizer) -> None:
+def test_an_incomplete_character_is_withheld(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("👍")
     detokenizer = IncrementalDetokenizer(byte_level, [])
     assert [detokenizer.append([i]) for i in ids] == [""] * (len(ids) - 1) + ["👍"]
 
 
 @pytest.mark.parametrize("stop", [[], ["zz"]])
-def test_a_character_cut_by_the_end_does_not_appear(byte_level: Tokenizer, stop) -> None:
+def test_an_incomplete_last_character_is_dropped(byte_level: Tokenizer, stop) -> None:
     ids = byte_level.encode("ok👍")[:-1]
     detokenizer = IncrementalDetokenizer(byte_level, [], stop=stop)
     assert detokenizer.append(ids, finished=True) == "ok"
 
 
 def stopped_text(tokenizer, ids, stops, include, min_tokens) -> tuple[str, str | None, int]:
-    """The specification of stop strings, at the cost of looking at all the text after each token:
-    text, stop string and number of tokens."""
+    """Find the first stop string by decoding all the text again after each token.
+
+    Returns:
+        The text, the stop string and the number of tokens.
+    """
     before = 0
     for count in range(1, len(ids) + 1):
         final = count == len(ids)
@@ -189,7 +192,9 @@ def stopped_text(tokenizer, ids, stops, include, min_tokens) -> tuple[str, str |
     sizes=chunkings,
 )
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-def test_stop_strings(request, name, text, stops, include, min_tokens, sizes) -> None:
+def test_stop_strings_end_the_text_where_the_reference_does(
+    request, name, text, stops, include, min_tokens, sizes
+) -> None:
     tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(text)
     expected, stop, num_tokens = stopped_text(tokenizer, ids, stops, include, min_tokens)
@@ -205,7 +210,7 @@ def test_stop_strings(request, name, text, stops, include, min_tokens, sizes) ->
     assert detokenizer.num_tokens == num_tokens
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -> None:
+def test_text_that_may_start_a_stop_string_is_withheld(byte_level: Tokenizer) -> None:
     ids = [byte_level.token_to_id(token) for token in ("a", "b", "c", "a", "b", "d", "e")]
     detokenizer = IncrementalDetokenizer(byte_level, [], stop=["abd"])
     assert [detokenizer.append([i]) for i in ids] == ["", "", "abc", "", "", "", ""]
@@ -215,7 +220,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -
 
 
 def test_long_stop_strings_cost_no_more_for_each_token(byte_level: Tokenizer) -> None:
-    """Here every character of the text begins every one of them, which took half a second a token."""
+    """Every character of the text starts every stop string, which once took half a second per token."""
     letter = byte_level.token_to_id("a")
     stop = ["a" * (8000 - i) + "b" for i in range(64)]
     detokenizer = IncrementalDetokenizer(byte_level, [], stop=stop)
@@ -226,7 +231,7 @@ def test_long_stop_strings_cost_no_more_for_each_token(byte_level: Tokenizer) ->
     assert detokenizer.stop_reason == stop[0]
 
 
-def test_held_text_comes_out_at_the_end(byte_level: Tokenizer) -> None:
+def test_withheld_text_is_returned_at_the_end(byte_level: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(byte_level, [], stop=["abd"])
     ids = [byte_level.token_to_id(token) for token in "ab"]
     assert detokenizer.append(ids) == ""
@@ -234,7 +239,7 @@ def test_held_text_comes_out_at_the_end(byte_level: Tokenizer) -> None:
     assert detokenizer.stop_reason is None
 
 
-def test_special_tokens_in_the_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_skipped_or_shown_in_the_text(tokenizer: Tokenizer) -> None:
     special = min(tokenizer.special_ids)
     comma = tokenizer.token_to_id(",")
     ids = [comma, special, special, comma]

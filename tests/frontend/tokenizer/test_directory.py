@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories, against transformers where it reads the same files."""
+"""Tokenizers of Hugging Face directories, compared with transformers on the same files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 
 def write_directory(path: Path, config: dict | None = None, **files: str) -> Path:
-    """A byte-level tokenizer of single bytes, `<s>`, `</s>` and what `config` adds to it."""
+    """Write a byte-level tokenizer of single bytes, `<s>`, `</s>` and the additions of `config`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "<s>", "</s>"])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -39,14 +39,14 @@ def test_named_tokens_become_special(tmp_path: Path) -> None:
     assert tokenizer.decode([256, 66, 257], skip_special_tokens=True) == tokenizer.decode([66])
 
 
-def test_special_tokens_map_is_the_fallback(tmp_path: Path) -> None:
+def test_special_tokens_map_is_used_if_the_config_names_no_tokens(tmp_path: Path) -> None:
     path = write_directory(
         tmp_path, {"eos_token": None}, special_tokens_map__json='{"bos_token": "<s>"}'
     )
     assert load_tokenizer(path).bos_token_id == 256
 
 
-def test_added_tokens_of_the_config(tmp_path: Path) -> None:
+def test_added_tokens_of_the_config_are_read(tmp_path: Path) -> None:
     config = {
         "added_tokens_decoder": {
             "259": {"content": "<tool>", "special": False, "lstrip": True},
@@ -62,7 +62,7 @@ def test_added_tokens_of_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("add_bos", [True, False])
 @pytest.mark.parametrize("add_eos", [True, False])
-def test_bos_and_eos_of_the_config(tmp_path: Path, add_bos: bool, add_eos: bool) -> None:
+def test_bos_and_eos_of_the_config_are_added(tmp_path: Path, add_bos: bool, add_eos: bool) -> None:
     path = write_directory(
         tmp_path,
         {
@@ -78,7 +78,7 @@ def test_bos_and_eos_of_the_config(tmp_path: Path, add_bos: bool, add_eos: bool)
     assert len(tokenizer.encode("a", add_special_tokens=False)) == 1
 
 
-def test_the_post_processor_of_tokenizer_json_wins(tmp_path: Path) -> None:
+def test_the_post_processor_of_tokenizer_json_has_precedence(tmp_path: Path) -> None:
     path = write_directory(tmp_path, {"bos_token": "<s>", "add_bos_token": False})
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
@@ -94,7 +94,7 @@ def test_the_post_processor_of_tokenizer_json_wins(tmp_path: Path) -> None:
     )  # a limit saved with the tokenizer is not a prompt's
 
 
-def test_same_ids_and_text_as_transformers(tmp_path: Path) -> None:
+def test_ids_and_text_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     config = {
@@ -112,7 +112,7 @@ def test_same_ids_and_text_as_transformers(tmp_path: Path) -> None:
         assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-def test_chat_templates_by_precedence(tmp_path: Path) -> None:
+def test_chat_templates_are_chosen_by_precedence(tmp_path: Path) -> None:
     config = {"chat_template": "from config"}
     assert load_tokenizer(write_directory(tmp_path, config)).chat_templates == {
         "default": "from config"
@@ -124,7 +124,7 @@ def test_chat_templates_by_precedence(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).chat_templates == {"default": "from jinja"}
 
 
-def test_lists_of_chat_templates(tmp_path: Path) -> None:
+def test_lists_of_chat_templates_are_read(tmp_path: Path) -> None:
     templates = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "with tools"},
@@ -136,7 +136,7 @@ def test_lists_of_chat_templates(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).chat_templates["rag"] == "documents"
 
 
-def test_no_chat_template(tmp_path: Path) -> None:
+def test_a_missing_chat_template_is_none(tmp_path: Path) -> None:
     assert load_tokenizer(write_directory(tmp_path)).chat_templates == {}
 
 
@@ -153,13 +153,20 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent.gguf")
 
 
-def test_decoders_that_do_not_go_token_by_token_are_refused(tmp_path: Path) -> None:
+def test_decoders_that_cannot_decode_token_by_token_are_rejected(tmp_path: Path) -> None:
     path = write_directory(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    backend.decoder = decoders.WordPiece()
+    backend.decoder = decoders.CTC()
     backend.save(str(path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="'WordPiece' is not supported"):
+    with pytest.raises(CheckpointError, match="'CTC' is not supported"):
         load_tokenizer(path)
+
+
+def test_pieces_of_a_word_are_joined() -> None:
+    decoding = parse_decoding({"type": "WordPiece", "prefix": "##", "cleanup": True})
+    pieces = ("an", "em", "##bed", "##ding")
+    assert b"".join(map(decoding.to_bytes, pieces)) == b" an embedding"
+    assert decoding.strips_leading_space
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,7 @@ def test_decoders_that_do_not_go_token_by_token_are_refused(tmp_path: Path) -> N
         decoders.Sequence([decoders.ByteLevel()]),
     ],
 )
-def test_decodings_say_what_the_library_does(decoder) -> None:
+def test_decoding_equals_that_of_the_library(decoder) -> None:
     decoding = parse_decoding(json.loads(decoder.__getstate__()))
     for tokens in (["▁Hello", "▁world", "!"], ["x", "▁y"], ["<0xE6>", "<0xBC>", "<0xA2>", "a"]):
         text = b"".join(map(decoding.to_bytes, tokens)).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata, against independent implementations of the same schemes."""
+"""Tokenizers built from GGUF metadata, compared with independent implementations."""
 
 import itertools
 import json
@@ -55,7 +55,7 @@ def write_gguf(path: Path, model: str, tokens, types, scores=None, merges=None, 
 
 @pytest.fixture(scope="module")
 def smollm2_reference(smollm2_path: Path) -> tokenizers.Tokenizer:
-    """SmolLM2's tokenizer as its authors describe it: single digits, then GPT-2's byte level."""
+    """Build SmolLM2's tokenizer as its authors describe it: single digits, then GPT-2's byte level."""
     fields = GGUFReader(smollm2_path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     types = fields["tokenizer.ggml.token_type"].contents()
@@ -77,7 +77,7 @@ def smollm2_reference(smollm2_path: Path) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_smollm2_is_what_its_authors_describe(smollm2, smollm2_reference, text: str) -> None:
+def test_smollm2_tokenizes_as_its_authors_describe(smollm2, smollm2_reference, text: str) -> None:
     ids = smollm2.encode(text)
     assert ids == smollm2_reference.encode(text).ids
     for skip in (False, True):
@@ -86,18 +86,18 @@ def test_smollm2_is_what_its_authors_describe(smollm2, smollm2_reference, text: 
 
 @examples(200)
 @given(text=st.text() | st.text(alphabet=" \n\t0123a'éß漢👍", max_size=60))
-def test_smollm2_round_trip(smollm2: Tokenizer, smollm2_reference, text: str) -> None:
+def test_smollm2_decodes_what_it_encodes(smollm2: Tokenizer, smollm2_reference, text: str) -> None:
     ids = smollm2.encode(text)
     assert ids == smollm2_reference.encode(text).ids
     assert smollm2.decode(ids) == smollm2_reference.decode(ids, skip_special_tokens=False)
-    # This vocabulary has no token for some bytes, of control and unassigned characters.
+    # This vocabulary has no token for some bytes of control and unassigned characters.
     if all(char.isprintable() or char in "\n\t" for char in text):
         assert smollm2.decode(ids) == text
 
 
 @examples(200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
-def test_any_ids_decode_as_in_the_reference(smollm2, smollm2_reference, ids, skip) -> None:
+def test_any_ids_decode_as_with_the_reference(smollm2, smollm2_reference, ids, skip) -> None:
     expected = smollm2_reference.decode(ids, skip_special_tokens=skip)
     assert smollm2.decode(ids, skip) == expected
 
@@ -115,14 +115,14 @@ def test_smollm2_names_its_special_tokens(smollm2: Tokenizer) -> None:
     assert "<|im_start|>" in smollm2.chat_templates["default"]
 
 
-def test_token_bytes_of_a_split_character(smollm2: Tokenizer) -> None:
+def test_token_bytes_of_a_split_character_are_its_parts(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("👍")
     assert len(ids) > 1
     assert b"".join(map(smollm2.token_bytes, ids)) == "👍".encode()
 
 
 def sentencepiece_vocabulary(pieces: list[str], specials: dict[str, int] | None = None):
-    """tokens, types, scores: <unk> <s> </s>, specials, 256 byte tokens, then `pieces`, best first."""
+    """Return tokens, types and scores: <unk> <s> </s>, specials, 256 byte tokens, then `pieces`, best first."""
     head = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL} | (specials or {})
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     tokens = [*head, *bytes_, *pieces]
@@ -132,8 +132,11 @@ def sentencepiece_vocabulary(pieces: list[str], specials: dict[str, int] | None 
 
 
 def score_greedy(text: str, tokens: list[str], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE as its paper has it: join the best-scored adjacent pair, leftmost first,
-    until no pair is a token; characters that are no token become bytes."""
+    """Encode `text` by SentencePiece's BPE as its paper describes it.
+
+    The adjacent pair with the best score is joined, the leftmost first, until no pair is a token. Characters that are
+    not tokens become bytes.
+    """
     rank = {token: (score, i) for i, (token, score) in enumerate(zip(tokens, scores, strict=True))}
     symbols = list(text)
     while True:
@@ -156,7 +159,7 @@ def score_greedy(text: str, tokens: list[str], scores: list[float]) -> list[int]
 
 
 def trained_pieces(texts: list[str], size: int) -> list[str]:
-    """Pieces in the order that BPE training found them, then single characters."""
+    """Return pieces in the order in which BPE training found them, then single characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False)
     tokenizer.train_from_iterator([t.replace(" ", "▁") for t in texts], trainer)
@@ -206,19 +209,19 @@ def test_sentencepiece_merges_by_score(sentencepiece, text: str) -> None:
 
 @examples(200)
 @given(text=st.text(st.characters(exclude_characters="▁<", exclude_categories=["Cs"])))
-def test_sentencepiece_round_trip(sentencepiece, text: str) -> None:
+def test_sentencepiece_decodes_what_it_encodes(sentencepiece, text: str) -> None:
     tokenizer, *_ = sentencepiece
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
-def test_sentencepiece_tokens_as_bytes(sentencepiece) -> None:
+def test_sentencepiece_tokens_have_their_bytes(sentencepiece) -> None:
     tokenizer, tokens, _, _ = sentencepiece
     assert tokenizer.token_bytes(tokens.index("<0xE6>")) == b"\xe6"
     assert tokenizer.token_bytes(tokens.index("▁the")) == b" the"
     assert tokenizer.token_bytes(1) == b"<s>"
 
 
-def test_token_types_decide_what_is_special(sentencepiece) -> None:
+def test_token_types_decide_which_tokens_are_special(sentencepiece) -> None:
     tokenizer, tokens, *_ = sentencepiece
     user = tokens.index("<|user|>")
     assert user in tokenizer.encode("the<|user|>cat")
@@ -233,8 +236,8 @@ def test_literal_byte_token_in_a_text_is_text(sentencepiece) -> None:
     assert tokens.index("<0x41>") not in tokenizer.encode("<0x41>")
 
 
-def test_space_runs_that_are_tokens_of_their_own(tmp_path: Path) -> None:
-    """Gemma's files hold runs of spaces and newlines as user-defined tokens, and add no prefix."""
+def test_user_defined_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:
+    """Gemma's files contain runs of spaces and newlines as user-defined tokens, and add no prefix."""
     pieces = [piece for piece in PIECES if piece != "\n\n"]
     tokens, types, scores = sentencepiece_vocabulary(
         pieces, {"  ": USER_DEFINED, "    ": USER_DEFINED, "\n\n": USER_DEFINED}
@@ -249,8 +252,21 @@ def test_space_runs_that_are_tokens_of_their_own(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "the    cat\n\n  "
 
 
-def test_unigram(tmp_path: Path) -> None:
-    """`t5`: the segmentation with the best sum of scores, found here by trying them all."""
+def test_gemma4_merges_in_the_order_of_its_list(tmp_path: Path) -> None:
+    pieces = ["a", "b", "c", "▁", "ab", "bc", "▁a", "\n", "\n\n"]
+    tokens, types, scores = sentencepiece_vocabulary(pieces)
+    merges = ["b c", "a b", "▁ a", "\n \n"]
+    path = write_gguf(tmp_path / "g.gguf", "gemma4", tokens, types, scores, merges, bos_token_id=1)
+    tokenizer = load_tokenizer(path)
+    text = "abc ab\n\né"
+    ids = tokenizer.encode(text)
+    expected = ["<s>", "a", "bc", "▁", "ab", "\n\n", "<0xC3>", "<0xA9>"]
+    assert [tokens[i] for i in ids] == expected
+    assert tokenizer.decode(ids[1:]) == text
+
+
+def test_unigram_finds_the_segmentation_with_the_best_score(tmp_path: Path) -> None:
+    """The expected segmentation is found by trying all of them."""
     pieces = {"▁": -2.0, "a": -3.0, "b": -3.5, "ab": -4.0, "▁a": -3.6, "ba": -4.1, "bab": -5.0}
     tokens = ["<pad>", "</s>", "<unk>", *pieces]
     path = write_gguf(
@@ -295,13 +311,31 @@ def byte_level_file(path: Path, **extra) -> Path:
         ("gpt-4o", "HelloWorld don't 1234", ["Hello", "World", " don't", " ", "123", "4"]),
         ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
         ("deepseek-v3", "漢字12ab", ["漢字", "12", "ab"]),
+        (
+            "kimi-k2",
+            "漢字abかな漢 HelloWorld's 1234!\n\n x",
+            [
+                "漢字",
+                "abかな",
+                "漢",
+                " Hello",
+                "World's",
+                " ",
+                "123",
+                "4",
+                "!\n\n",
+                " x",
+            ],
+        ),
         ("deepseek-coder", "x12\ny", ["x", "1", "2", "\n", "y"]),
         ("falcon", "a<b12345", ["a", "<", "b", "123", "45"]),
         ("default", "a=b 12345", ["a", "=", "b", " ", "123", "45"]),
         ("llama-bpe", "x \n\n  y", ["x", " \n\n", " ", " y"]),
     ],
 )
-def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
+def test_pre_tokenizers_split_words_as_expected(
+    tmp_path: Path, pre: str, text: str, pieces: list[str]
+) -> None:
     path = byte_level_file(tmp_path / "b.gguf", pre=pre, bos_token_id=5)
     built = json.loads(tokenizer_json_path(path).read_bytes())
     splitter = tokenizers.Tokenizer(models.BPE())
@@ -311,7 +345,7 @@ def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, text: str, pieces: li
     assert [text[start:end] for _, (start, end) in words] == pieces
 
 
-def test_qwen_composes_characters_as_its_own_tokenizer_does(tmp_path: Path) -> None:
+def test_qwen_normalizes_characters_to_nfc(tmp_path: Path) -> None:
     composing = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre="qwen2"))
     assert composing.encode("e\u0301") == composing.encode("\u00e9")
     assert composing.decode(composing.encode("he\u0301<|end|>")) == "h\u00e9<|end|>"
@@ -319,7 +353,7 @@ def test_qwen_composes_characters_as_its_own_tokenizer_does(tmp_path: Path) -> N
     assert others.encode("e\u0301") != others.encode("\u00e9")
 
 
-def test_llama3_takes_whole_words_whatever_the_merges_say(tmp_path: Path) -> None:
+def test_llama3_encodes_known_words_without_merges(tmp_path: Path) -> None:
     ignoring = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre="llama-bpe", bos_token_id=5))
     merging = load_tokenizer(byte_level_file(tmp_path / "b.gguf", pre="gpt-2"))
     hello = ignoring.token_to_id("hello")
@@ -337,7 +371,7 @@ def test_every_known_pre_tokenizer_compiles_and_keeps_the_text(tmp_path: Path) -
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text, name
 
 
-def test_missing_pre_tokenizer_is_the_default_with_a_warning(tmp_path: Path, caplog) -> None:
+def test_missing_pre_tokenizer_uses_the_default_with_a_warning(tmp_path: Path, caplog) -> None:
     tokenizer = load_tokenizer(byte_level_file(tmp_path / "m.gguf"))
     assert tokenizer.decode(tokenizer.encode("a=12")) == "a=12"
     assert "tokenizer.ggml.pre" in caplog.text
@@ -347,12 +381,12 @@ def test_missing_pre_tokenizer_is_the_default_with_a_warning(tmp_path: Path, cap
     ("model", "extra", "problem"),
     [
         ("gpt2", {"pre": "nonesuch"}, "tokenizer.ggml.pre 'nonesuch' is not supported"),
-        ("rwkv", {}, "of kind 'rwkv'; supported are gpt2, llama and t5"),
+        ("rwkv", {}, "of kind 'rwkv'; supported are gemma4, gpt2, llama and t5"),
         ("gpt2", {"pre": "gpt-2", "add_bos_token": True}, "without naming one"),
         ("llama", {}, "no tokenizer.ggml.scores"),
     ],
 )
-def test_what_is_not_supported_is_said(tmp_path: Path, model: str, extra, problem: str) -> None:
+def test_unsupported_tokenizers_are_named(tmp_path: Path, model: str, extra, problem: str) -> None:
     merges = ["a b"] if model == "gpt2" else None
     path = write_gguf(
         tmp_path / "x.gguf", model, ["a", "b", "ab"], [NORMAL] * 3, merges=merges, **extra
@@ -372,7 +406,7 @@ def test_conversion_is_cached_until_the_file_changes(tmp_path: Path) -> None:
     assert tokenizer_json_path(path) != first
 
 
-def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_cached_conversion_is_replaced(tmp_path: Path) -> None:
     path = byte_level_file(tmp_path / "c.gguf", pre="gpt-2")
     directory = tokenizer_json_path(path).parent
     whole = (directory / "tokenizer.json").read_bytes()
@@ -391,7 +425,7 @@ def test_unwritable_cache_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
         load_tokenizer(byte_level_file(tmp_path / "d.gguf", pre="gpt-2"))
 
 
-def test_phi3_markers_swallow_whitespace(tmp_path: Path) -> None:
+def test_phi3_markers_remove_following_whitespace(tmp_path: Path) -> None:
     tokens, types, scores = sentencepiece_vocabulary(PIECES, {"<|end|>": CONTROL})
     writer = GGUFWriter(tmp_path / "p.gguf", "phi3")
     writer.add_tokenizer_model("llama")
@@ -406,7 +440,7 @@ def test_phi3_markers_swallow_whitespace(tmp_path: Path) -> None:
     assert tokenizer.encode("<|end|>\n ") == [tokens.index("<|end|>")]
 
 
-def test_named_chat_templates(tmp_path: Path) -> None:
+def test_named_chat_templates_are_read(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "t.gguf", "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

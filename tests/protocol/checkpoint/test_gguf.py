@@ -43,7 +43,7 @@ def small(tmp_path_factory) -> Path:
     return path
 
 
-def test_types_are_those_of_the_format() -> None:
+def test_every_type_has_the_block_size_of_the_format() -> None:
     assert {t.name: t.value for t in GGMLQuantizationType}.items() >= {
         "F32": 0,
         "Q4_1": 3,
@@ -57,7 +57,7 @@ def test_types_are_those_of_the_format() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_file_reads_as_the_reference_reader_has_it() -> None:
+def test_a_real_file_reads_as_with_the_reference_reader() -> None:
     path = smollm2()
     gguf, reference = GGUFFile(path), GGUFReader(path)
     fields = {k: f for k, f in reference.fields.items() if not k.startswith("GGUF.")}
@@ -84,7 +84,7 @@ def test_opening_a_real_file_with_its_vocabulary_takes_under_100_ms() -> None:
     assert min(seconds) < 0.1
 
 
-def test_every_kind_of_value(tmp_path: Path) -> None:
+def test_every_type_of_value_is_read(tmp_path: Path) -> None:
     path = tmp_path / "values.gguf"
     writer = GGUFWriter(path, "llama")
     scalars = {
@@ -109,7 +109,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     assert metadata.get("absent") is None and "absent" not in metadata
 
 
-def test_data_is_the_tensor_in_torch_order(small: Path) -> None:
+def test_tensor_data_has_the_shape_order_of_torch(small: Path) -> None:
     gguf = GGUFFile(small)
     tensor = gguf.tensors["x.weight"]
     assert tensor.shape == (3, 4)
@@ -130,7 +130,7 @@ def split(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.glob("m-*.gguf"))
 
 
-def test_a_split_file_opens_by_any_of_its_parts(split: list[Path]) -> None:
+def test_a_split_file_can_be_opened_by_any_part(split: list[Path]) -> None:
     assert len(split) == 3
     for path in split:
         gguf = GGUFFile(path)
@@ -147,7 +147,7 @@ def test_a_missing_part_is_named(split: list[Path]) -> None:
         GGUFFile(split[0])
 
 
-def test_a_renamed_part_is_not_taken_for_the_whole(split: list[Path], tmp_path: Path) -> None:
+def test_a_renamed_part_is_not_read_as_a_whole_model(split: list[Path], tmp_path: Path) -> None:
     split[0].rename(tmp_path / "whole.gguf")
     with pytest.raises(CheckpointError, match="split into 3 files, but 1 are here"):
         GGUFFile(tmp_path / "whole.gguf")
@@ -155,7 +155,7 @@ def test_a_renamed_part_is_not_taken_for_the_whole(split: list[Path], tmp_path: 
 
 @pytest.mark.parametrize("key", ["split.count", "split.tensors.count"])
 @pytest.mark.parametrize("value", ["three", [1, 2, 3], 1.5])
-def test_counts_of_parts_are_numbers(tmp_path: Path, key: str, value: Any) -> None:
+def test_invalid_part_counts_are_rejected(tmp_path: Path, key: str, value: Any) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_key_value(key, value, GGUFValueType.get_type(value))
     writer.add_tensor("x.weight", np.zeros((2, 3), np.float32))
@@ -164,7 +164,7 @@ def test_counts_of_parts_are_numbers(tmp_path: Path, key: str, value: Any) -> No
         GGUFFile(tmp_path / "m.gguf")
 
 
-def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:
+def test_every_truncation_is_rejected(small: Path, tmp_path: Path) -> None:
     content = small.read_bytes()
     end_of_data = max(t.offset + t.n_bytes for t in GGUFFile(small).tensors.values())
     path = tmp_path / "cut.gguf"
@@ -177,7 +177,7 @@ def test_every_truncation_is_refused(small: Path, tmp_path: Path) -> None:
 
 @examples(300)
 @given(st.data())
-def test_damage_is_refused_or_harmless(small: Path, tmp_path_factory, data: st.DataObject) -> None:
+def test_damage_is_rejected_or_harmless(small: Path, tmp_path_factory, data: st.DataObject) -> None:
     content = bytearray(small.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))
@@ -208,14 +208,14 @@ def test_damage_is_refused_or_harmless(small: Path, tmp_path_factory, data: st.D
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63) + bytes(99), "key 0 needs"),
     ],
 )
-def test_a_bad_header_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_header_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         GGUFFile(path)
 
 
-def test_big_endian_is_refused(tmp_path: Path) -> None:
+def test_a_big_endian_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "big.gguf"
     writer = GGUFWriter(path, "llama", endianess=GGUFEndian.BIG)
     finish(writer)
@@ -224,6 +224,6 @@ def test_big_endian_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", "."])
-def test_what_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
+def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         GGUFFile(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Python imports this at its start where the directory is on PYTHONPATH: some bodies end their frontend."""
+"""Make some request bodies crash their frontend. Python imports this if the directory is on PYTHONPATH."""
 
 import os
 

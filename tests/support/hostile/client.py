@@ -1,4 +1,4 @@
-"""HTTP as an attacker speaks it: any bytes, sent while the answer is read."""
+"""An HTTP client for attacks, which sends any bytes while it reads the answer."""
 
 from __future__ import annotations
 

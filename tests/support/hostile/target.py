@@ -1,4 +1,4 @@
-"""A live server under attack, with streams running beside: what it must keep to, and the routes and fields it has."""
+"""A live server under attack with concurrent streams: its limits, routes and fields."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import psutil
-from support.hostile import witness
+from support.hostile import stream_monitor
+from support.hostile.check_answer import find_fault
 from support.hostile.client import HTTPClient, make_request
-from support.hostile.judge import find_fault
 from support.server import Server, default_model
 
 MAX_PAUSE_S: Final = 0.25
@@ -54,6 +54,11 @@ BASES: Final[dict[str, bytes]] = {
     "prompt": b'"Hi"',
     "tokens": b"[1, 2]",
     "max_tokens": b"1",
+    "input": b'"Hi"',
+    "query": b'"Hi"',
+    "documents": b'[{"text": "Hi"}]',
+    "text_1": b'"Hi"',
+    "text_2": b'"Hi"',
 }
 """Fields that make a body whole, as far as its schema has them."""
 
@@ -79,16 +84,16 @@ class Route:
 
     @property
     def is_batch(self) -> bool:
-        """Whether its messages are a list of conversations."""
+        """True if the messages are a list of conversations."""
         return self.schema.startswith("Batch")
 
     def body(self, field: str, value: bytes) -> bytes:
-        """A valid body but for `value` in `field`."""
+        """Return a body that is valid except for `value` in `field`."""
         members = {name: base for name, base in BASES.items() if name in self.fields}
         if self.is_batch:
             members["messages"] = b"[" + members["messages"] + b"]"
         if "messages" in members and "prompt" in members:
-            # One of them only, and the one that the field belongs to.
+            # A body may have only one of these two. Keep the one that the attack is on.
             del members["messages" if field == "prompt" else "prompt"]
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
@@ -103,7 +108,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What the witness saw, in seconds: the longest pause of a stream, and how late its own timer ran."""
+    """Measurements of the stream monitor: the longest pause of a stream, and the lateness of its own timer."""
 
     pause_s: float
     lateness_s: float
@@ -121,7 +126,7 @@ class Target:
         parts = urlsplit(server.url)
         assert parts.hostname is not None and parts.port is not None
         self.address = parts.hostname, parts.port
-        self._witness = watcher
+        self._monitor = watcher
         self._processes = self._find_processes()
         self.routes = list(_routes(server.get("/openapi.json")[1]))
 
@@ -138,7 +143,7 @@ class Target:
             client.close()
 
     def find_faults(self, attacks: Sequence[Attack], num_threads: int = 1) -> list[str]:
-        """Make the attacks. Returns what was wrong with the answers, the streams, the processes and the memory."""
+        """Run the attacks, and return the faults of answers, streams, processes and memory."""
         faults: list[str] = []
         memory = self.begin_memory()
         with self.watching() as intervals, ThreadPoolExecutor(num_threads) as threads:
@@ -153,7 +158,7 @@ class Target:
         return faults
 
     def _pause_again(self, attacks: Sequence[Attack]) -> bool:
-        """Whether the streams pause again, so that it is worth finding the attack that does it."""
+        """Return whether the streams pause again, so that the responsible attack can be found."""
         if len(attacks) == 1:
             return True
         with self.watching() as intervals:
@@ -161,7 +166,7 @@ class Target:
         return intervals[0].is_suspicious
 
     def begin_memory(self) -> dict[int, tuple[str, int]]:
-        """Reset each process's peak to its size of now, which is returned."""
+        """Reset each process's peak memory to its current memory, and return that."""
         for process in self.server.find_children():
             try:
                 Path(f"/proc/{process.pid}/clear_refs").write_text("5")
@@ -189,7 +194,7 @@ class Target:
         return found
 
     def _find_pause(self, attack: Attack) -> str:
-        """Whether it pauses the streams each time that it is made alone, more than nothing at all does."""
+        """Return a fault if the attack alone pauses the streams every time, and longer than no attack does."""
         pauses = []
         for _ in range(NUM_TRIES):
             with self.watching() as intervals:
@@ -204,17 +209,17 @@ class Target:
 
     @contextmanager
     def watching(self) -> Iterator[list[Interval]]:
-        """The streams are watched inside; the list has the interval afterwards."""
+        """Monitor the streams in the context; afterwards, the list contains the interval."""
         intervals: list[Interval] = []
         self._ask("begin")
         yield intervals
         intervals.append(Interval(**self._ask("end")))
 
     def _ask(self, command: str) -> dict[str, Any]:
-        assert self._witness.stdin is not None and self._witness.stdout is not None
-        self._witness.stdin.write(f"{command}\n")
-        self._witness.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._witness.stdout.readline())
+        assert self._monitor.stdin is not None and self._monitor.stdout is not None
+        self._monitor.stdin.write(f"{command}\n")
+        self._monitor.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._monitor.stdout.readline())
         return answer
 
     def _find_processes(self) -> dict[str, int]:
@@ -223,7 +228,7 @@ class Target:
         return {process["name"]: process["pid"] for process in answer["processes"]}
 
     def _find_deaths(self) -> list[str]:
-        """The processes that are not those the server began with."""
+        """Return the processes that have been replaced since the last call."""
         self.server.wait_until_whole()
         now = self._find_processes()
         dead = [name for name, pid in self._processes.items() if now.get(name) != pid]
@@ -231,7 +236,7 @@ class Target:
         return [f"{name} died" for name in dead]
 
     def _memory_of(self, key: str) -> dict[int, tuple[str, int]]:
-        """Bytes of `VmRSS`, or of `VmHWM`, by process."""
+        """Return the bytes of `VmRSS` or `VmHWM` by process."""
         found = {}
         for process in self.server.find_children():
             try:
@@ -264,11 +269,11 @@ def _routes(document: dict[str, Any]) -> Iterator[Route]:
 
 @contextmanager
 def open_target(*args: str) -> Iterator[Target]:
-    """A server of the null device with a witness. It must end without a traceback in its log."""
+    """Run a server of the null device with a stream monitor, and check that its log has no traceback."""
     with Server(default_model(), *SERVER_ARGS, *args) as server:
         parts = urlsplit(server.url)
         with subprocess.Popen(
-            [sys.executable, witness.__file__, str(parts.hostname), str(parts.port)],
+            [sys.executable, stream_monitor.__file__, str(parts.hostname), str(parts.port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

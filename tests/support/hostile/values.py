@@ -1,4 +1,4 @@
-"""What an attacker writes where a value belongs, as JSON text, some of which is not JSON."""
+"""Values for attacks as JSON text, some of which is invalid JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SMALL: Final[dict[str, bytes]] = {
     "unclosed": b'{"a": [1',
 }
 
-# Sent where the table above has been sent to a field's own place: parts of objects and lists.
+# Values for parts of objects and lists; those above are for the field itself.
 NESTED: Final = (
     "null",
     "true",
@@ -124,7 +124,7 @@ def _nested_objects(depth: int) -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth
 
 
-# Up to some hundred kilobytes, where length, depth or number is all.
+# Values of up to some hundred kilobytes, which only test length, depth and number.
 LARGE: Final[dict[str, Callable[[], bytes]]] = {
     "500,000 letters": lambda: _string(500_000),
     "100,000 escapes": lambda: b'"' + b"\\u0000" * 100_000 + b'"',
@@ -138,7 +138,7 @@ LARGE: Final[dict[str, Callable[[], bytes]]] = {
     "a key of 500,000 letters": lambda: b'{"' + b"k" * 500_000 + b'":1}',
 }
 
-# As large as a body may be.
+# Values as large as a body may be.
 LARGEST: Final[dict[str, Callable[[], bytes]]] = {
     "30 MB of letters": lambda: _string(30_000_000),
     "30 MB of integers": lambda: _list(b"1", 15_000_000),

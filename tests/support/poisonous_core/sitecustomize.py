@@ -1,7 +1,7 @@
-"""Python imports this at its start where the directory is on PYTHONPATH: some tokens are the core's end.
+"""Make some tokens crash the core. Python imports this module if the directory is on PYTHONPATH.
 
-They kill it, which says nothing, or make it raise an exception: when the request arrives, or when it is about to be
-computed. One makes it raise an exception while it has not taken in anything of the request yet.
+One kills it, which says nothing, when the request is about to be computed. Another makes it raise an exception when the
+request arrives. One makes it raise an exception while it has not taken in anything of the request yet.
 """
 
 import os
@@ -11,10 +11,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.scheduler.limits import Requirements
 from engine.core.scheduler.scheduler import Scheduler
 
-KILLS_BY_ARRIVING = 49_001
 KILLS_WHEN_SCHEDULED = 49_002
 RAISES_BY_ARRIVING = 49_003
-RAISES_WHEN_SCHEDULED = 49_004
 RAISES_WHEN_READ = 49_005
 
 
@@ -30,7 +28,6 @@ def raise_for(token_id: int, token_ids: bytes) -> None:
 
 def add_requests(core, client_index, requests, add=EngineCore._add_requests):
     for request in requests:
-        die_of(KILLS_BY_ARRIVING, request.prompt_token_ids)
         raise_for(RAISES_BY_ARRIVING, request.prompt_token_ids)
     add(core, client_index, requests)
 
@@ -39,7 +36,6 @@ def schedule(scheduler, now, schedule=Scheduler.schedule):
     step = schedule(scheduler, now)
     for new in step.new_requests if step is not None else ():
         die_of(KILLS_WHEN_SCHEDULED, new.token_ids)
-        raise_for(RAISES_WHEN_SCHEDULED, new.token_ids)
     return step
 
 

@@ -1,4 +1,4 @@
-"""Imported at the start where the directory is on PYTHONPATH: a signal raises an exception, another damages memory.
+"""Make one signal raise an exception and another damage memory. Imported if the directory is on PYTHONPATH.
 
 So a test can make any process of a server fail wherever it happens to be, with no help from the server.
 """

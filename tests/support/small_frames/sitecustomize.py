@@ -1,4 +1,4 @@
-"""Imported at the start where the directory is on PYTHONPATH: no process of a server takes messages beyond 1 MB."""
+"""Limit all messages of a server to 1 MB. Python imports this module if the directory is on PYTHONPATH."""
 
 from engine.protocol import transport
 

@@ -1,4 +1,4 @@
-"""Launches every kernel of triton_paged for the shapes of well-known models, as a compiler check wants it."""
+"""Launch every kernel of triton_paged for the shapes of well-known models, for a check of the compiler."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from engine.workers.attention.batch_invariant import BatchInvariantAttention
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.layers.layers import HeadNorm
 from engine.workers.layers.rope import RotaryTables
+from engine.workers.layers.spec import Chunk, Window
 from support.batches import Scheduled, attention_batch
 
 
@@ -17,9 +18,12 @@ class Shape(NamedTuple):
     head_dim: int
     rotary_dim: int
     dtype: torch.dtype = torch.bfloat16
-    window: int | None = None
+    window: Window | None = None
     softcap: float | None = None
     has_head_norm: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    latent_rank: int = 0
 
 
 SHAPES = {
@@ -33,11 +37,20 @@ SHAPES = {
     "phi-2": Shape(32, 32, 80, 32),
     "Qwen3-0.6B, float32": Shape(16, 8, 128, 128, torch.float32, has_head_norm=True),
     "gemma-2-9b": Shape(16, 8, 256, 256, window=4096, softcap=50.0),
+    "gpt-oss-20b": Shape(64, 8, 64, 64, window=128, has_sinks=True),
+    "bloom-7b1": Shape(32, 32, 128, 128, has_alibi=True),
+    "DeepSeek-V2-Lite": Shape(16, 1, 576, 0, latent_rank=512),
+    "DeepSeek-V3": Shape(128, 1, 576, 0, latent_rank=512),
+    "DeepSeek-V3, FP8 cache": Shape(128, 1, 576, 0, torch.float8_e4m3fn, latent_rank=512),
+    "DeepSeek-V2-Lite, float32": Shape(16, 1, 576, 0, torch.float32, latent_rank=512),
+    "GLM-4.7-Flash": Shape(20, 1, 576, 0, latent_rank=512),
+    "MiniCPM3-4B": Shape(40, 1, 288, 0, latent_rank=256),
+    "Llama-4-Scout": Shape(40, 8, 128, 128, window=Chunk(8192)),
 }
 
 
 def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
-    """One request in the middle of its prompt, one that decodes."""
+    """Launch a step of one request in the middle of its prompt and one that decodes."""
     block_size = 16
     spec = AttentionSpec(
         num_heads=shape.num_heads,
@@ -46,6 +59,8 @@ def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
         block_size=block_size,
         dtype=shape.dtype,
         device=torch.device("cpu"),
+        has_alibi=shape.has_alibi,
+        latent_rank=shape.latent_rank,
     )
     backend = backend_class(spec)
     requests = [Scheduled(10, 20, [1, 2]), Scheduled(300, 1, range(3, 22))]
@@ -56,19 +71,29 @@ def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
     qk_THK, v_TGK = qkv_THK.split((num_heads, shape.num_kv_heads), 1)
     table = torch.zeros(21, 1, shape.rotary_dim, dtype=dtype)
     norm = HeadNorm(torch.ones(num_heads, shape.head_dim), 1e-6)
-    scales = torch.ones(2, shape.num_kv_heads) if shape.dtype.itemsize == 1 else None
+    of_heads = torch.ones(shape.num_heads)
+    has_scales = shape.dtype.itemsize == 1 and not shape.latent_rank
+    scales = torch.ones(2, shape.num_kv_heads) if has_scales else None
     backend.forward_projected(
         qk_THK,
         v_TGK,
         norm if shape.has_head_norm else None,
-        RotaryTables(table, table),
+        RotaryTables(table, table) if shape.rotary_dim else None,
         torch.zeros(backend.kv_cache_shape(22), dtype=shape.dtype),
         metadata,
-        AttentionLayer(shape.head_dim**-0.5, shape.window, shape.softcap, scales),
+        AttentionLayer(
+            shape.head_dim**-0.5,
+            shape.window,
+            shape.softcap,
+            scales,
+            of_heads if shape.has_alibi else None,
+            of_heads if shape.has_sinks else None,
+        ),
     )
 
 
 def launch_all() -> None:
     for shape in SHAPES.values():
-        for backend_class in (TritonPagedAttention, BatchInvariantAttention):
-            launch(shape, backend_class)
+        launch(shape, TritonPagedAttention)
+        if not shape.latent_rank:
+            launch(shape, BatchInvariantAttention)

@@ -1,8 +1,9 @@
-"""One kernel for prompts and decodes: what it gives is right, and the same for a token in either."""
+"""The batch-invariant kernel gives a token the same correct result in a prompt and in a decode."""
 
 import pytest
 import torch
-from engine.workers.attention import AttentionLayer, DeviceBatch
+from engine.protocol.errors import ConfigError
+from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch, attention_backend
 from support.paged_attention import OneSequence, PagedCase
 from support.triton_interpreter import interpret_without_gpu
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_decoded_token_has_the_bits_that_it_has_in_a_prompt(window):
+def test_a_decoded_token_has_the_same_bits_as_in_a_prompt(window):
     sequence = OneSequence(
         "triton_batch_invariant", num_heads=4, num_kv_heads=2, window=window, device=DEVICE
     )
@@ -42,8 +43,23 @@ def test_prompts_and_decodes_agree_with_plain_attention(window):
     torch.testing.assert_close(case.forward().double(), case.expected(), atol=3e-5, rtol=1e-5)
 
 
-def test_decodes_for_a_graph_are_those_of_any_step():
-    """With a row of padding, as a captured step has it."""
+def test_latent_attention_is_rejected():
+    """The products with each head's matrices, which torch computes, depend on the batch."""
+    spec = AttentionSpec(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        latent_rank=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    with pytest.raises(ConfigError, match="latent attention is not supported with --batch-inv"):
+        attention_backend(spec, "triton_batch_invariant")
+
+
+def test_decodes_in_a_graph_equal_those_of_any_step():
+    """A captured step has a row of padding."""
     case = PagedCase(
         [(300, 1), (20, 1)],
         num_kv_heads=1,

@@ -1,4 +1,4 @@
-"""The paged backend against attention written out in float64, over random batches."""
+"""The paged backend, compared with plain attention in float64 over random batches."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.examples import examples
-from support.paged_attention import run
+from support.paged_attention import SPECIAL_LAYERS, run, special_layers
 
 torch.set_num_threads(1)
 
@@ -46,6 +46,20 @@ def test_agrees_with_plain_attention(
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", SPECIAL_LAYERS)
+def test_special_layers_agree_with_plain_attention(name):
+    out, expected = run(
+        [(70, 1), (0, 40), (20, 1), (650, 30), (600, 1), (599, 2), (0, 1)],
+        num_kv_heads=2,
+        repeats=3,
+        head_dim=16,
+        block_size=16,
+        layer=special_layers(6)[name],
+        dtype=torch.float32,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype", "tolerance"),
     [
@@ -56,7 +70,7 @@ def test_agrees_with_plain_attention(
     ],
     ids=str,
 )
-def test_half_precision(dtype, cache_dtype, tolerance):
+def test_half_precision_agrees_with_plain_attention(dtype, cache_dtype, tolerance):
     out, expected = run(
         [(30, 1), (0, 50), (200, 1), (64, 20)],
         num_kv_heads=2,
@@ -72,7 +86,7 @@ def test_half_precision(dtype, cache_dtype, tolerance):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_prompts_longer_than_a_tile(window):
+def test_prompts_longer_than_a_tile_agree_with_plain_attention(window):
     out, expected = run(
         [(0, 700), (777, 333), (1000, 1)],
         num_kv_heads=1,
@@ -85,7 +99,7 @@ def test_prompts_longer_than_a_tile(window):
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_one_long_context_among_many_short_ones():
+def test_one_long_context_among_short_ones_agrees_with_plain_attention():
     out, expected = run(
         [(5000, 1), *((20 + i, 1) for i in range(40))],
         num_kv_heads=1,
@@ -101,7 +115,7 @@ def test_one_long_context_among_many_short_ones():
 def attend_new(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first tokens of a request give, and the cache afterwards."""
+    """Return the output for the first tokens of a request, and the cache afterwards."""
     backend = attention_backend(
         AttentionSpec(
             num_heads=2,
@@ -128,11 +142,11 @@ def test_nonfinite_query_gives_nonfinite_output(poison, part):
     out, kv_cache = attend_new(*qkv, torch.float32)
     assert kv_cache.isfinite().all()
     assert out[:2].isfinite().all()
-    # A head that a query spoils is alone.
+    # A non-finite query affects only its own head.
     assert out[2, : 1 if part == 0 else 2].isnan().all()
 
 
-def test_keys_and_values_beyond_a_format_become_its_largest():
+def test_keys_and_values_out_of_range_are_clamped():
     k = torch.full((4, 1, 8), 1e5)
     k[:, :, 4:] *= -1
     _, kv_cache = attend_new(torch.zeros(4, 2, 8), k, 2 * k, torch.float16)
@@ -141,7 +155,7 @@ def test_keys_and_values_beyond_a_format_become_its_largest():
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_request_cannot_poison_the_next_owner_of_its_block(poison):
+def test_nans_of_a_request_do_not_affect_the_next_owner_of_its_block(poison):
     spec = AttentionSpec(
         num_heads=2,
         num_kv_heads=1,

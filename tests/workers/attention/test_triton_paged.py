@@ -1,4 +1,4 @@
-"""The Triton backend against attention written out in float64: on a GPU, or interpreted without one.
+"""The Triton backend, compared with plain attention in float64: on a GPU, or interpreted without one.
 
 The interpreter multiplies no bfloat16 matrices, so these tests are in float16, which has the same tiles, and float32.
 """
@@ -13,7 +13,7 @@ from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch,
 from engine.workers.attention.kernels.tiles import max_splits
 from engine.workers.layers.layers import HeadNorm
 from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
-from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.layers.spec import LayerSpec
 from engine.workers.models.decoder import Decoder
 from engine.workers.parallel.shard import ModelShard
 from hypothesis import given
@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner
 from support.examples import examples
-from support.paged_attention import OneSequence, PagedCase, run
+from support.native_decoders import ROPE, latent_spec, small_spec
+from support.paged_attention import (
+    SPECIAL_LAYERS,
+    OneSequence,
+    PagedCase,
+    run,
+    special_layers,
+)
 from support.random_checkpoints import random_checkpoint
 from support.triton_compile import compile_for_hopper
 from support.triton_interpreter import interpret_without_gpu
@@ -29,7 +36,7 @@ from support.triton_interpreter import interpret_without_gpu
 pytestmark = pytest.mark.slow
 
 DEVICE = interpret_without_gpu()
-# Rows of a tile that are no queries are 0 / 0; numpy says so.
+# Rows of a tile without queries are 0 / 0, for which numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 TRITON = {"backend_name": "triton_paged", "device": DEVICE}
@@ -72,7 +79,7 @@ def test_agrees_with_plain_attention(
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_head_dims(head_dim):
+def test_any_head_dim_agrees_with_plain_attention(head_dim):
     assert_agrees(
         [(70, 1), (30, 40)],
         num_kv_heads=1,
@@ -83,7 +90,7 @@ def test_head_dims(head_dim):
     )
 
 
-def test_prompts_longer_than_a_tile():
+def test_prompts_longer_than_a_tile_agree_with_plain_attention():
     assert_agrees(
         [(0, 200), (90, 150)],
         num_kv_heads=1,
@@ -106,7 +113,52 @@ def test_long_contexts_are_split(window):
     )
 
 
-def test_few_heads_share_a_long_sequence_among_as_many_programs_as_many_heads_do():
+@pytest.mark.parametrize("name", SPECIAL_LAYERS)
+def test_special_layers_agree_with_plain_attention(name):
+    assert_agrees(
+        [(70, 1), (0, 40), (20, 1), (650, 30), (1100, 1), (599, 2), (0, 1)],
+        num_kv_heads=1,
+        repeats=3,
+        head_dim=16,
+        block_size=16,
+        layer=special_layers(3, DEVICE)[name],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "rank", "rotated"), [(16, 64, 16), (5, 24, 8), (80, 32, 16)])
+def test_latent_attention_agrees_with_plain_attention(heads, rank, rotated, dtype):
+    """Values are the first elements of keys. The heads are those of one program, or of several."""
+    assert_agrees(
+        [(70, 1), (30, 9), (600, 1), (0, 1)],
+        num_kv_heads=1,
+        repeats=heads,
+        head_dim=rank + rotated,
+        latent_rank=rank,
+        block_size=16,
+        layer=AttentionLayer(scale=0.15),
+        dtype=dtype,
+    )
+
+
+def test_a_token_with_latent_attention_has_the_same_bits_alone_and_in_any_batch():
+    case = PagedCase(
+        [(400, 1), (50, 10), (20, 1), (0, 20)],
+        num_kv_heads=1,
+        repeats=16,
+        head_dim=80,
+        latent_rank=64,
+        block_size=16,
+        layer=AttentionLayer(scale=0.15),
+        dtype=torch.float16,
+        **TRITON,
+    )
+    together = case.forward()
+    for rows in ([0], [1], [2, 3], [3, 1]):
+        assert torch.equal(case.forward(rows), together[case.tokens(rows)])
+
+
+def test_few_heads_split_a_long_sequence_into_more_parts():
     for num_kv_heads in (1, 2, 3, 4, 5, 8, 16, 32):
         most = max_splits(num_kv_heads)
         assert most.bit_count() == 1
@@ -128,8 +180,8 @@ def test_few_heads_share_a_long_sequence_among_as_many_programs_as_many_heads_do
 
 @pytest.mark.parametrize("scales", [None, [[0.5, 2.0], [0.25, 4.0]]])
 @pytest.mark.parametrize("softcap", [None, 8.0])
-def test_fp8_cache(scales, softcap):
-    """The keys and values are such as FP8 holds exactly: the interpreter does not round to it as a GPU does."""
+def test_fp8_cache_agrees_with_plain_attention(scales, softcap):
+    """Keys and values are exact in FP8, because the interpreter does not round to it as a GPU does."""
     scales_2G = None if scales is None else torch.tensor(scales, device=DEVICE)
     assert_agrees(
         [(40, 1), (20, 9)],
@@ -170,8 +222,8 @@ def test_a_prompt_has_the_same_bits_in_any_chunks():
     assert torch.equal(outputs(*bounds), outputs(0, 150))
 
 
-def test_padding_writes_nothing_and_changes_nothing():
-    """As a captured step has it: more rows and tokens than requests, and room for longer sequences."""
+def test_padding_does_not_change_the_result_or_the_cache():
+    """A captured step has more rows and tokens than requests, and space for longer sequences."""
     case = PagedCase(
         [(300, 1), (20, 1)],
         num_kv_heads=1,
@@ -206,12 +258,16 @@ def test_padding_writes_nothing_and_changes_nothing():
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("scheduled", [1, 2])
-def test_a_request_cannot_poison_the_next_owner_of_its_block(poison, scheduled):
+@pytest.mark.parametrize("latent_rank", [0, 16])
+def test_nans_of_a_request_do_not_affect_the_next_owner_of_its_block(
+    poison, scheduled, latent_rank
+):
     case = PagedCase(
         [(4, scheduled)],
         num_kv_heads=1,
         repeats=2,
-        head_dim=16,
+        head_dim=32,
+        latent_rank=latent_rank,
         block_size=16,
         layer=AttentionLayer(scale=0.3),
         dtype=torch.float32,
@@ -224,8 +280,8 @@ def test_a_request_cannot_poison_the_next_owner_of_its_block(poison, scheduled):
 
 
 @pytest.mark.parametrize("scheduled", [1, 9])
-def test_nothing_comes_in_from_the_blocks_before_a_window(scheduled):
-    """They have been given back: what is there now is another request's."""
+def test_blocks_before_a_window_have_no_effect(scheduled):
+    """Those blocks have been freed, so they may hold the content of another request."""
     window = 200
     case = PagedCase(
         [(700, scheduled)],
@@ -246,8 +302,8 @@ def test_nothing_comes_in_from_the_blocks_before_a_window(scheduled):
 @pytest.mark.parametrize("rotary_dim", [None, 8, 40])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
-    """Agrees with the plain operations, in what is attended to and in what the cache has."""
+def test_fused_norm_and_rotation_equal_the_plain_operations(rotary_dim, has_norm, dtype):
+    """Both the attention output and the cache content are equal."""
     spec = AttentionSpec(
         num_heads=6, num_kv_heads=2, head_dim=40, block_size=16, dtype=dtype, device=DEVICE
     )
@@ -278,35 +334,34 @@ def test_norm_and_rotation_on_the_way_to_the_cache(rotary_dim, has_norm, dtype):
     ("field", "value", "message"),
     [
         ("head_dim", 512, "head_dim 512 exceeds the 256"),
+        ("latent_rank", 1024, "kv_lora_rank 1024 exceeds the 512"),
         ("block_size", 24, "--block-size 24: .* only powers of two, such as 32"),
     ],
 )
-def test_shapes_that_the_kernels_do_not_know(field, value, message):
+def test_unsupported_shapes_are_rejected(field, value, message):
     shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, field: value}
     spec = AttentionSpec(**shape, dtype=torch.float32, device=DEVICE)
     with pytest.raises(ConfigError, match=message):
         attention_backend(spec, "triton_paged")
 
 
-def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
-    """Windows, a soft cap, head norms and partial rotation in one model; a prompt in chunks, then decoding."""
-    rope = RopeSpec(10_000.0, 8)
-    spec = ModelSpec(
-        model_type="qwen3",
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=6,
-        num_kv_heads=2,
+MODEL_ROPE = RopeSpec(10_000.0, 8)
+MODELS = {
+    "windows, a soft cap, head norms and partial rotation": small_spec(
         head_dim=16,
-        layers=(LayerSpec(rope), LayerSpec(None, window=20)),
-        max_position_embeddings=256,
-        norm_eps=1e-6,
+        layers=(LayerSpec(MODEL_ROPE), LayerSpec(None, window=20)),
         attention_scale=0.25,
-        tie_word_embeddings=True,
         qk_norm="head",
         attention_softcap=20.0,
-    )
+    ),
+    "latent attention": latent_spec(64, layers=(LayerSpec(ROPE), LayerSpec(None))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_gives_the_logits_of_plain_torch(name, tmp_path):
+    """The prompt is computed in chunks."""
+    spec = MODELS[name]
     checkpoint = random_checkpoint(tmp_path, spec)
     attention = AttentionSpec.from_model(
         spec, ModelShard.whole(spec), block_size=16, dtype=torch.float32, device=DEVICE
@@ -334,7 +389,7 @@ def test_a_model_computes_the_same_as_with_plain_torch(tmp_path):
 
 
 def test_every_kernel_fits_a_hopper_gpu():
-    """Compiled to machine code, for the shapes of well-known models; next to nothing is spilt from registers."""
+    """The machine code for the shapes of well-known models spills almost no registers."""
     kernels = compile_for_hopper(
         f"{__file__.rsplit('/', 1)[0]}/launch_triton_paged.py", "launch_all"
     )

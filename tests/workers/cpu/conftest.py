@@ -1,4 +1,4 @@
-"""Without a C++ compiler there is nothing to test here; with one, a missing library is a failure."""
+"""Skip these tests without a C++ compiler; with one, a missing native library is a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except NotSupportedNatively:
 @pytest.fixture(autouse=True)
 def best_isa_afterwards() -> Iterator[None]:
     yield
-    # Not above: it needs the library.
+    # Imported here, because it needs the library.
     from support.isas import BEST_ISA, select_isa
 
     select_isa(BEST_ISA)

@@ -18,7 +18,7 @@ def mirror(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
 def check(
     structs: dict[str, type[ctypes.Structure]] | None = None, **functions: library.Signature
 ) -> None:
-    """Compare the library with mirrors of which some are replaced."""
+    """Compare the library with the Python mirrors, some of which are replaced."""
     mirrors = {struct.__name__: struct for struct in library.STRUCTS} | (structs or {})
     enums = {"OpKind": library.OP_KINDS}
     expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)

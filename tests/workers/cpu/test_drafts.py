@@ -1,4 +1,4 @@
-"""Drafts are what followed where the last tokens came before, and change nothing but the number of steps."""
+"""Drafts by prompt lookup change nothing but the number of steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def expected(
     )
     nowhere = 0, 0, 0
     matches = [match_prediction(end) for end in range(1, len(prediction))]
-    # Of two places that are equally near, the first.
+    # If two places are equally near, use the first.
     predicted_length, _, predicted_end = max(
         matches, key=lambda match: (match[0], match[1], -match[2]), default=nowhere
     )
@@ -75,7 +75,7 @@ def new_request(slot: int, prediction: list[int]) -> NewRequestData:
 
 @st.composite
 def rows_to_draft(draw) -> tuple[list[int], int, list[int]]:
-    """Tokens, how many of them are the prompt, and a prediction, which may begin like the output."""
+    """Draw tokens, the prompt's length, and a prediction, which may start like the output."""
     tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN))
     num_prompt = draw(st.integers(0, len(tokens)))
     prediction = draw(st.lists(st.integers(0, 2), max_size=2 * MAX_MODEL_LEN))
@@ -98,7 +98,7 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
         batch.num_prompt_tokens[slot] = num_prompt
     drafts.add_requests([new_request(slot, row[2]) for slot, row in enumerate(rows)])
     drafts.look_up(np.arange(len(rows), dtype=np.int32))
-    # Many share what a step has time for, and must be surer.
+    # Many requests share the drafts of a step, and need longer matches.
     share = 16 // len(rows) if len(rows) <= 4 else 0
     most, shortest = min(most, share), shortest + len(rows) // 2
     all_wanted = {
@@ -124,7 +124,7 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of two kinds of layers, one with a window, and so of several KV-cache groups."""
+    """Write a checkpoint with two kinds of layers, one with a window, and therefore several KV-cache groups."""
     return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
 
 
@@ -140,7 +140,7 @@ PARAMS = {
         SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=2),
         SamplingParams(temperature=0.6, min_p=0.05, typical_p=0.8, seed=3),
     ],
-    "with wishes": [
+    "with sampling features": [
         SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
         SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=1),
         SamplingParams(
@@ -161,21 +161,21 @@ NUM_OUTPUT = 40
 
 
 class ClientReport(NamedTuple):
-    """A token, and its log-probabilities if they are wanted."""
+    """A token, and its log-probabilities if they were requested."""
 
     token: int
     logprobs: tuple[bytes, bytes, bytes] | None = None
 
 
 def prefill(steps: Steps, params: list[SamplingParams]) -> list[list[ClientReport]]:
-    """All requests have their first token."""
+    """Compute the prompts, so that all requests have their first token."""
     new = [steps.new(slot, PROMPTS[slot], params[slot]) for slot in range(4)]
     chunks = [(slot, len(PROMPTS[slot])) for slot in range(4)]
     return rows_of(steps.run(slots=list(range(4)), new=new, chunks=chunks), list(range(4)))
 
 
 def tokens_of(row: list[ClientReport]) -> list[int]:
-    return [told.token for told in row]
+    return [received.token for received in row]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -184,7 +184,7 @@ def params(request) -> list[SamplingParams]:
 
 
 def generate(checkpoint, params: list[SamplingParams]) -> list[list[ClientReport]]:
-    """What comes without drafts."""
+    """Return the output without drafts."""
     steps = make_steps(checkpoint)
     outputs = prefill(steps, params)
     while len(outputs[0]) < NUM_OUTPUT:
@@ -200,12 +200,12 @@ def outputs(checkpoint, params) -> list[list[ClientReport]]:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint) -> list[list[int]]:
-    """Tokens alone."""
+    """Return only the tokens."""
     return [tokens_of(output) for output in generate(checkpoint, PARAMS["plain"])]
 
 
 def verify(steps: Steps, slots: list[int], drafts: list[list[int]], **step) -> ModelRunnerOutput:
-    """A step of the slots with these drafts."""
+    """Run a step of the slots with these drafts."""
     drafted = [(row, len(tokens)) for row, tokens in enumerate(drafts) if tokens]
     return steps.run(
         slots=slots,
@@ -240,60 +240,58 @@ def cut(part: bytes, count: int, k: int) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_right_wrong_and_half_right_drafts_leave_the_tokens_as_they_were(
-    checkpoint, params, outputs, seed
-):
+def test_right_and_wrong_drafts_do_not_change_tokens(checkpoint, params, outputs, seed):
     rng = random.Random(seed)
     steps = make_steps(checkpoint)
-    told = prefill(steps, params)
+    received = prefill(steps, params)
     num_steps = 0
-    while min(map(len, told)) < NUM_OUTPUT - 6:
+    while min(map(len, received)) < NUM_OUTPUT - 6:
         num_steps += 1
-        slots = [slot for slot in range(4) if len(told[slot]) < NUM_OUTPUT - 6]
+        slots = [slot for slot in range(4) if len(received[slot]) < NUM_OUTPUT - 6]
         rng.shuffle(slots)
         drafts = []
         for slot in slots:
             count = rng.choice((0, 1, 3, 6))
-            tokens = tokens_of(outputs[slot][len(told[slot]) :][:count])
+            tokens = tokens_of(outputs[slot][len(received[slot]) :][:count])
             if count and rng.random() < 0.5:
                 wrong = rng.randrange(count)
                 tokens[wrong] = (tokens[wrong] + 1) % 90
             drafts.append(tokens)
         result = verify(steps, slots, drafts)
         for slot, tokens, row in zip(slots, drafts, rows_of(result, slots), strict=True):
-            start = len(told[slot])
+            start = len(received[slot])
             right = tokens_of(outputs[slot][start : start + len(tokens)])
             num_right = next(
                 (k for k, pair in enumerate(zip(tokens, right, strict=True)) if pair[0] != pair[1]),
                 len(tokens),
             )
             assert row == outputs[slot][start : start + num_right + 1]
-            told[slot] += row
+            received[slot] += row
         if any(drafts):
             assert int32_view(result.num_verified).tolist() == list(map(len, drafts))
     assert num_steps < 25
 
 
 def test_drafts_found_by_the_worker_are_verified_within_limits(checkpoint, params, outputs):
-    """The core asks for more than there is: only it knows that the match has ended."""
+    """The core requests more drafts than there are, because only the worker finds the end of a match."""
     steps = make_steps(checkpoint)
-    told = prefill(steps, params)
+    received = prefill(steps, params)
     num_verified = num_right = 0
-    while min(map(len, told)) < NUM_OUTPUT:
+    while min(map(len, received)) < NUM_OUTPUT:
         counts = int32_bytes([(row, 6) for row in range(4)])
         result = steps.run(chunks=[(row, 7) for row in range(4)], drafts=counts)
         verified = int32_view(result.num_verified)
-        for output, row in zip(told, rows_of(result, list(range(4))), strict=True):
+        for output, row in zip(received, rows_of(result, list(range(4))), strict=True):
             output += row
             num_right += len(row) - 1
         num_verified += int(verified.sum())
         assert (verified <= 4).all()
-    for output, wanted in zip(told, outputs, strict=True):
+    for output, wanted in zip(received, outputs, strict=True):
         assert output[:NUM_OUTPUT] == wanted
     assert 0 < num_right <= num_verified
 
 
-def test_beside_a_prompt_drafts_are_left_out_and_not_proposed(checkpoint, plain):
+def test_drafts_are_neither_used_nor_proposed_in_a_step_with_a_prompt(checkpoint, plain):
     steps = make_steps(checkpoint)
     prefill(steps, PARAMS["plain"])
     slots = [0, 1, 2, 3]
@@ -310,7 +308,7 @@ def test_beside_a_prompt_drafts_are_left_out_and_not_proposed(checkpoint, plain)
     assert rows == [[output[1]] for output in plain[:3]]
     assert int32_view(result.num_verified).tolist() == [0] * 3
     assert result.drafts is None
-    # What was left out is gone: the worker has none of its own to verify.
+    # Unused drafts are dropped, so the worker has none of its own to verify.
     rest = [(3, len(PROMPTS[3]) - 8)]
     rows = [tokens_of(row) for row in rows_of(steps.run(chunks=rest), slots)]
     assert rows[:3] == [[output[2]] for output in plain[:3]]
@@ -328,7 +326,7 @@ def test_grammar_limits_tokens_after_each_draft(checkpoint, params, outputs):
     said = [2] * 3
     number, num_proposed = 0, 0
     while min(said) < NUM_OUTPUT - 6:
-        # It wants 1, 2, 3 … one after the other; the last draft is not what it wants.
+        # The grammar requires 1, 2, 3 … in order; the last draft is wrong.
         wanted = [number % 90 + k for k in range(4)]
         drafts = [tokens_of(outputs[slot][num : num + 3]) for slot, num in enumerate(said)]
         masks = np.stack([pack_bitmask([token], vocab_size) for token in wanted])
@@ -386,10 +384,10 @@ def test_tokens_forced_by_a_grammar_are_drafted(checkpoint):
     result = run([32, 33, 34, 35, 36, 37, 38], [], 6)
     assert tokens_of(rows_of(result, [0])[0]) == list(range(32, 39))
     assert drafted(result) == [39]
-    # It comes otherwise than it was expected, and what is forced is over.
+    # The sampled token differs from the expected one, which ends the forced tokens.
     assert drafted(run([50, 51], [], 1)) == []
     assert drafted(run([60], [60, 61])) == [61]
-    # The next request in the slot gets nothing of it.
+    # The next request in the slot does not use them.
     steps.run(slots=[0], removed=[0], chunks=[(0, 2)], new=[steps.new(0, [70, 71])])
     assert drafted(run([61], [])) == []
 
@@ -400,7 +398,7 @@ def test_nan_is_reported_for_its_own_request(checkpoint, plain):
     blocks_per_slot = steps.blocks_per_row * steps.num_groups
     for layer in steps.runner._kv_cache.layers:
         layer[1 + blocks_per_slot : 1 + 2 * blocks_per_slot] = torch.nan
-    # Token 0 stands for what could not be sampled, so that is what right drafts are.
+    # Token 0 replaces a token that could not be sampled, so right drafts are 0.
     drafts = [plain[0][1:3], [0, 0], plain[2][1:2], []]
     result = verify(steps, [0, 1, 2, 3], drafts)
     rows = [tokens_of(row) for row in rows_of(result, list(range(4)))]
@@ -418,7 +416,7 @@ def test_new_request_in_a_slot_has_no_drafts_of_the_previous_one(checkpoint, pla
     assert [tokens_of(row) for row in rows_of(result, [0])] == [[plain[0][1]]]
 
 
-def test_drafts_end_before_the_context_does(checkpoint):
+def test_drafts_end_before_max_model_len(checkpoint):
     """The last token that fits is sampled after the last draft."""
     path, model = checkpoint
     steps = Steps(
@@ -430,7 +428,7 @@ def test_drafts_end_before_the_context_does(checkpoint):
     )
     prompt = ([5, 6, 7, 8, 9] * 7)[:29]
     result = steps.run(slots=[0], chunks=[(0, 29)], new=[steps.new(0, prompt)])
-    # The first token may or may not go on like the prompt: of 32 there are 30 now.
+    # The first token may or may not continue like the prompt. 30 of 32 tokens exist now.
     if result.drafts is not None:
         assert int32_view(result.drafts.num_tokens).tolist() == [1]
     result = steps.run(chunks=[(0, 7)], drafts=int32_bytes([(0, 6)]))
@@ -470,7 +468,7 @@ def counts_of(results: list[ModelRunnerOutput]) -> tuple[int, int]:
     return int(whole[:, 1].sum()), int(whole[:, 2].sum())
 
 
-def test_predicted_output_takes_few_steps(checkpoint, plain):
+def test_predicted_output_takes_fewer_steps(checkpoint, plain):
     results = predict(make_steps(checkpoint), plain[0])
     assert first_tokens(results) == plain[0][:NUM_OUTPUT]
     # A step has six drafts at most, and samples one more token.
@@ -480,7 +478,7 @@ def test_predicted_output_takes_few_steps(checkpoint, plain):
     assert num_rejected == 0
 
 
-def test_wrong_predictions_leave_the_tokens_as_they_were(checkpoint, plain):
+def test_wrong_predictions_do_not_change_tokens(checkpoint, plain):
     wrong = [(token + 1) % 90 for token in plain[0]]
     half = plain[0][:12] + wrong[12:15] + plain[0][15:]
     for prediction in (wrong, plain[1], plain[0][5:], half, [plain[0][0]]):
@@ -491,7 +489,7 @@ def test_wrong_predictions_leave_the_tokens_as_they_were(checkpoint, plain):
     assert 0 < num_rejected <= 12
 
 
-def test_prediction_of_one_request_serves_no_other(checkpoint, plain):
+def test_prediction_is_used_only_for_its_own_request(checkpoint, plain):
     steps = make_steps(checkpoint)
     assert first_tokens(predict(steps, plain[0], num_rows=3)) == plain[0][:NUM_OUTPUT]
     steps.run(
@@ -502,8 +500,8 @@ def test_prediction_of_one_request_serves_no_other(checkpoint, plain):
         assert not result.prediction_counts
 
 
-def test_resubmitted_request_goes_on_with_its_prediction(checkpoint, plain):
-    """Its output so far came from another core, so it is not in this worker's step."""
+def test_resubmitted_request_continues_with_its_prediction(checkpoint, plain):
+    """Its output so far is part of the prompt, because another core received it."""
     steps = make_steps(checkpoint)
     prompt, done = PROMPTS[0], plain[0][:9]
     new = steps.new(0, prompt + done, PARAMS["plain"][0], prompt=len(prompt))

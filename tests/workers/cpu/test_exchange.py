@@ -1,4 +1,4 @@
-"""Where tensor-parallel ranks share no memory, all of them learn it; see also `test_parallel.py`."""
+"""Tensor-parallel ranks agree on whether they share memory; see also `test_parallel.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RemotePeer(TensorParallel):
-    """Rank 0, whose peer is a process of the same number on another machine."""
+    """Rank 0, whose peer is a process with the same id on another machine."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -24,7 +24,7 @@ class RemotePeer(TensorParallel):
 
 
 class TwinPeer(TensorParallel):
-    """Rank 0, whose peer says what it says."""
+    """Rank 0, whose peer repeats its messages."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -33,12 +33,12 @@ class TwinPeer(TensorParallel):
         return torch.stack((x, x))
 
 
-def test_ranks_on_two_machines_have_no_memory_in_common() -> None:
+def test_ranks_on_two_machines_share_no_memory() -> None:
     with pytest.raises(NotSupportedNatively, match=r"the 2 workers .* cannot share memory"):
         share_memory(RemotePeer(), 4096)
 
 
-def test_memory_of_one_machine_is_zero_and_can_be_written() -> None:
+def test_shared_memory_is_zeroed_and_writable() -> None:
     memory = share_memory(TwinPeer(), 4096)
     assert bytes(memory) == bytes(4096)
     memory[5] = 7

@@ -1,4 +1,4 @@
-"""Which kernels a machine gets."""
+"""Selection of the instruction set of the kernels."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_list_and_target_headers_name_the_same_sets() -> None:
     ],
     ids=["x86-64 but not Linux", "64-bit ARM", "another machine"],
 )
-def test_kernels_are_compiled_for_the_sets_of_the_compilers_machine(
+def test_kernels_are_compiled_for_every_set_of_the_architecture(
     arguments: list[str], expected: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -73,8 +73,8 @@ def test_kernels_are_compiled_for_the_sets_of_the_compilers_machine(
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not CPU_INFO.exists(), reason="needs the flags of an x86-64"
 )
-def test_a_processor_gets_the_most_that_its_flags_allow() -> None:
-    """One with VNNI but without BF16 as well, which is no reason to leave AVX-512 unused."""
+def test_a_processor_gets_the_best_set_that_its_flags_allow() -> None:
+    """A processor with VNNI but without BF16 still uses AVX-512."""
     lines = CPU_INFO.read_text().splitlines()
     flags = set(next(line for line in lines if line.startswith("flags")).split()[2:])
     expected = (

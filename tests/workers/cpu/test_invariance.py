@@ -1,4 +1,4 @@
-"""A token's hidden state depends on the tokens before it and on nothing else, bit for bit."""
+"""A token's hidden state depends only on the tokens before it, bit for bit."""
 
 import os
 import random
@@ -10,7 +10,7 @@ from engine.workers.layers.rope import RopeSpec
 from engine.workers.layers.spec import LayerSpec
 from support.batches import Scheduled, attention_batch, positions
 from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
-from support.native_decoders import BLOCK_SIZE, ROPE, native_decoder, small_spec
+from support.native_decoders import BLOCK_SIZE, ROPE, latent_spec, native_decoder, small_spec
 from support.random_checkpoints import random_checkpoint
 
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ FORMATS = {
 
 
 class Engine:
-    """Runs requests over a cache whose blocks they own, or share."""
+    """Runs requests over a cache whose blocks they own or share."""
 
     def __init__(self, decoder, num_blocks=400):
         self.decoder = decoder
@@ -68,15 +68,17 @@ def checkpoint(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("checkpoint"), SPEC)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def decoders(request, checkpoint):
-    """With one thread and with two."""
-    options = FORMATS[request.param]
-    return [native_decoder(SPEC, checkpoint, num_threads=n, **options) for n in (1, 2)]
+@pytest.fixture(scope="module", params=[*FORMATS, "latent, bfloat16", "latent, int8 cache"])
+def decoders(request, tmp_path_factory):
+    """Load decoders with one thread and with two."""
+    kind, _, name = request.param.rpartition(", ")
+    spec, options = latent_spec(64) if kind else SPEC, FORMATS[name]
+    checkpoint = random_checkpoint(tmp_path_factory.mktemp("checkpoint"), spec)
+    return [native_decoder(spec, checkpoint, num_threads=n, **options) for n in (1, 2)]
 
 
-def test_random_mixes(decoders):
-    """Chunks of any size, in any company, with one thread or two."""
+def test_random_batches_and_chunks_do_not_change_states(decoders):
+    """Chunks have any size and share steps with any others, on one thread or two."""
     prompts = [prompt(length, length) for length in (1, 15, 16, 64, 65, 130, 200, 290, 330, 64)]
     expected = [whole(decoders[0], tokens) for tokens in prompts]
     for seed in range(12):
@@ -97,7 +99,7 @@ def test_random_mixes(decoders):
                 done[i] = stop
 
 
-def test_shared_prefix(decoders):
+def test_a_shared_prefix_does_not_change_states(decoders):
     prefix, tails = prompt(160), [prompt(40, 1), prompt(1, 2), prompt(77, 3)]
     engine = Engine(decoders[1])
     shared = list(range(1, 11))
@@ -109,10 +111,10 @@ def test_shared_prefix(decoders):
         assert_same_bits(state, whole(decoders[0], t)[160:])
 
 
-def test_a_block_that_is_filled_and_read_in_the_same_step(tmp_path):
-    """No request's first token attends to the block before it until its last key is there.
+def test_a_block_may_be_filled_and_read_in_the_same_step(tmp_path):
+    """No token attends to a block before its last key is stored.
 
-    What fills it lies among rows that take longer than those that read it.
+    The rows that fill it take longer than those that read it.
     """
     spec = small_spec(hidden_size=256, intermediate_size=768, layers=(LayerSpec(ROPE),) * 3)
     checkpoint = random_checkpoint(tmp_path, spec)
@@ -132,8 +134,8 @@ def test_a_block_that_is_filled_and_read_in_the_same_step(tmp_path):
             assert_same_bits(state, row)
 
 
-def test_several_partitions_and_slices(decoders):
-    """Contexts that decoding shares out among threads, and steps that run in slices."""
+def test_partitions_and_slices_do_not_change_states(decoders):
+    """Decoding splits long contexts among threads, and long steps run in slices."""
     tokens = prompt(2300)
     expected = whole(decoders[0], tokens)
     assert_same_bits(whole(decoders[1], tokens), expected)
@@ -150,8 +152,8 @@ def test_several_partitions_and_slices(decoders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
-def test_threads_that_lose_their_processors_in_the_middle_of_their_work(isa, checkpoint):
-    """Many more than there are processors: others compute what those had begun, and only one result counts."""
+def test_preempted_threads_do_not_change_states(isa, checkpoint):
+    """There are many more threads than processors. Work of a preempted thread is computed again by others."""
     select_isa(isa)
     options = FORMATS["int4"]
     crowd = native_decoder(SPEC, checkpoint, num_threads=4 * (os.cpu_count() or 1), **options)
@@ -172,8 +174,8 @@ def test_threads_that_lose_their_processors_in_the_middle_of_their_work(isa, che
                 assert_same_bits(state, whole_state[start:stop])
 
 
-def test_many_sequences_in_more_threads_than_there_are_processors(checkpoint):
-    """Pieces of such steps pass from thread to thread, and are computed twice."""
+def test_more_threads_than_processors_do_not_change_states(checkpoint):
+    """Pieces of such steps move between threads, and some are computed twice."""
     options = FORMATS["int4"]
     num_threads = 2 * (os.cpu_count() or 1)
     crowd = native_decoder(SPEC, checkpoint, num_threads=num_threads, **options)
@@ -196,8 +198,8 @@ def test_many_sequences_in_more_threads_than_there_are_processors(checkpoint):
                 assert_same_bits(state, e[start:stop])
 
 
-def test_one_long_context_beside_many_short_ones(decoders):
-    """It is shared out among threads, and the short ones are not."""
+def test_one_long_context_among_short_ones_does_not_change_states(decoders):
+    """Only the long context is split among threads."""
     long, short = prompt(2300), [prompt(40, seed) for seed in range(20)]
     engine, blocks = Engine(decoders[1]), list(range(1, 146))
     tails = [[150 + 3 * i, 151 + 3 * i, 152 + 3 * i] for i in range(20)]
@@ -232,7 +234,7 @@ def test_logits_do_not_depend_on_the_batch(decoders):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["bfloat16", "int4", "int8 cache"])
-def test_every_instruction_set_of_this_machine(name, isa, checkpoint):
+def test_states_are_invariant_with_every_instruction_set(name, isa, checkpoint):
     select_isa(isa)
     tokens, blocks = prompt(150), list(range(1, 11))
     decoder = native_decoder(SPEC, checkpoint, num_threads=2, **FORMATS[name])
@@ -255,8 +257,8 @@ HEADS = {
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_heads_of_every_number_and_size(heads, isa, tmp_path):
-    """A token's heads alone, with those of a few others, and with those of many."""
+def test_any_number_and_size_of_heads_is_invariant(heads, isa, tmp_path):
+    """Heads are computed for one token, for a few and for many."""
     select_isa(isa)
     rope = RopeSpec(10_000.0, HEADS[heads]["head_dim"])
     spec = small_spec(layers=(LayerSpec(rope), LayerSpec(rope, 70)), **HEADS[heads])
@@ -281,7 +283,7 @@ def test_heads_of_every_number_and_size(heads, isa, tmp_path):
     ],
 )
 def test_sets_with_fused_products_agree(name, isas, checkpoint):
-    """Sums of integers are exact, and sums of floats have one order: only fusing tells sets apart."""
+    """Integer sums are exact and float sums have one order, so results differ only by fused operations."""
     states = []
     for isa in isas:
         select_isa(isa)

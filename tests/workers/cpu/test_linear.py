@@ -1,4 +1,4 @@
-"""The linear kernels against float64, against each other, and over shapes.
+"""The linear kernels, compared with float64 and with each other, over many shapes.
 
 R rows of activations, N rows of the matrix, K columns of both.
 """
@@ -48,7 +48,7 @@ FLOAT_TYPES = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat1
 
 
 def stored_matrix(source_type: SourceType, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
-    """A random matrix as a checkpoint stores it, ``[n, row bytes]``."""
+    """Return a random matrix as a checkpoint stores it, ``[n, row bytes]``."""
     rng = np.random.default_rng(seed)
     if source_type in FLOAT_TYPES:
         values = torch.from_numpy(rng.standard_normal((n, k), np.float32))
@@ -77,7 +77,7 @@ def random_weight(source_type: T, weight_format: F, n: int, k: int) -> PackedWei
 
 
 def activations(rows: int, k: int, seed: int = 1) -> Floats:
-    """Rows of very different magnitudes, with outliers."""
+    """Return rows of very different magnitudes, with outliers."""
     rng = np.random.default_rng(seed)
     x_RK = rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-8, 8, (rows, 1)))
     x_RK[:, rng.integers(0, k, 2)] *= 30
@@ -129,12 +129,12 @@ def multiply(
 
 
 def columns_of(weight_format: WeightFormat, k: int) -> int:
-    """Float matrices may have any number of columns."""
+    """Return a number of columns near `k`; float matrices may have any number."""
     return k if weight_format <= F.U8 else k + 3
 
 
 @pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
-def test_packed_rows_have_the_values_of_the_checkpoint(
+def test_packed_rows_equal_those_of_the_checkpoint(
     source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     n, k = 37, columns_of(weight_format, 512)
@@ -152,7 +152,7 @@ def test_packed_rows_have_the_values_of_the_checkpoint(
 @pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
 @pytest.mark.parametrize("shape", [(1, 256), (40, 512), (100, 1536)])
 @pytest.mark.parametrize("isa", ISAS)
-def test_products_are_exact_but_for_the_rounding_of_activations_and_sums(
+def test_product_error_is_bounded_by_the_rounding_of_activations_and_sums(
     isa: int, shape: tuple[int, int], source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     select_isa(isa)
@@ -174,7 +174,7 @@ def test_products_are_exact_but_for_the_rounding_of_activations_and_sums(
 
 
 @pytest.mark.parametrize("weight_format", [f for f in F if f <= F.U8])
-def test_int8_activations_are_exact_where_eight_bits_suffice(weight_format: WeightFormat) -> None:
+def test_int8_activations_are_exact_if_eight_bits_suffice(weight_format: WeightFormat) -> None:
     source_type = next(t for t, f in PACKINGS if f == weight_format)
     weight = random_weight(source_type, weight_format, 20, 256)
     x_RK = np.random.default_rng(2).integers(-126, 127, (3, 256)).astype(np.float32)
@@ -195,7 +195,7 @@ def test_int8_activations_are_exact_where_eight_bits_suffice(weight_format: Weig
         if isa != PORTABLE and (isa, packing[1]) != (AMX, F.BF16)
     ],
 )
-def test_every_instruction_set_gives_the_bits_of_the_portable_code(
+def test_every_instruction_set_is_bit_identical_to_the_portable_code(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     for n, k in ((75, 512), (16, 768)):
@@ -216,7 +216,7 @@ def without_subnormals(x: Floats) -> Floats:
 
 
 def product_as_amx_sums_it(weight: PackedWeight, x_RK: Floats) -> Floats:
-    """In steps of 32: the even products and the odd ones, both together, then what was before."""
+    """Sum in steps of 32: even products, odd products, their sum, then the previous sum."""
     rounded_RK = torch.from_numpy(x_RK).to(torch.bfloat16).float().numpy()
     x_KR1 = without_subnormals(rounded_RK).T[:, :, None]
     w_K1N = weight.rows(range(weight.n)).T[:, None]
@@ -233,7 +233,7 @@ def product_as_amx_sums_it(weight: PackedWeight, x_RK: Floats) -> Floats:
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 1), (64, 32), (16, 33), (75, 131), (40, 256), (70, 576), (150, 2080)]
 )
-def test_amx_sums_products_of_bf16_in_an_order_of_its_own(n: int, k: int) -> None:
+def test_amx_sums_bf16_products_in_its_documented_order(n: int, k: int) -> None:
     select_isa(AMX)
     weight = random_weight(T.BF16, F.BF16, n, k)
     x_RK = activations(MANY_ROWS, k)
@@ -253,7 +253,7 @@ def test_amx_sums_products_of_bf16_in_an_order_of_its_own(n: int, k: int) -> Non
 INTEGER_PACKINGS = [(t, f) for t, f in PACKINGS if f <= F.U8]
 
 
-def test_outliers_take_no_levels_from_the_rest_of_their_group() -> None:
+def test_outliers_do_not_reduce_the_precision_of_their_group() -> None:
     weight = random_weight(T.Q8_0, F.U8, 48, 512)
     w_NK = weight.rows(range(48)).astype(np.float64)
     x_RK = np.random.default_rng(3).standard_normal((4, 512), np.float32)
@@ -268,12 +268,12 @@ def test_outliers_take_no_levels_from_the_rest_of_their_group() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_only_the_fours_of_outliers_have_second_terms(isa: int) -> None:
+def test_only_blocks_of_four_with_outliers_have_second_terms(isa: int) -> None:
     select_isa(isa)
     weight = random_weight(T.Q8_0, F.U8, 16, 512)
     x_RK = np.random.default_rng(4).uniform(-1, 1, (2, 512)).astype(np.float32)
     x_RK[0, [70, 300]] = 100, -3000
-    # Large all together, these are no outliers.
+    # Values that are all large are not outliers.
     x_RK[1, 96:128] *= 1000
     groups_RGB = quantized(weight, x_RK, ActivationKind.INT8_SPLIT)[:, : 16 * 64].reshape(2, 16, 64)
     fours = groups_RGB[:, :, 56:60].copy().view(np.uint32)[:, :, 0]
@@ -287,7 +287,7 @@ def test_rows_without_outliers_are_plain_int8() -> None:
         weight = random_weight(source_type, weight_format, 32, 256)
         x_RK = np.random.default_rng(4).uniform(-1, 1, (20, 256)).astype(np.float32)
         expected_RN = multiply(weight, x_RK, kind=ActivationKind.INT8)
-        # Not even when the rows beside them have some.
+        # This also holds if other rows have outliers.
         x_RK[3, 40], x_RK[7, 200] = 1000, 1000
         others = [r for r in range(20) if r not in (3, 7)]
         split_RN = multiply(weight, x_RK, kind=ActivationKind.INT8_SPLIT)
@@ -295,7 +295,7 @@ def test_rows_without_outliers_are_plain_int8() -> None:
 
 
 def split_activations(rows: int, k: int) -> Floats:
-    """Of each row other fours are split."""
+    """Return rows that have outliers in different blocks of four."""
     x_RK = activations(rows, k, seed=5)
     for row, column in enumerate(np.random.default_rng(6).integers(0, k, rows)):
         x_RK[row, column] = 100 * np.abs(x_RK[row]).max()
@@ -304,7 +304,7 @@ def split_activations(rows: int, k: int) -> Floats:
 
 @pytest.mark.parametrize(("source_type", "weight_format"), INTEGER_PACKINGS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_split_fours_have_the_same_bits_by_every_set_and_in_every_company(
+def test_products_of_outliers_are_bit_identical_for_every_set_and_batch(
     isa: int, source_type: SourceType, weight_format: WeightFormat
 ) -> None:
     kind = ActivationKind.INT8_SPLIT
@@ -327,7 +327,7 @@ def test_split_fours_have_the_same_bits_by_every_set_and_in_every_company(
 
 @pytest.fixture(scope="module", params=PACKINGS, ids=lambda p: f"{p[0].name}-{p[1].name}")
 def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[int, Floats]]:
-    """A matrix, activations and their product by each instruction set, all rows at once."""
+    """Return a matrix, activations and their product by each instruction set, for all rows at once."""
     source_type, weight_format = request.param
     k = columns_of(weight_format, 256)
     weight = random_weight(source_type, weight_format, 150, k)
@@ -356,7 +356,7 @@ def test_an_element_does_not_depend_on_the_rows_and_columns_beside_it(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_blocks_of_rows_pass_over_cached_parts_of_many_columns(isa: int) -> None:
+def test_products_of_many_rows_and_columns_are_computed_in_cached_blocks(isa: int) -> None:
     select_isa(isa)
     weight = random_weight(T.Q4_1, F.U4_OFFSET, 600, 1536)
     x_RK = activations(40, 1536)
@@ -385,7 +385,7 @@ def test_nonfinite_input_affects_every_output_of_its_row_only(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("magnitude", [0.0, -0.0, 1e-45, 1e-38, 1e-31])
-def test_groups_too_small_to_scale_count_as_zero(magnitude: float, isa: int) -> None:
+def test_groups_too_small_to_scale_are_zero(magnitude: float, isa: int) -> None:
     select_isa(isa)
     weight = random_weight(T.Q4_1, F.U4_OFFSET, 16, 64)
     x_RK = np.full((1, 64), magnitude, np.float32)
@@ -421,13 +421,13 @@ def test_constant_and_zero_groups_quantize_to_themselves() -> None:
         np.testing.assert_allclose(weight.rows(range(3)), w_NK, rtol=1e-3)
 
 
-def test_which_types_pack_in_which_formats() -> None:
+def test_each_type_is_packed_in_its_format() -> None:
     allowed = {(t, f) for t in T for f in F if can_pack(t, f)}
     floats = {(t, f) for t in FLOAT_TYPES for f in (F.BF16, F.F16, F.F32, F.U8, F.U4_OFFSET)}
     assert allowed == set(PACKINGS) | floats
 
 
-def test_rows_of_several_sources_share_a_matrix() -> None:
+def test_a_matrix_may_have_rows_of_several_sources() -> None:
     first, second = stored_matrix(T.Q4_1, 20, 64, seed=3), stored_matrix(T.Q4_1, 13, 64, seed=4)
     weight = allocate_packed(F.U4_OFFSET, 33, 64, WeightMemory())
     pack_rows(weight, T.Q4_1, second, first_row=20)

@@ -1,4 +1,4 @@
-"""What the native arithmetic adds to the roundings that a checkpoint's weights have already had."""
+"""The error that native arithmetic adds to the rounding of a checkpoint's weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENS = torch.randint(VOCABULARY, (120,), generator=torch.Generator().manual_se
 
 @pytest.fixture(scope="module")
 def model() -> transformers.LlamaForCausalLM:
-    """One channel of what its matrices read dwarfs the others, as some do in trained models."""
+    """Make a model in which one channel is much larger than the others, as in trained models."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -55,7 +55,7 @@ def model() -> transformers.LlamaForCausalLM:
 def divergence(
     path: Path, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None
 ) -> float:
-    """Mean Kullback-Leibler divergence of the next token's distribution from the float32 model's."""
+    """Return the mean KL divergence of the next token's distribution from that of the float32 model."""
     checkpoint = open_checkpoint(path)
     spec = model_spec(checkpoint.config, path)
     native = native_decoder(
@@ -80,7 +80,7 @@ STORED = {**{t.name: (t, {}) for t in QUANTIZED}, **MIXED}
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_activations_in_int8_cost_little_in_spite_of_outliers(
+def test_int8_activations_add_little_divergence_despite_outliers(
     name: str, model: transformers.LlamaForCausalLM, tmp_path: Path
 ) -> None:
     ggml_type: T
@@ -98,7 +98,7 @@ def test_activations_in_int8_cost_little_in_spite_of_outliers(
         (T.F32, torch.float32, 2e-4),
     ],
 )
-def test_float_weights_cost_less(
+def test_float_weights_add_less_divergence(
     ggml_type: T,
     dtype: torch.dtype,
     bound: float,
@@ -109,7 +109,7 @@ def test_float_weights_cost_less(
     assert divergence(path, dtype) < bound
 
 
-def test_quantizing_at_load_to_int8_costs_little(
+def test_quantizing_to_int8_at_load_adds_little_divergence(
     model: transformers.LlamaForCausalLM, tmp_path: Path
 ) -> None:
     # The weights before it are the reference: their own rounding counts as well.

@@ -1,4 +1,4 @@
-"""The native program's choice of tokens, against the torch sampler's."""
+"""Sampling by the native program, compared with the torch sampler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, NativeDecoder]:
-    """By the size of their vocabulary, on two threads."""
+    """Load decoders by vocabulary size, on two threads."""
     return {
         size: native_decoder(
             small_spec(vocab_size=size), tmp_path_factory.mktemp(f"model{size}"), num_threads=2
@@ -68,7 +68,7 @@ def both_choose(
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("kwargs", PARAMS, ids=str)
-def test_the_same_tokens_as_the_torch_sampler(
+def test_tokens_equal_those_of_the_torch_sampler(
     kwargs: dict[str, Any], vocab_size: int, decoders: dict[int, NativeDecoder]
 ) -> None:
     params = [SamplingParams(seed=seed, **kwargs) for seed in range(NUM_ROWS)]
@@ -87,7 +87,7 @@ def test_the_same_tokens_as_the_torch_sampler(
     masked=st.booleans(),
 )
 @examples(80)
-def test_ties_and_masks_make_no_difference(
+def test_tokens_equal_those_of_the_torch_sampler_with_ties_and_masks(
     decoders: dict[int, NativeDecoder],
     top_k: int,
     top_p: float,
@@ -133,7 +133,7 @@ def test_unsampled_rows_report_distinct_reasons(decoders: dict[int, NativeDecode
 @pytest.mark.parametrize(
     "kwargs", [{"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.2}], ids=str
 )
-def test_one_call_from_tokens_to_tokens(
+def test_a_step_in_one_call_samples_the_same_tokens(
     kwargs: dict[str, Any], decoders: dict[int, NativeDecoder]
 ) -> None:
     decoder = decoders[5003]
@@ -146,14 +146,14 @@ def test_one_call_from_tokens_to_tokens(
         for row in range(70):
             sampler.add(row, params[row], prompt=tuple(prompt[:row]))
         assert sampler.tokens(logits, list(range(70))) == chosen
-    # A batch with a row that is not greedy takes another way than one of greedy rows.
+    # A batch with a row that is not greedy uses another code path than greedy batches.
     others = [*params[5:8], SamplingParams(seed=8)]
     _, output = forward_and_sample(decoder, prompt, range(5, 9), others)
     assert tokens_of(output)[:3] == chosen[5:8]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set_of_this_machine_samples(
+def test_every_instruction_set_samples_the_same_tokens(
     isa: int, decoders: dict[int, NativeDecoder]
 ) -> None:
     select_isa(isa)

@@ -1,4 +1,4 @@
-"""Packed weights as they are read from checkpoints."""
+"""Packing of weights that are read from checkpoints."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightM
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.weights import Rows
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.quantized_checkpoints import quantize_directory
 
 F = WeightFormat
@@ -88,7 +88,7 @@ def test_float_matrices_are_packed_in_the_models_dtype(
     np.testing.assert_array_equal(weight.rows(range(9)), ODD.to(dtype).float().numpy())
 
 
-def test_float16_is_kept_where_it_is_stored(tmp_path: Path) -> None:
+def test_float16_weights_stay_float16(tmp_path: Path) -> None:
     half = torch.randn(9, 64, generator=torch.Generator().manual_seed(3)).half()
     checkpoint = checkpoint_of(
         tmp_path,
@@ -104,9 +104,7 @@ def test_float16_is_kept_where_it_is_stored(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weight.rows(range(9)), half.float().numpy())
     assert reader.packed("x.weight", 50, 64).format == F.BF16
     assert reader.packed("z.weight", 9, 64).format == F.BF16
-    together = reader.packed_together(
-        [Rows("x.weight", 50, range(50)), Rows("y.weight", 9, range(9))], 64
-    )
+    together = reader.packed_together([Rows("x", 50, range(50)), Rows("y", 9, range(9))], 64)
     assert [weight.format for weight in together] == [F.BF16, F.BF16]
     others = NativeWeightReader(
         checkpoint, torch.bfloat16, has_head=False, keeps_float16=True, quantization="int8"
@@ -114,7 +112,7 @@ def test_float16_is_kept_where_it_is_stored(tmp_path: Path) -> None:
     assert others.packed("y.weight", 9, 64).format == F.U8
 
 
-def test_vectors_keep_the_bits_that_they_are_stored_with(tmp_path: Path) -> None:
+def test_vectors_keep_their_stored_bits(tmp_path: Path) -> None:
     norm = torch.tensor([1 + 2.0**-20, 0.1, 3e-9])
     checkpoint = checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, norm__weight=norm)
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
@@ -122,7 +120,7 @@ def test_vectors_keep_the_bits_that_they_are_stored_with(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("quantization", "weight_format"), [("int8", F.U8), ("int4", F.U4_OFFSET)])
-def test_quantization_takes_float_matrices_of_whole_groups(
+def test_quantization_applies_to_float_matrices_of_whole_groups(
     checkpoint: Checkpoint, quantization: str, weight_format: WeightFormat
 ) -> None:
     reader = NativeWeightReader(
@@ -133,7 +131,7 @@ def test_quantization_takes_float_matrices_of_whole_groups(
     assert reader.packed("odd.weight", 9, 41).format == F.BF16
 
 
-def test_matrices_that_are_packed_one_after_another_keep_their_values(
+def test_matrices_packed_in_sequence_keep_their_values(
     tmp_path: Path,
 ) -> None:
     matrices = {
@@ -149,7 +147,7 @@ def test_matrices_that_are_packed_one_after_another_keep_their_values(
         np.testing.assert_array_equal(weight.rows(range(weight.n)), tensor.float().numpy())
 
 
-def test_parts_of_a_matrix_are_its_rows(checkpoint: Checkpoint) -> None:
+def test_a_part_of_a_matrix_has_its_rows(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     parts = [
         reader.packed("matrix.weight", 50, 64, range(start, stop))
@@ -185,7 +183,7 @@ def test_ranks_share_the_columns_of_a_float_matrix_at_any_element(checkpoint: Ch
     np.testing.assert_array_equal(got, ODD.to(torch.bfloat16).float().numpy())
 
 
-def test_shares_that_cut_a_group_are_refused_on_every_rank(checkpoint: Checkpoint) -> None:
+def test_shares_that_split_a_group_are_rejected_on_every_rank(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False, quantization="int8")
     shares = [range(48), range(48, 64)]
     for rank in range(2):
@@ -193,7 +191,7 @@ def test_shares_that_cut_a_group_are_refused_on_every_rank(checkpoint: Checkpoin
             reader.packed_columns("matrix.weight", 50, 64, shares, rank)
 
 
-def test_progress_reaches_its_total_and_nothing_stays_unread(checkpoint: Checkpoint) -> None:
+def test_progress_reaches_its_total_and_every_tensor_is_read(checkpoint: Checkpoint) -> None:
     progress: list[tuple[int, int]] = []
     reader = NativeWeightReader(
         checkpoint,
@@ -212,7 +210,7 @@ def test_progress_reaches_its_total_and_nothing_stays_unread(checkpoint: Checkpo
     assert progress[-1][0] == progress[-1][1]
 
 
-def test_a_matrix_of_another_shape_is_refused(checkpoint: Checkpoint) -> None:
+def test_a_matrix_of_another_shape_is_rejected(checkpoint: Checkpoint) -> None:
     reader = NativeWeightReader(checkpoint, torch.bfloat16, has_head=False)
     with pytest.raises(CheckpointError, match=r"matrix.weight.*\[50, 64\].*\[50, 32\]"):
         reader.packed("matrix.weight", 50, 32)
@@ -220,7 +218,7 @@ def test_a_matrix_of_another_shape_is_refused(checkpoint: Checkpoint) -> None:
         reader.packed("absent.weight", 50, 32)
 
 
-def test_weight_memory_is_zero_aligned_and_not_shared() -> None:
+def test_weight_memory_is_zeroed_aligned_and_private() -> None:
     memory = WeightMemory()
     parts = [memory.allocate(size) for size in (1, 63, 65, 70 << 20, 100)]
     for number, part in enumerate(parts):
@@ -250,11 +248,12 @@ def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
         ("gptq-asymmetric", F.U4_OFFSET),
         ("compressed-int4", F.U4_OFFSET),
         ("compressed-int8", F.U8),
+        ("mxfp4", F.U5_OFFSET),
         ("gptq-act-order", F.F32),
         ("fp8-blocks", F.F32),
     ],
 )
-def test_matrices_of_other_quantizers_stay_as_small_as_they_can(
+def test_matrices_of_other_quantizers_use_the_smallest_format_that_fits(
     tmp_path: Path, quantized_with: str, weight_format: WeightFormat
 ) -> None:
     checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, x_proj__weight=MATRIX[:48])
@@ -265,3 +264,33 @@ def test_matrices_of_other_quantizers_stay_as_small_as_they_can(
     found = torch.from_numpy(packed.rows(range(48)))
     # Scales are rounded to 11 bits, the middle of a group's range to 8.
     assert torch.allclose(found, meaning, rtol=1e-3, atol=2.0**-9 * meaning.abs().max().item())
+
+
+@pytest.mark.parametrize("exponent", [104, 120, 139])
+def test_mxfp4_keeps_its_values_at_the_ends_of_the_range_of_scales(
+    tmp_path: Path, exponent: int
+) -> None:
+    reader, meaning = mxfp4_with_scale(tmp_path, exponent)
+    found = torch.from_numpy(reader.packed("x_proj.weight", 48, 64).rows(range(48)))
+    assert torch.equal(found, meaning)
+
+
+@pytest.mark.parametrize("exponent", [140, 144, 254])
+def test_mxfp4_with_scales_beyond_float16_is_left_to_torch(tmp_path: Path, exponent: int) -> None:
+    reader, _ = mxfp4_with_scale(tmp_path, exponent)
+    with pytest.raises(NotSupportedNatively, match="too large"):
+        reader.packed("x_proj.weight", 48, 64)
+
+
+def mxfp4_with_scale(tmp_path: Path, exponent: int) -> tuple[NativeWeightReader, torch.Tensor]:
+    """Return a reader of an MXFP4 matrix whose last scale is 2 ** (exponent - 127), and its values."""
+    checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, x_proj__weight=MATRIX[:48])
+    meaning = quantize_directory(tmp_path, "mxfp4")["model.x_proj.weight"].clone()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    scales = tensors["model.x_proj.scales"]
+    meaning[-1, 32:] *= 2.0 ** (exponent - int(scales[-1, -1]))
+    scales[-1, -1] = exponent
+    save_file(tensors, file)
+    reader = NativeWeightReader(open_checkpoint(tmp_path), torch.float32, has_head=False)
+    return reader, meaning

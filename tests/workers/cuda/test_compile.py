@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, into what one of its multiprocessors has."""
+"""Every kernel compiles for Hopper within the resources of one multiprocessor."""
 
 import pytest
 from support.triton_compile import KernelResources, compile_for_hopper
@@ -11,9 +11,9 @@ def launch_all() -> None:
     import numpy as np
     import torch
     from engine.workers.cuda.float8 import Rounding
-    from engine.workers.cuda.gated_activation import gated_activation
+    from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
     from engine.workers.cuda.norm import rms_norm
-    from engine.workers.cuda.quantized_linear import QuantizedLinear
+    from engine.workers.cuda.quantized_linear import GroupedLinear, QuantizedLinear, combine
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
@@ -27,7 +27,7 @@ def launch_all() -> None:
         gate_up = torch.zeros(4, 2 * intermediate_size).bfloat16()
         for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
             rms_norm(x, torch.ones(hidden_size), 1e-6, block_TD=x.clone(), rounding=rounding)
-            for name in ("silu", "gelu_tanh"):
+            for name in GATED_ACTIVATIONS:
                 gated_activation(name, gate_up, rounding)
 
     for vocab_size in (32000, 128256, 151936):
@@ -78,6 +78,12 @@ def launch_all() -> None:
         linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
         for num_tokens in (1, 20, 50, 500):
             linear(torch.zeros(num_tokens, columns).bfloat16())
+    for kind in (matrix(4, 128, zeros=True), matrix(None, columns, float_type=torch.bfloat16)):
+        grouped = GroupedLinear(kind, 8, None, torch.bfloat16)
+        for num_tokens in (8, 4000):
+            x = torch.zeros(num_tokens, columns).bfloat16()
+            grouped(x, torch.full((8,), num_tokens, dtype=torch.int32))
+    combine(x, torch.arange(4000), torch.zeros(500, 8))
 
 
 @pytest.fixture(scope="module")
@@ -85,21 +91,21 @@ def kernels() -> list[KernelResources]:
     return compile_for_hopper(__file__, "launch_all")
 
 
-def test_every_kernel_fits(kernels: list[KernelResources]) -> None:
-    assert len({kernel.name for kernel in kernels}) == 10
+def test_every_kernel_fits_on_a_multiprocessor(kernels: list[KernelResources]) -> None:
+    assert len({kernel.name for kernel in kernels}) == 11
     assert not [kernel for kernel in kernels if not kernel.fits]
-    # Compilers may differ by a few spilt registers.
+    # Compilers may differ by a few spilled registers.
     assert not [kernel for kernel in kernels if kernel.stack_bytes > 64]
 
 
-def test_products_add_up_as_many_columns_at_once_whatever_the_number_of_tokens(
+def test_products_use_the_same_instructions_for_any_number_of_tokens(
     kernels: list[KernelResources],
 ) -> None:
     products = {tuple(kernel.products) for kernel in kernels if kernel.name == "_linear_kernel"}
     assert products == {("wgmma k16.f32.bf16.bf16",), ("wgmma k32.f32.e4m3.e4m3",)}
 
 
-def test_no_product_reads_registers_that_are_written_meanwhile(
+def test_no_product_reads_registers_that_are_overwritten(
     kernels: list[KernelResources],
 ) -> None:
     assert not [(kernel.name, kernel.overwritten) for kernel in kernels if kernel.overwritten]
@@ -118,7 +124,7 @@ SASS = """
 """
 
 
-def test_a_load_of_the_next_tile_is_seen_if_a_product_may_still_read() -> None:
+def test_an_overwritten_operand_is_detected() -> None:
     assert not overwritten_operands(SASS.format(0))
     (found,) = overwritten_operands(SASS.format(1))
     assert "R40, gdesc" in found and "LDS.128 R40" in found

@@ -1,4 +1,4 @@
-"""How many kernels a step is: at a microsecond or two each, a small model's step is made of them."""
+"""Number of kernel launches in a step. Each takes a microsecond or two, which counts for a small model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QWEN3 = {
 
 
 class NotedGraphs(TapedGraphs):
-    """Remembers what was launched while the last graph was captured."""
+    """Graphs that record the kernels launched during the last capture."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class NotedGraphs(TapedGraphs):
 
 
 def decode_kernels(path: Path, monkeypatch, num_layers: int) -> Counter[str]:
-    """Of a graph for one request."""
+    """Return the kernels of a decode graph for one request."""
     (path / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
     monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
@@ -84,7 +84,7 @@ def decode_kernels(path: Path, monkeypatch, num_layers: int) -> Counter[str]:
     return graphs.kernels
 
 
-def test_a_layer_and_what_is_around_the_layers(tmp_path: Path, monkeypatch) -> None:
+def test_decode_launches_the_expected_kernels_per_layer(tmp_path: Path, monkeypatch) -> None:
     one, three = (decode_kernels(tmp_path, monkeypatch, n) for n in (1, 3))
     assert (three - one) == Counter(
         {

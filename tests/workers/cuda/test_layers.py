@@ -1,4 +1,4 @@
-"""Whole models with Triton's kernels give the logits that they give with torch's."""
+"""Models with Triton's kernels give the logits of torch's."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from engine.workers.cuda.layers import TritonKernels
-from engine.workers.cuda.quantized_linear import QuantizedLinear
+from engine.workers.cuda.quantized_linear import GroupedLinear, QuantizedLinear
 from support.decoders import CPU, Runner, load_decoder
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import quantize_directory
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def logits(path: Path, kernels: TritonKernels | None) -> torch.Tensor:
-    """Of a prompt in two chunks and a token after it."""
+    """Return the logits of a prompt in two chunks and of a token after it."""
     prompt = random.Random(4).choices(range(4, 300), k=21)
     device = CPU if kernels is None else DEVICE
     runner = Runner(load_decoder(path, kernels=kernels, device=device))
@@ -54,11 +54,11 @@ def check(path: Path, tolerance: float = 2e-5, **options: bool) -> None:
 
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
-def test_norms_and_activations_of_gemma(tmp_path: Path, is_batch_invariant: bool) -> None:
+def test_gemma_gives_the_logits_of_torch(tmp_path: Path, is_batch_invariant: bool) -> None:
     check(gemma3_gguf(tmp_path)[0], is_batch_invariant=is_batch_invariant)
 
 
-def test_multiplied_residuals_and_an_untied_head(tmp_path: Path) -> None:
+def test_multiplied_residuals_and_an_untied_head_give_the_logits_of_torch(tmp_path: Path) -> None:
     sizes = SIZES | {"residual_multiplier": 0.22, "tie_word_embeddings": False}
     del sizes["head_dim"]
     model = random_model("GraniteConfig", "GraniteForCausalLM", sizes, sentencepiece_tokenizer())
@@ -67,7 +67,7 @@ def test_multiplied_residuals_and_an_untied_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order"])
-def test_integers(tmp_path: Path, name: str) -> None:
+def test_integer_weights_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
     path, _ = qwen3_directory(tmp_path)
     quantize_directory(path, name)
     decoder = load_decoder(path, kernels=kernels(), device=DEVICE)
@@ -76,8 +76,8 @@ def test_integers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "fp8-blocks"])
-def test_float8(tmp_path: Path, name: str) -> None:
-    """Here the activations are rounded as well, to three bits."""
+def test_float8_weights_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
+    """The activations are rounded to three mantissa bits, too."""
     path, _ = qwen3_directory(tmp_path)
     quantize_directory(path, name)
     check(path, 0.2)
@@ -86,7 +86,7 @@ def test_float8(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("ggml_type", ["Q4_K", "Q6_K"])
-def test_gguf(tmp_path: Path, ggml_type: str) -> None:
+def test_gguf_weights_give_the_logits_of_torch(tmp_path: Path, ggml_type: str) -> None:
     tokenizer = sentencepiece_tokenizer()
     sizes = SIZES | {"tie_word_embeddings": False}
     model = random_model("LlamaConfig", "LlamaForCausalLM", sizes, tokenizer)
@@ -95,3 +95,26 @@ def test_gguf(tmp_path: Path, ggml_type: str) -> None:
     )
     # Scales of scales are rounded to float16.
     check(path, 3e-3)
+
+
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("ggml_type", ["F32", "Q8_0"])
+def test_experts_give_the_logits_of_torch(
+    tmp_path: Path, ggml_type: str, is_batch_invariant: bool
+) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    model = random_model("Qwen2MoeConfig", "Qwen2MoeForCausalLM", SIZES | EXPERTS, tokenizer)
+    path = write_gguf(
+        tmp_path / "model.gguf", model, tokenizer, ggml_type=GGMLQuantizationType[ggml_type]
+    )
+    check(path, 3e-3, is_batch_invariant=is_batch_invariant)
+    decoder = load_decoder(path, kernels=kernels(), device=DEVICE)
+    assert isinstance(decoder._layers[0]._mlp._down, GroupedLinear)

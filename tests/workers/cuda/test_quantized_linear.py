@@ -1,4 +1,4 @@
-"""Products with quantised matrices are those with the numbers that they stand for."""
+"""Products with quantized matrices equal those with the dequantized values."""
 
 from dataclasses import replace
 
@@ -62,23 +62,25 @@ def check(matrix: QuantizedMatrix, num_tokens: int, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 192])
-def test_integers(bits: int, group_size: int) -> None:
+def test_integer_products_equal_dequantized_ones(bits: int, group_size: int) -> None:
     check(random_matrix(bits, group_size=group_size), 3)
 
 
 @pytest.mark.parametrize(("zeros", "offsets"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("group_size", [32, 128, 192])
-def test_integers_with_zeros_and_offsets(group_size: int, zeros: bool, offsets: bool) -> None:
+def test_integer_products_with_zeros_and_offsets_equal_dequantized_ones(
+    group_size: int, zeros: bool, offsets: bool
+) -> None:
     check(random_matrix(4, group_size=group_size, zeros=zeros, offsets=offsets), 5)
 
 
 @pytest.mark.parametrize("group_size", [32, 128, 192])
-def test_float8_weights_alone(group_size: int) -> None:
+def test_products_of_float8_weights_equal_dequantized_ones(group_size: int) -> None:
     check(random_matrix(None, group_size=group_size), 4, torch.float16)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 33, 65, 130])
-def test_any_number_of_tokens(num_tokens: int) -> None:
+def test_products_of_any_number_of_tokens_equal_dequantized_ones(num_tokens: int) -> None:
     check(random_matrix(4, rows=70, columns=160, group_size=32), num_tokens, torch.float16)
 
 
@@ -95,10 +97,10 @@ def test_any_number_of_tokens(num_tokens: int) -> None:
         (None, 32, False, False),
     ],
 )
-def test_sums_that_are_exact_are_right_to_the_bit(
+def test_exactly_representable_sums_are_exact(
     num_tokens: int, bits: int | None, group_size: int | None, zeros: bool, offsets: bool
 ) -> None:
-    """Over many columns: a tile's operands must be there until it is done, while the next one's are loaded."""
+    """With many columns, a tile's operands must stay valid while those of the next tile are loaded."""
     columns = 4096 if DEVICE.type == "cuda" else 640
     rows = 1000 if DEVICE.type == "cuda" else 40
     matrix = random_matrix(
@@ -119,26 +121,26 @@ def test_sums_that_are_exact_are_right_to_the_bit(
     assert torch.equal(linear(x.to(DEVICE, dtype)).cpu(), expected)
 
 
-def test_a_part_of_a_group_at_the_end() -> None:
+def test_the_last_group_may_be_incomplete() -> None:
     check(random_matrix(4, columns=200, group_size=64), 3)
 
 
-def test_columns_in_another_order() -> None:
+def test_columns_may_be_in_another_order() -> None:
     matrix = random_matrix(4, group_size=64)
     check(replace(matrix, column_order_D=torch.randperm(matrix.shape[1], device=DEVICE)), 3)
 
 
-def test_a_group_size_that_is_no_power_of_two() -> None:
+def test_group_size_need_not_be_a_power_of_two() -> None:
     check(random_matrix(8, group_size=96), 3)
     assert not can_keep(random_matrix(8, group_size=24))
 
 
 @pytest.mark.parametrize("is_quantized", [True, False])
 @pytest.mark.parametrize("columns", [1536, 1500])
-def test_the_sum_is_the_same_however_many_tokens_share_the_step(
+def test_products_of_a_token_do_not_depend_on_the_number_of_tokens(
     columns: int, is_quantized: bool
 ) -> None:
-    """Few tokens are split among programs, many are not."""
+    """The columns are split among programs only for few tokens."""
     matrix = random_matrix(4, rows=16, columns=columns, group_size=128)
     kernels = TritonKernels(torch.float32, has_float8=True, is_batch_invariant=True)
     linear = kernels.linear((matrix,) if is_quantized else matrix.dequantize(torch.float32))
@@ -154,7 +156,7 @@ def test_the_sum_is_the_same_however_many_tokens_share_the_step(
 
 
 @pytest.mark.parametrize("scheme", [ActivationScheme.TOKEN, ActivationScheme.GROUP])
-def test_activations_are_rounded_with_the_largest_number_as_large_as_it_can_be(
+def test_float8_activations_use_the_whole_range(
     scheme: ActivationScheme,
 ) -> None:
     size = 64 if scheme is ActivationScheme.GROUP else 150
@@ -183,7 +185,7 @@ def test_values_too_large_for_a_scale_are_clamped() -> None:
 @pytest.mark.parametrize(
     "scheme", [ActivationScheme.TOKEN, ActivationScheme.STATIC, ActivationScheme.GROUP]
 )
-def test_float8_activations(scheme: ActivationScheme) -> None:
+def test_products_of_float8_activations_equal_dequantized_ones(scheme: ActivationScheme) -> None:
     group_size = 64 if scheme is ActivationScheme.GROUP else 192
     matrix = random_matrix(None, group_size=group_size, activations=scheme)
     linear = QuantizedLinear([matrix], None, torch.float32)
@@ -202,7 +204,7 @@ def test_float8_activations(scheme: ActivationScheme) -> None:
 @pytest.mark.parametrize("scheme", [ActivationScheme.TOKEN, ActivationScheme.STATIC])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows", [(48,), (32, 16)])
-def test_float8_of_many_tokens(
+def test_float8_products_of_many_tokens_equal_dequantized_ones(
     rows: tuple[int, ...], has_bias: bool, scheme: ActivationScheme
 ) -> None:
     matrices = [random_matrix(None, n, group_size=192, activations=scheme) for n in rows]
@@ -225,14 +227,14 @@ def test_float8_of_many_tokens(
     [
         (129, 48, ActivationScheme.TOKEN, False, []),
         (128, 48, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
-        # Its sums are in another order.
+        # Torch sums in another order.
         (129, 48, ActivationScheme.TOKEN, True, ["_linear_kernel"]),
-        # It cannot.
+        # Torch cannot multiply these.
         (129, 40, ActivationScheme.TOKEN, False, ["_linear_kernel"]),
         (129, 48, ActivationScheme.NONE, False, ["_linear_kernel"]),
     ],
 )
-def test_torch_multiplies_float8_of_many_tokens_where_it_can(
+def test_float8_products_of_many_tokens_use_torch_where_supported(
     monkeypatch,
     num_tokens: int,
     rows: int,
@@ -248,17 +250,17 @@ def test_torch_multiplies_float8_of_many_tokens_where_it_can(
     x = Float8Rows(values_TD, torch.empty(num_tokens, 1, device=DEVICE))
     with launches(monkeypatch) as names:
         linear(values_TD if scheme is ActivationScheme.NONE else x)
-    # What torch does is not noted here.
+    # Torch's own kernels are not recorded here.
     assert names == launched
 
 
-def test_float8_of_nothing_but_zeros() -> None:
+def test_float8_products_of_zeros_are_zero() -> None:
     matrix = random_matrix(None, group_size=192, activations=ActivationScheme.TOKEN)
     found = QuantizedLinear([matrix], None, torch.float32)(torch.zeros(2, 192, device=DEVICE))
     assert torch.equal(found, torch.zeros_like(found))
 
 
-def test_matrices_below_one_another() -> None:
+def test_stacked_matrices_give_their_own_products() -> None:
     kinds = [
         random_matrix(4, rows=20),
         random_matrix(4, rows=12),

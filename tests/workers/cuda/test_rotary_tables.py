@@ -1,4 +1,4 @@
-"""The rotary tables of a step, in one kernel."""
+"""The rotary tables of a step, computed by one kernel."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEVICE = interpret_without_gpu()
 @pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 32768, 1.14)])
 @pytest.mark.parametrize("rotary_dim", [10, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_they_are_those_of_torch(scaling, rotary_dim: int, dtype: torch.dtype) -> None:
+def test_rotary_tables_equal_those_of_torch(scaling, rotary_dim: int, dtype: torch.dtype) -> None:
     rope = RotaryEmbedding(
         RopeSpec(1e6, rotary_dim, scaling), max_model_len=200_000, dtype=dtype, device=DEVICE
     )

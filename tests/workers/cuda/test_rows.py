@@ -1,11 +1,11 @@
-"""The kernels between the products: norms and gated activations, rounded to float8 or not."""
+"""The kernels for norms and gated activations, with and without rounding to float8."""
 
 import pytest
 import torch
 from engine.workers.cuda.float8 import Float8Rows, Rounding
-from engine.workers.cuda.gated_activation import gated_activation
+from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
 from engine.workers.cuda.norm import rms_norm
-from engine.workers.layers.layers import GATED_ACTIVATIONS
+from engine.workers.layers.layers import gated_by
 from support.triton_interpreter import interpret_without_gpu
 
 DEVICE = interpret_without_gpu()
@@ -20,7 +20,7 @@ def seed() -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_norm(columns: int, dtype: torch.dtype) -> None:
+def test_norm_equals_that_of_torch(columns: int, dtype: torch.dtype) -> None:
     x = torch.randn(3, columns, device=DEVICE).to(dtype)
     weight = torch.randn(columns, device=DEVICE)
     before = x.clone()
@@ -34,7 +34,7 @@ def test_norm(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_norm_of_a_sum(columns: int, dtype: torch.dtype) -> None:
+def test_norm_of_a_sum_equals_that_of_torch(columns: int, dtype: torch.dtype) -> None:
     x, block = torch.randn(2, 4, columns, device=DEVICE).to(dtype)
     weight = torch.randn(columns, device=DEVICE)
     expected_x = (x.float() + block.float() * 0.22).to(dtype)
@@ -45,7 +45,7 @@ def test_norm_of_a_sum(columns: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_norm_of_rows_of_a_wider_tensor() -> None:
+def test_norm_of_rows_of_a_wider_tensor_equals_that_of_torch() -> None:
     wide = torch.randn(5, 96, device=DEVICE)
     weight = torch.ones(32, device=DEVICE)
     expected = torch.rms_norm(wide[:, 32:64], (32,), weight, 1e-6)
@@ -55,15 +55,15 @@ def test_norm_of_rows_of_a_wider_tensor() -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("name", GATED_ACTIVATIONS)
-def test_gated_activation(columns: int, name: str) -> None:
+def test_gated_activation_equals_that_of_torch(columns: int, name: str) -> None:
     gate_up = torch.randn(3, 2 * columns, device=DEVICE) * 4
-    expected = GATED_ACTIVATIONS[name](gate_up)
+    expected = gated_by(name)(gate_up)
     torch.testing.assert_close(gated_activation(name, gate_up), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("columns", [100, 2200])
-def test_rounded_in_the_kernel_as_after_it(columns: int, rounding: Rounding) -> None:
+def test_fused_rounding_equals_separate_rounding(columns: int, rounding: Rounding) -> None:
     x, block = torch.randn(2, 4, columns, device=DEVICE)
     weight = torch.randn(columns, device=DEVICE)
     gate_up = torch.randn(4, 2 * columns, device=DEVICE)
@@ -85,7 +85,7 @@ def test_rounded_in_the_kernel_as_after_it(columns: int, rounding: Rounding) -> 
             assert torch.equal(found.scale_TG, expected.scale_TG)
 
 
-def test_no_tokens() -> None:
+def test_steps_without_tokens_are_empty() -> None:
     nothing = torch.empty(0, 64, device=DEVICE)
     assert rms_norm(nothing, torch.ones(64, device=DEVICE), 1e-6).shape == (0, 64)
     assert gated_activation("silu", nothing).shape == (0, 32)

@@ -1,4 +1,4 @@
-"""The kernels choose the tokens that the torch sampler chooses."""
+"""Sampling by the kernels, compared with the torch sampler."""
 
 from typing import Any
 
@@ -66,14 +66,14 @@ def both_choose(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[lis
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("kwargs", PARAMS, ids=str)
-def test_the_same_tokens_as_the_torch_sampler(kwargs: dict[str, Any], vocab_size: int) -> None:
+def test_tokens_equal_those_of_the_torch_sampler(kwargs: dict[str, Any], vocab_size: int) -> None:
     params = [SamplingParams(seed=seed, **kwargs) for seed in range(NUM_ROWS)]
     found, expected = both_choose(random_logits(vocab_size), params)
     assert found == expected
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"top_k": 300}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
-def test_a_vocabulary_of_several_tiles(kwargs: dict[str, Any]) -> None:
+def test_a_vocabulary_of_several_tiles_gives_the_same_tokens(kwargs: dict[str, Any]) -> None:
     params = [SamplingParams(seed=seed, **kwargs) for seed in range(2)]
     found, expected = both_choose(random_logits(9000, num_rows=2), params)
     assert found == expected
@@ -100,14 +100,14 @@ def test_ties_go_to_the_lower_id(
     assert found == expected
 
 
-def test_rows_that_ask_for_different_things() -> None:
+def test_rows_with_different_parameters_give_the_same_tokens() -> None:
     params = [SamplingParams(seed=seed, **kwargs) for seed, kwargs in enumerate(PARAMS)]
     found, expected = both_choose(random_logits(1000, num_rows=len(params)), params)
     assert found == expected
 
 
 @pytest.mark.parametrize("kwargs", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}])
-def test_rows_without_a_token(kwargs: dict[str, Any]) -> None:
+def test_rows_without_allowed_tokens_are_reported(kwargs: dict[str, Any]) -> None:
     logits = random_logits(100, num_rows=5)
     logits[0, 7] = float("nan")
     logits[1, 99] = float("inf")
@@ -143,7 +143,7 @@ def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, uniform: tl.constexpr):
     tl.store(out_ptr + row, noise)
 
 
-def test_the_noise_is_that_of_the_cpu_to_the_bit() -> None:
+def test_the_noise_is_bit_identical_to_that_of_the_cpu() -> None:
     generator = np.random.default_rng(0)
     seeds = generator.integers(-(2**63), 2**63, 50)
     positions = generator.integers(0, 2**40, 50)
@@ -158,7 +158,7 @@ def test_the_noise_is_that_of_the_cpu_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [*VOCAB_SIZES, 9000])
-def test_the_most_likely_token_of_each_row(vocab_size: int) -> None:
+def test_greedy_rows_take_the_most_likely_token(vocab_size: int) -> None:
     logits = random_logits(vocab_size, num_rows=7)
     logits[1] = logits[1].round()
     logits[2, 7] = float("nan")
@@ -171,7 +171,7 @@ def test_the_most_likely_token_of_each_row(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 130])
-def test_each_token_is_written_after_the_last_one_of_its_request(num_rows: int) -> None:
+def test_each_token_is_stored_after_the_last_one_of_its_request(num_rows: int) -> None:
     index = torch.randperm(400)[:num_rows].int()
     tokens = torch.randint(-2, 9, (num_rows,))
     found, expected = torch.full((2, 10, 50), 7, dtype=torch.int32)

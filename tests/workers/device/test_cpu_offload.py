@@ -16,7 +16,7 @@ def filled(block: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_3_10_blocks_go_out_and_come_back_in_every_layer(dtype: torch.dtype) -> None:
+def test_3_10_blocks_are_copied_out_and_back_in_every_layer(dtype: torch.dtype) -> None:
     caches = [
         torch.cat([filled(8 * layer + n, dtype).view(torch.uint8) for n in range(8)])
         .view(dtype)
@@ -35,7 +35,7 @@ def test_3_10_blocks_go_out_and_come_back_in_every_layer(dtype: torch.dtype) -> 
 
 
 class LargestNewTensor(TorchDispatchMode):
-    """Of all that operations return in memory of its own, in bytes."""
+    """Records the size in bytes of the largest tensor that an operation allocates."""
 
     num_bytes = 0
 
@@ -49,7 +49,7 @@ class LargestNewTensor(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_a_long_prefix_is_never_in_memory_once_more() -> None:
+def test_copying_a_long_prefix_needs_little_extra_memory() -> None:
     num_blocks, num_layers = 100, 2
     random = np.random.default_rng(0)
     caches = [torch.rand(num_blocks, 2, 64) for _ in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Graphs, on tapes: what was captured does as much again, in the memory of a step that came later."""
+"""CUDA graphs, simulated by tapes: a captured step is repeated with the data of a later one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.taped_graphs import TapedGraphs
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 300, 512, 700])
 @pytest.mark.parametrize("sizes_up_to", [decode_sizes, chunk_sizes])
-def test_sizes_rise_to_the_largest_and_leave_little_padding(sizes_up_to, largest: int) -> None:
+def test_graph_sizes_reach_the_maximum_with_little_padding(sizes_up_to, largest: int) -> None:
     sizes = sizes_up_to(largest)
     assert sizes[0] == 1 and sizes[-1] == largest
     assert sizes == sorted(set(sizes))
@@ -41,13 +41,13 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
     assert x.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-def test_what_runs_eagerly_is_done_anew_between_two_graphs() -> None:
+def test_eager_operations_run_between_two_graphs() -> None:
     recorder, breaker = TapedGraphs(), GraphBreaker()
     x, factor = torch.ones(3), [2.0]
 
     def run() -> None:
         x.add_(1)
-        # A number of Python's, which a graph would have remembered.
+        # A Python number, which a graph would keep from its capture.
         breaker.run_eagerly(lambda x: x.mul_(factor[0]), x)
         x.add_(1)
 
@@ -94,7 +94,7 @@ def test_no_cycle_is_collected_while_a_graph_is_captured() -> None:
     assert gc.isenabled()
 
 
-def test_a_borrowed_tensor_shows_what_is_in_the_memory_and_does_not_keep_it() -> None:
+def test_a_borrowed_tensor_shares_memory_without_keeping_it_alive() -> None:
     memory = np.arange(12, dtype=np.int32)
     tensor = torch.from_numpy(memory).view(3, 4)[1:, 1:3]
     borrowed = unowned(tensor)

@@ -9,7 +9,7 @@ from engine.workers.device import host_memory
 BYTES = 24 * 1024 * 1024
 
 
-def test_populated_buffers_have_memory_and_keep_what_is_written_meanwhile() -> None:
+def test_populating_buffers_keeps_concurrent_writes() -> None:
     before = psutil.Process().memory_info().rss
     buffers = [host_memory.allocate(BYTES), host_memory.allocate(BYTES // 3 + 1)]
     assert psutil.Process().memory_info().rss < before + BYTES
@@ -22,7 +22,7 @@ def test_populated_buffers_have_memory_and_keep_what_is_written_meanwhile() -> N
         assert np.count_nonzero(buffer) == -(-len(buffer) // mmap.PAGESIZE)
 
 
-def test_nobody_has_to_write_for_it() -> None:
+def test_populating_allocates_pages_without_writes() -> None:
     buffer = host_memory.allocate(BYTES)
     before = psutil.Process().memory_info().rss
     host_memory.populate([buffer]).join()

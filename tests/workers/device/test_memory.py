@@ -29,24 +29,24 @@ def config(**cache: int) -> EngineConfig:
     return msgspec.structs.replace(CONFIG, cache=CacheConfig(block_size=16, **cache))
 
 
-def test_never_more_than_the_requests_can_use() -> None:
+def test_cache_size_is_limited_by_what_requests_can_use() -> None:
     assert count_kv_blocks(CONFIG, block_bytes=1) == 4 * 4 + 1
 
 
-def test_given_bytes_are_a_bound() -> None:
+def test_kv_cache_memory_bytes_limits_the_cache() -> None:
     assert count_kv_blocks(config(kv_cache_memory_bytes=1000), block_bytes=100) == 10
 
 
-def test_given_blocks_are_taken_as_they_are() -> None:
+def test_num_gpu_blocks_override_sets_the_cache_size() -> None:
     assert count_kv_blocks(config(num_blocks_override=7), block_bytes=100) == 7
 
 
-def test_a_quarter_of_the_free_memory() -> None:
+def test_the_default_is_a_quarter_of_the_free_memory() -> None:
     block_bytes = psutil.virtual_memory().available // 48
     assert count_kv_blocks(CONFIG, block_bytes) in range(10, 15)
 
 
-def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_control_group_is_used(tmp_path: Path) -> None:
     def limit(value: str) -> int:
         (tmp_path / "memory.max").write_text(f"{value}\n")
         return available_bytes(tmp_path)
@@ -58,7 +58,7 @@ def test_a_control_group_may_have_less_than_the_machine(tmp_path: Path) -> None:
     assert limit("max") > 10**6
 
 
-def test_a_control_group_of_version_1_may_have_less_than_the_machine(tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_version_1_control_group_is_used(tmp_path: Path) -> None:
     group = tmp_path / "memory"
     group.mkdir()
 
@@ -77,7 +77,7 @@ def test_a_control_group_of_version_1_may_have_less_than_the_machine(tmp_path: P
     assert total_bytes(tmp_path) == psutil.virtual_memory().total
 
 
-def test_a_control_group_of_version_1_may_have_less_time_than_the_machine_has_cores(
+def test_the_cpu_limit_of_a_version_1_control_group_is_used(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "cpu").mkdir()
@@ -88,7 +88,7 @@ def test_a_control_group_of_version_1_may_have_less_time_than_the_machine_has_co
         assert usable_cores(tmp_path) == expected
 
 
-def test_a_control_group_may_have_less_time_than_the_machine_has_cores(tmp_path: Path) -> None:
+def test_the_cpu_limit_of_a_control_group_is_used(tmp_path: Path) -> None:
     def limit(value: str) -> int:
         (tmp_path / "cpu.max").write_text(f"{value}\n")
         return usable_cores(tmp_path)
@@ -98,13 +98,13 @@ def test_a_control_group_may_have_less_time_than_the_machine_has_cores(tmp_path:
     assert limit("150000 100000") == limit("50000 100000") == 1
 
 
-def test_too_little_memory_names_what_would_do() -> None:
+def test_an_error_for_too_little_memory_names_the_needed_size() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len 32\b.*") as caught:
         count_kv_blocks(config(kv_cache_memory_bytes=300), block_bytes=100)
     assert "--kv-cache-memory-bytes 500" in str(caught.value)
 
 
-def test_host_memory_is_counted_for_all_workers_of_the_machine() -> None:
+def test_cpu_offload_memory_is_counted_for_all_workers_of_the_machine() -> None:
     memory = psutil.virtual_memory()
 
     def blocks(share: float, of: int, **parallel: int) -> int:
@@ -118,7 +118,7 @@ def test_host_memory_is_counted_for_all_workers_of_the_machine() -> None:
     assert blocks(0.3, memory.available, tensor_parallel_size=8, nnodes=4) == one
     with pytest.raises(ConfigError, match=r"for each of the 4 workers here .* the free memory of"):
         blocks(0.3, memory.available, tensor_parallel_size=2, pipeline_parallel_size=2)
-    # The others' may be taken already, when a replica starts anew; it is of the machine's all the same.
+    # When a replica restarts, others may already use theirs, which is also the machine's memory.
     assert blocks(0.3, memory.available, data_parallel_size=3) == one
     with pytest.raises(
         ConfigError, match=r"for each of the 20 workers here .* the machine's memory"
@@ -126,7 +126,7 @@ def test_host_memory_is_counted_for_all_workers_of_the_machine() -> None:
         blocks(0.08, memory.total, data_parallel_size=20)
 
 
-def test_the_memory_of_a_control_group_is_all_there_is(tmp_path: Path) -> None:
+def test_total_memory_is_the_limit_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("9000\n")
     assert total_bytes(tmp_path) == 9000
     (tmp_path / "memory.max").write_text("max\n")

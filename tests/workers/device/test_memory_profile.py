@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes, before its KV cache is sized."""
+"""The memory profile of a GPU, which determines the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = ModelConfig("m", "p", "t", ("m",), "llama", 9, 64, (2,))
 CONFIG = EngineConfig("/run", 1, MODEL, CacheConfig(block_size=16), SchedulerConfig(max_num_seqs=4))
 
 
-def test_the_cache_has_what_is_left_of_its_share() -> None:
+def test_the_cache_gets_the_rest_of_gpu_memory_utilization() -> None:
     assert PROFILE.kv_cache == 72 * GIB - int(18.5 * GIB)
     assert "80.00 GiB x 0.9" in str(PROFILE) and "KV cache 53.50" in str(PROFILE)
     full = MemoryProfile(80 * GIB, 0.2, 0, 20 * GIB, 0, 0)
@@ -47,7 +47,7 @@ def test_each_part_is_measured_and_the_smaller_graphs_are_extrapolated() -> None
     assert profile == MemoryProfile(1000, 0.9, 50, 400, 120, graphs=30 + 4 * 3 + 3)
 
 
-def test_copies_to_the_host_tier_have_room() -> None:
+def test_memory_for_cpu_offload_copies_is_reserved() -> None:
     accelerator = HostAccelerator(total=1000)
     profile = profile_memory(accelerator, 0.9, lambda: None, [], staging=30)
     assert profile.kv_cache == 870
@@ -57,7 +57,7 @@ def test_copies_to_the_host_tier_have_room() -> None:
     assert staging_bytes(1 << 30) == 3 << 30
 
 
-def test_too_little_names_the_share_that_would_do() -> None:
+def test_an_error_for_too_little_memory_names_the_needed_utilization() -> None:
     profile = MemoryProfile(1000, 0.5, 100, 300, 50, 0)
     with pytest.raises(ConfigError, match="holds a KV cache of 16 tokens") as caught:
         count_kv_blocks(CONFIG, 20, profile=profile)
@@ -66,7 +66,7 @@ def test_too_little_names_the_share_that_would_do() -> None:
     assert count_kv_blocks(CONFIG, 20, profile=MemoryProfile(1000, 0.55, 100, 300, 50, 0)) == 5
 
 
-def test_more_than_the_gpu_has_is_said_to_be_so() -> None:
+def test_an_error_says_if_the_gpu_is_too_small() -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel-size"):
         count_kv_blocks(CONFIG, 200, profile=MemoryProfile(1000, 0.9, 100, 300, 50, 0))
 
@@ -85,13 +85,13 @@ def test_more_than_the_gpu_has_is_said_to_be_so() -> None:
         ),
     ],
 )
-def test_a_failing_gpu_is_explained_in_one_line(error: RuntimeError, message: str) -> None:
+def test_a_gpu_failure_is_one_line(error: RuntimeError, message: str) -> None:
     with pytest.raises(EngineError, match=message) as caught, explaining_device_errors("in step 3"):
         raise error
     assert "\n" not in str(caught.value)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"^shapes$") as caught, explaining_device_errors("now"):
         raise RuntimeError("shapes")
     assert not isinstance(caught.value, EngineError)

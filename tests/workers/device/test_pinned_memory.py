@@ -1,4 +1,4 @@
-"""Registrations of host memory with a CUDA runtime that is not there."""
+"""Registration of host memory with a simulated CUDA runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CudaError(IntEnum):
 
 
 class Runtime:
-    """Registers memory as CUDA does: at most `limit` bytes at once, and no page twice."""
+    """A runtime that registers memory as CUDA does: at most `limit` bytes at once, and no page twice."""
 
     cudaError = CudaError
 
@@ -91,7 +91,7 @@ def test_every_block_is_in_one_registration_of_a_limited_size(
         assert any(first in r and last in r for r in runtime.ranges.values())
 
 
-def test_memory_is_unregistered_when_the_copies_are_done_and_before_it_is_unmapped(
+def test_memory_is_unregistered_after_the_copies_and_before_unmapping(
     runtime: Runtime,
 ) -> None:
     owner = pinned(runtime, 40, PAGE)
@@ -102,7 +102,7 @@ def test_memory_is_unregistered_when_the_copies_are_done_and_before_it_is_unmapp
     assert not runtime.ranges
 
 
-def test_what_was_registered_before_an_error_is_unregistered(runtime: Runtime) -> None:
+def test_registrations_before_an_error_are_undone(runtime: Runtime) -> None:
     runtime.num_left = 1
 
     def fail() -> Any:
@@ -114,7 +114,7 @@ def test_what_was_registered_before_an_error_is_unregistered(runtime: Runtime) -
     assert not runtime.ranges
 
 
-def test_a_gpu_that_has_failed_does_not_keep_it_registered(runtime: Runtime) -> None:
+def test_memory_is_unregistered_after_a_gpu_failure(runtime: Runtime) -> None:
     memory = host_memory.allocate(PAGE)
     memory[:] = 7
 

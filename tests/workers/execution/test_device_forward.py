@@ -1,4 +1,4 @@
-"""Steps that go through graphs, padded, give what steps do that go through none."""
+"""Steps through padded graphs give the same results as steps without graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.protocol.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
 from engine.workers.execution import model_loader
-from support.capturable_attention import CapturableTorchPaged
+from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.taped_graphs import TapedGraphs
 from support.tiny_checkpoints import gemma3_gguf
@@ -28,13 +28,13 @@ ALL_STEPS = DeviceConfig(cpu_backend=CPUBackend.TORCH, max_cudagraph_capture_siz
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """With layers of several KV-cache groups and a window that sequences outgrow."""
+    """Write a checkpoint with several KV-cache groups and a window that sequences exceed."""
     torch.set_num_threads(1)
     return gemma3_gguf(tmp_path_factory.mktemp("gemma3"))
 
 
 def random_steps(steps: Steps, vocab_size: int, seed: int) -> list[list[int]]:
-    """Four slots come and go, prompts are cut anywhere, and any of those that are there take part in a step."""
+    """Return steps in which four slots are reused, prompts are split anywhere, and any requests take part."""
     rng = np.random.default_rng(seed)
     left: dict[int, int] = {}
     results = []
@@ -64,11 +64,11 @@ def random_steps(steps: Steps, vocab_size: int, seed: int) -> list[list[int]]:
     ("attention", "device"),
     [
         (TorchPagedAttention, SOME_STEPS),
-        (CapturableTorchPaged, SOME_STEPS),
-        (CapturableTorchPaged, ALL_STEPS),
+        (GraphTorchPaged, SOME_STEPS),
+        (GraphTorchPaged, ALL_STEPS),
     ],
 )
-def test_padding_and_what_was_there_before_change_nothing(
+def test_padding_and_previous_content_do_not_change_outputs(
     checkpoint, monkeypatch, attention, device
 ) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
@@ -84,11 +84,9 @@ def test_padding_and_what_was_there_before_change_nothing(
     assert sum(map(len, expected[0])) > 20
 
 
-def test_graphs_of_more_tokens_than_all_slots_have_room_for_are_not_captured(
-    checkpoint, monkeypatch
-) -> None:
+def test_graphs_larger_than_all_slots_are_not_captured(checkpoint, monkeypatch) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
     said = []
     for device in (EAGER, ALL_STEPS):
         # Four slots of eight tokens, in steps of up to 64.
@@ -101,7 +99,7 @@ def test_graphs_of_more_tokens_than_all_slots_have_room_for_are_not_captured(
     assert accelerator.graphs.num_replayed
 
 
-def test_outputs_are_there_once_the_device_is_done_and_in_order(checkpoint) -> None:
+def test_outputs_arrive_in_order_once_the_device_has_finished(checkpoint) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
     plain = Steps(path, vocab_size, device=EAGER)
     expected = [plain.tokens(slots=[0], chunks=[(0, 3)], new=[plain.new(0, [9, 8, 7])])]
@@ -118,7 +116,7 @@ def test_outputs_are_there_once_the_device_is_done_and_in_order(checkpoint) -> N
 
 
 class LivingGraphs(TapedGraphs):
-    """Knows which of them can still be launched."""
+    """Graphs that record which of them can still be launched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,12 +128,12 @@ class LivingGraphs(TapedGraphs):
         return replay
 
 
-def test_no_graph_is_left_when_the_connections_to_other_workers_are_closed(
+def test_graphs_are_deleted_before_connections_to_other_workers_are_closed(
     checkpoint, monkeypatch
 ) -> None:
-    """NCCL waits until the graphs are gone that have operations of its own."""
+    """NCCL waits until all graphs that contain its operations are deleted."""
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+    monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
     accelerator = HostAccelerator()
     accelerator.graphs = graphs = LivingGraphs()
     steps = Steps(path, vocab_size, device=SOME_STEPS, accelerator=accelerator)
@@ -146,7 +144,7 @@ def test_no_graph_is_left_when_the_connections_to_other_workers_are_closed(
 
 
 class FullDevice(TorchPagedAttention):
-    """Out of memory in a step of eleven tokens."""
+    """A device that runs out of memory in a step of eleven tokens."""
 
     def forward(self, q_THK, *arguments):
         if len(q_THK) == 11:
@@ -154,7 +152,7 @@ class FullDevice(TorchPagedAttention):
         return super().forward(q_THK, *arguments)
 
 
-def test_a_step_without_memory_ends_the_worker_with_the_remedy(checkpoint, monkeypatch) -> None:
+def test_running_out_of_memory_ends_the_worker_with_the_remedy(checkpoint, monkeypatch) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
     monkeypatch.setattr(model_loader, "attention_backend", FullDevice)
     steps = Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
@@ -163,8 +161,8 @@ def test_a_step_without_memory_ends_the_worker_with_the_remedy(checkpoint, monke
         steps.tokens(slots=[1], chunks=[(0, 11)], new=[steps.new(1, [7] * 11)])
 
 
-class Witness(TorchPagedAttention):
-    """Remembers the steps, as numbers of queries and of keys of their requests."""
+class StreamMonitor(TorchPagedAttention):
+    """Records the steps as the numbers of queries and keys of their requests."""
 
     steps: ClassVar[list[list[tuple[int, int]]]] = []
 
@@ -174,12 +172,12 @@ class Witness(TorchPagedAttention):
         return super().build(batch, windows)
 
 
-def test_every_kind_of_step_runs_once_before_the_first_request(checkpoint, monkeypatch) -> None:
-    """The first to need a kernel would wait for the compiler."""
+def test_every_kind_of_step_is_warmed_up_before_the_first_request(checkpoint, monkeypatch) -> None:
+    """Otherwise the first request that needs a kernel would wait for the compiler."""
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", Witness)
+    monkeypatch.setattr(model_loader, "attention_backend", StreamMonitor)
     Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
     for kind in ([(1, 1)], [(1, 1)] * 4, [(1, 127)], [(16, 16)] * 4):
-        assert kind in Witness.steps
-    numbers_of_tokens = {sum(queries for queries, _ in step) for step in Witness.steps}
+        assert kind in StreamMonitor.steps
+    numbers_of_tokens = {sum(queries for queries, _ in step) for step in StreamMonitor.steps}
     assert numbers_of_tokens >= {1, 2, 4, 8, 16, 32, 64}

@@ -1,4 +1,4 @@
-"""A poll wakes up for what a device has computed."""
+"""A poll wakes up when a device has finished an output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 20.0
 
 
 class Output:
-    """Ready when it is told so, or its device fails."""
+    """An output that becomes ready, or fails, when the test says so."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.done = threading.Event()
@@ -47,7 +47,7 @@ def test_the_descriptor_is_readable_once_for_each_output() -> None:
         assert not is_readable(watch, 0.0)
 
 
-def test_a_device_that_fails_wakes_the_poll_too_and_ends_no_later_watch() -> None:
+def test_a_device_failure_wakes_the_poll_and_later_outputs_are_still_watched() -> None:
     watch = DeviceWatch()
     for output in (Output(RuntimeError("the device is gone")), Output()):
         watch.watch_output(output)

@@ -1,4 +1,4 @@
-"""The worker's half of a step: deltas in, the tokens of a transformers model out."""
+"""The model runner gives the tokens of a transformers model for the deltas of steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
 from engine.protocol.config import CPUBackend, DeviceConfig
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
-from engine.protocol.worker_messages import SchedulerOutput
+from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution import model_loader
-from support.capturable_attention import CapturableTorchPaged
+from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
 from support.worker_steps import Steps, output_of
@@ -31,13 +32,13 @@ EAGER = DeviceConfig(cpu_backend=CPUBackend.TORCH, enforce_eager=True)
 
 @pytest.fixture(params=["host", "eager device", "chunk graphs", "decode graphs"])
 def steps(request, monkeypatch, checkpoint) -> Steps:
-    """Graphs of up to 12 tokens, so that some steps are padded and some are too large."""
+    """Return a runner with graphs of up to 12 tokens, so that some steps are padded and some are too large."""
     path, model = checkpoint
     if request.param == "host":
         return Steps(path, model.config.vocab_size)
     device = EAGER if request.param == "eager device" else captured(12)
     if request.param == "decode graphs":
-        monkeypatch.setattr(model_loader, "attention_backend", CapturableTorchPaged)
+        monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
     return Steps(path, model.config.vocab_size, device=device, accelerator=HostAccelerator())
 
 
@@ -49,12 +50,12 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_mixed_steps_feed_sampled_tokens_forward(steps: Steps, checkpoint) -> None:
+def test_mixed_steps_use_the_sampled_tokens(steps: Steps, checkpoint) -> None:
     a, b = [5, 6, 7, 8, 9], list(range(20, 33))
     expected_a, expected_b = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 4)
     got_a = steps.tokens(slots=[0], chunks=[(0, 5)], new=[steps.new(0, a)])
     got_b: list[int] = []
-    # The long prompt comes in three chunks while the other request goes on decoding.
+    # The long prompt is computed in three chunks while the other request decodes.
     got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)], new=[steps.new(2, b)])
     got_a += steps.tokens(slots=[0, 2], chunks=[(1, 6)])
     for _ in range(3):
@@ -65,7 +66,36 @@ def test_mixed_steps_feed_sampled_tokens_forward(steps: Steps, checkpoint) -> No
     assert got_b == expected_b[:3]
 
 
-def test_a_resumed_request_goes_on_where_it_was(steps: Steps, checkpoint) -> None:
+@pytest.mark.parametrize("kind", PoolingKind)
+def test_pooled_prompts_share_steps_with_generation(
+    steps: Steps, checkpoint, kind: PoolingKind
+) -> None:
+    a, b, c = [5, 6, 7, 8, 9], list(range(20, 33)), [40]
+    expected = greedy(checkpoint[1], a, 4)
+
+    def pooled(slot: int, prompt: list[int]) -> NewRequestData:
+        new = steps.new(slot, prompt)
+        new.pooling_params = PoolingParams(kind, kind is not PoolingKind.LAST)
+        return new
+
+    got = steps.tokens(slots=[0], chunks=[(0, 5)], new=[steps.new(0, a)])
+    first = steps.run(slots=[0, 2], chunks=[(1, 6)], new=[pooled(2, b)])
+    # The prompt ends beside another that has one token.
+    second = steps.run(slots=[0, 2, 1], chunks=[(1, 7)], new=[pooled(1, c)])
+    assert not first.pooled
+    assert [row.slot for row in second.pooled] == [2, 1]
+    for row, prompt in zip(second.pooled, (b, c), strict=True):
+        with torch.no_grad():
+            hidden = checkpoint[1].model(torch.tensor([prompt])).last_hidden_state[0]
+        wanted = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[kind]
+        np.testing.assert_allclose(float32_view(row.vector), wanted, atol=1e-4)
+    got += [int32_view(first.sampled_token_ids)[0], int32_view(second.sampled_token_ids)[0]]
+    assert int32_view(second.sampled_token_ids)[1:].tolist() == [0, 0]
+    got += steps.tokens(slots=[0], removed=[1, 2])
+    assert got == expected
+
+
+def test_a_resumed_request_continues_with_the_same_tokens(steps: Steps, checkpoint) -> None:
     prompt = [40, 41, 42]
     expected = greedy(checkpoint[1], prompt, 8)
     got = steps.tokens(slots=[1], chunks=[(0, 3)], new=[steps.new(1, prompt)])
@@ -78,7 +108,7 @@ def test_a_resumed_request_goes_on_where_it_was(steps: Steps, checkpoint) -> Non
     assert got == expected
 
 
-def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, checkpoint) -> None:
+def test_a_held_request_continues_under_another_core(steps: Steps, checkpoint) -> None:
     a, b, c = [40, 41, 42], list(range(20, 33)), [7, 8]
     expected = greedy(checkpoint[1], a, 6), greedy(checkpoint[1], b, 2)
     got_a = steps.tokens(slots=[0], chunks=[(0, 3)], new=[steps.new(0, a)])
@@ -91,7 +121,7 @@ def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, chec
     assert [len(held.block_ids[0]) // 4 for held in (first, second)] == [1, 3]
     assert steps.runner.release_requests() == []
 
-    # Each takes the other's slot, and of the first one's two tokens the last was not heard of.
+    # Each takes the other's slot, and the last of the first one's two tokens was not received.
     a_again, b_again = steps.new(1, a + got_a[:1], prompt=3), steps.new(0, b)
     a_again.num_computed_tokens, a_again.block_ids = 3, steps.new(0, a).block_ids
     b_again.num_computed_tokens, b_again.block_ids = 10, steps.new(1, b).block_ids
@@ -105,12 +135,12 @@ def test_what_is_held_of_a_request_goes_on_under_another_core(steps: Steps, chec
     assert (got_a, got_b[:2]) == expected
 
 
-def test_empty_steps_get_an_answer(steps: Steps) -> None:
+def test_empty_steps_get_an_output(steps: Steps) -> None:
     result = steps.run(slots=[])
     assert result.step == 1 and result.sampled_token_ids == b""
 
 
-def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) -> None:
+def test_block_updates_change_the_block_table_of_a_request(steps: Steps, checkpoint) -> None:
     prompt = [50, 51, 52, 53]
     expected = greedy(checkpoint[1], prompt, 6)
     new = steps.new(0, prompt)
@@ -127,7 +157,7 @@ def test_block_updates_move_a_request_to_its_blocks(steps: Steps, checkpoint) ->
     assert got == expected
 
 
-def test_3_10_a_request_goes_on_from_blocks_that_were_on_the_host(steps: Steps, checkpoint) -> None:
+def test_3_10_a_request_continues_from_offloaded_blocks(steps: Steps, checkpoint) -> None:
     prompt = list(range(30, 41))
     expected = greedy(checkpoint[1], prompt, 6)
     got = steps.tokens(slots=[0], chunks=[(0, 11)], new=[steps.new(0, prompt)])
@@ -150,7 +180,7 @@ def test_3_10_a_request_goes_on_from_blocks_that_were_on_the_host(steps: Steps, 
     assert got == expected
 
 
-def test_prompt_logprobs_come_once_with_the_first_token(steps: Steps, checkpoint) -> None:
+def test_prompt_logprobs_are_sent_once_with_the_first_token(steps: Steps, checkpoint) -> None:
     prompt = [60, 61, 62, 63, 64, 65, 66]
     params = SamplingParams(temperature=0, prompt_logprobs=2, logprobs=1)
     first = steps.run(slots=[0], chunks=[(0, 4)], new=[steps.new(0, prompt, params)])
@@ -171,7 +201,7 @@ def test_prompt_logprobs_come_once_with_the_first_token(steps: Steps, checkpoint
     )
 
 
-def test_grammar_bitmask_decides_before_sampling(steps: Steps, checkpoint) -> None:
+def test_grammar_bitmask_is_applied_before_sampling(steps: Steps, checkpoint) -> None:
     vocab_size = checkpoint[1].config.vocab_size
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     allowed[123] = 1

@@ -1,4 +1,4 @@
-"""A step asks nothing of the device: on `meta`, where tensors have no content, that would be an error."""
+"""A step never waits for the device. On `meta`, where tensors have no content, waiting would be an error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QWEN3 = {
 
 
 class NoAttention(CapturableAttention):
-    """Its kernels would read the metadata on the device."""
+    """Attention without kernels, because these would read the metadata on the device."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
@@ -64,6 +64,9 @@ class NoAttention(CapturableAttention):
     def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata: Any, layer) -> torch.Tensor:
         tensors = (q_THK, k_TGK, v_TGK, kv_cache)
         assert all(tensor.device == META for tensor in tensors)
+        return torch.empty_like(q_THK)
+
+    def attend(self, q_THK, kv_cache, metadata: Any, layer) -> torch.Tensor:
         return torch.empty_like(q_THK)
 
 
@@ -96,7 +99,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_a_step_of_any_kind_is_queued_without_a_look_at_the_device(
+def test_steps_of_any_kind_are_queued_without_waiting_for_the_device(
     tmp_path: Path, monkeypatch, enforce_eager: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))

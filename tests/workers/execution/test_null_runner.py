@@ -1,4 +1,4 @@
-"""The worker without a model: what its tokens depend on, and that it needs no torch."""
+"""The worker without a model generates repeatable tokens and does not need torch."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
 from engine.workers.execution.null_runner import NullRunner, made_up_tokens, ordinary_token_ids
 
 
-def test_tokens_depend_on_the_seed_and_the_position_alone() -> None:
+def test_tokens_depend_only_on_the_seed_and_the_position() -> None:
     candidates = ordinary_token_ids(1000, (7,))
     seeds = np.repeat(np.array([1, 2, 2**63 - 1], np.int64), 100)
     positions = np.tile(np.arange(100, dtype=np.int32), 3)
@@ -24,7 +24,7 @@ def test_tokens_depend_on_the_seed_and_the_position_alone() -> None:
     assert len(np.unique(whole)) > 220
 
 
-def test_it_runs_without_torch() -> None:
+def test_null_runner_runs_without_torch() -> None:
     program = (
         "import sys\n"
         "import engine.workers.worker, engine.workers.execution.runner, engine.workers.execution.null_runner\n"
@@ -34,7 +34,7 @@ def test_it_runs_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_steps_take_their_time_one_after_the_other_beside_the_host() -> None:
+def test_step_times_add_up_without_blocking_the_host() -> None:
     model = ModelConfig("m", "", "", ("m",), "", 100, 64, (1,))
     runner = NullRunner(EngineConfig("/run", 1, model, device=DeviceConfig(null_step_ms=30)))
     new = NewRequestData(

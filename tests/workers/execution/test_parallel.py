@@ -1,4 +1,4 @@
-"""Any division of a model among workers gives the tokens that one worker gives."""
+"""A model split among workers in any way gives the tokens of one worker."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ MODELS = {
         {"num_key_value_heads": 12, "query_pre_attn_scalar": 32, "sliding_window": 16},
     ),
 }
+MIXED = {
+    "num_key_value_heads": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+}
 OTHER_LAYERS = {
     # Tensors of fused projections, and norms over the heads of all ranks, of which two share one.
     "phi3": (
@@ -45,13 +49,140 @@ OTHER_LAYERS = {
     ),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 2}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 4}),
+    # Layer norms, embeddings of positions, and transposed matrices.
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"head_dim": 8, "n_inner": 384}),
+    # Fused projections by key/value head, of which there are many or one, and blocks side by side.
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"head_dim": 8}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {"ffn_hidden_size": 384}),
+    # Interleaved rotation, norms with the weights of each head, and biases of the head.
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"head_dim": 8, "use_qk_norm": True}),
+    # Latent attention, whose one key all ranks have.
+    "minicpm3": (
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {
+            "num_key_value_heads": 12,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "phi": ("PhiConfig", "PhiForCausalLM", {"head_dim": 8, "num_key_value_heads": 12}),
+    # Recurrent layers: channels, heads that share B and C and a norm, and heads of queries and keys.
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        MIXED
+        | {
+            "layer_types": ["conv", "full_attention"] * 2 + ["conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        MIXED
+        | {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 384,
+            "mamba_n_heads": 12,
+            "mamba_d_state": 8,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        MIXED
+        | {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 12,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        MIXED
+        | {
+            "q_lora_rank": None,
+            "kv_lora_rank": 160,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+    ),
+    # Experts behind a projection, whose sum all ranks have.
+    "nemotron-h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "moe"],
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 4,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 20,
+            "mlp_bias": True,
+        },
+    ),
 }
-PRODUCTS = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
+NATIVE_LAYERS = [*OTHER_LAYERS][3:]
+NATIVE_LAYERS.remove("bloom")
+PER_LAYER = {
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 10,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 90,
+}
+SHARED_KEYS = {
+    "gemma3n": (
+        "Gemma3n",
+        PER_LAYER | {"laurel_rank": 6, "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6]},
+    ),
+    # Layers with full attention have larger heads.
+    "gemma4": (
+        "Gemma4",
+        PER_LAYER
+        | {
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+            "global_head_dim": 16,
+            "use_double_wide_mlp": True,
+        },
+    ),
+}
+EXPERTS = {
+    "num_key_value_heads": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
+MIXTURES = {
+    "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", EXPERTS | {"num_experts": 8}),
+    # Ranks have two experts or one.
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", EXPERTS | {"num_local_experts": 5}),
+}
+PRODUCTS = [(1, 3), (2, 2), (3, 1), (4, 1)]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each family as safetensors and as GGUF, quantised where the rows are whole blocks."""
+    """Write each family as safetensors and as GGUF, quantized where the rows are whole blocks."""
     tokenizer = sentencepiece_tokenizer()
     paths = {}
     for name, (config, model_class, heads) in MODELS.items():
@@ -83,13 +214,13 @@ def assert_equal(ranks: list[RankResult], expected: RankResult, parallel: Parall
     assert output.tokens == expected.tokens
     assert sum(map(len, output.tokens)) == 60
     assert np.allclose(output.logprobs, expected.logprobs, atol=1e-4)
-    # The ranks of the last stage agree, the others have nothing to say.
+    # The ranks of the last stage agree; the others return no tokens.
     assert all(rank.tokens == output.tokens for rank in ranks[parallel.output_rank :])
     assert not any(any(rank.tokens) for rank in ranks[: parallel.output_rank])
 
 
 def bytes_that_ranks_read(path: Path, parallel: ParallelConfig) -> int:
-    """All tensors once, and again what more than one rank needs."""
+    """Return the bytes of all tensors, counting again what more than one rank needs."""
     checkpoint = open_checkpoint(path)
     tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     copies_of_kv_heads = max(1, tensor // checkpoint.config["num_key_value_heads"])
@@ -110,7 +241,7 @@ def bytes_that_ranks_read(path: Path, parallel: ParallelConfig) -> int:
 
 
 @pytest.mark.parametrize(("tensor", "stages"), PRODUCTS)
-def test_tokens_are_those_of_one_worker_and_each_reads_its_share(
+def test_tokens_equal_those_of_one_worker_and_each_reads_only_its_share(
     tmp_path: Path, checkpoints: dict[str, Path], alone: dict[str, RankResult], tensor, stages
 ) -> None:
     parallel = ParallelConfig(tensor, stages)
@@ -124,12 +255,13 @@ def test_tokens_are_those_of_one_worker_and_each_reads_its_share(
         assert alone[name].block_bytes <= kv_bytes, name
 
 
-def test_fused_projections_biases_and_norms_over_all_heads(tmp_path: Path) -> None:
+def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) -> None:
     tokenizer = sentencepiece_tokenizer()
     checkpoints = {}
     for name, (config, model_class, heads) in OTHER_LAYERS.items():
         checkpoints[name] = tmp_path / name
-        model = random_model(config, model_class, SIZES | heads, tokenizer)
+        sizes = {k: v for k, v in SIZES.items() if config != "FalconConfig" or k != "head_dim"}
+        model = random_model(config, model_class, sizes | heads, tokenizer)
         model.save_pretrained(checkpoints[name])
     alone = run_alone(checkpoints, tmp_path)
     parallel = ParallelConfig(tensor_parallel_size=4)
@@ -139,7 +271,45 @@ def test_fused_projections_biases_and_norms_over_all_heads(tmp_path: Path) -> No
         assert_equal(ranks, alone[name], parallel)
 
 
-def test_native_stages_compute_exactly_what_one_worker_does(
+def test_layers_that_share_keys_stay_in_one_stage(tmp_path: Path) -> None:
+    checkpoints = {}
+    for name, (family, differences) in SHARED_KEYS.items():
+        checkpoints[name] = tmp_path / name
+        config, model_class = f"{family}TextConfig", f"{family}ForCausalLM"
+        model = random_model(config, model_class, SIZES | differences, sentencepiece_tokenizer())
+        model.save_pretrained(checkpoints[name])
+    alone = run_alone(checkpoints, tmp_path)
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    served = [Served(path) for path in checkpoints.values()]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)
+
+
+@pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
+def test_workers_that_divide_experts_give_the_tokens_of_one_worker(
+    tmp_path: Path, backend: CPUBackend
+) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    checkpoints = {}
+    for name, (config, model_class, experts) in MIXTURES.items():
+        checkpoints[name] = tmp_path / name
+        model = random_model(config, model_class, SIZES | experts, tokenizer)
+        model.save_pretrained(checkpoints[name])
+    alone = run_alone(checkpoints, tmp_path, backend)
+    served = [Served(path, backend) for path in checkpoints.values()]
+    for tensor, stages, whole in ((2, 1, False), (2, 2, True), (3, 1, True)):
+        parallel = ParallelConfig(tensor, stages, enable_expert_parallel=whole)
+        directory = tmp_path / f"{tensor} {stages} {whole}"
+        directory.mkdir()
+        results = run_replica(directory, parallel, served)
+        for name, *ranks in zip(checkpoints, *results, strict=True):
+            assert_equal(ranks, alone[name], parallel)
+            most_read = max(rank.bytes_read for rank in ranks)
+            assert most_read < 0.75 * alone[name].bytes_read, (name, parallel)
+
+
+def test_native_pipeline_stages_are_bit_identical_to_one_worker(
     tmp_path: Path, checkpoints: dict[str, Path]
 ) -> None:
     alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
@@ -152,7 +322,7 @@ def test_native_stages_compute_exactly_what_one_worker_does(
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2)])
-def test_devices_with_queues_of_their_own_compute_the_same(
+def test_asynchronous_devices_give_the_same_tokens(
     tmp_path: Path, checkpoints: dict[str, Path], alone: dict[str, RankResult], tensor, stages
 ) -> None:
     parallel = ParallelConfig(tensor, stages)
@@ -164,7 +334,7 @@ def test_devices_with_queues_of_their_own_compute_the_same(
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (2, 2), (4, 1)])
-def test_native_ranks_compute_what_one_worker_does(
+def test_native_tensor_parallel_ranks_give_the_tokens_of_one_worker(
     tmp_path: Path, checkpoints: dict[str, Path], tensor: int, stages: int
 ) -> None:
     """Also where there are more ranks than processors, so that they sleep for one another.
@@ -190,7 +360,23 @@ def test_native_ranks_compute_what_one_worker_does(
         assert np.allclose(output.logprobs[:87], alone[name].logprobs[:87], atol=0.02)
 
 
-def test_native_ranks_share_the_modules_of_quantised_checkpoints(tmp_path: Path) -> None:
+def test_native_ranks_and_stages_divide_other_layers(tmp_path: Path) -> None:
+    checkpoints = {}
+    for name in NATIVE_LAYERS:
+        config, model_class, sizes = OTHER_LAYERS[name]
+        checkpoints[name] = tmp_path / name
+        common = {k: v for k, v in SIZES.items() if name != "falcon" or k != "head_dim"}
+        model = random_model(config, model_class, common | sizes, sentencepiece_tokenizer())
+        model.save_pretrained(checkpoints[name])
+    alone = run_alone(checkpoints, tmp_path, CPUBackend.NATIVE)
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    served = [Served(path, CPUBackend.NATIVE) for path in checkpoints.values()]
+    results = run_replica(tmp_path, parallel, served)
+    for name, *ranks in zip(checkpoints, *results, strict=True):
+        assert_equal(ranks, alone[name], parallel)
+
+
+def test_native_ranks_split_quantized_checkpoints(tmp_path: Path) -> None:
     tokenizer = sentencepiece_tokenizer()
     config, model_class, heads = MODELS["llama"]
     checkpoints = {}
@@ -211,12 +397,12 @@ def test_native_ranks_share_the_modules_of_quantised_checkpoints(tmp_path: Path)
         assert max(rank.bytes_read for rank in ranks) < 0.6 * alone[name].bytes_read
 
 
-def test_a_rank_waits_for_machines_that_join_much_later(tmp_path: Path) -> None:
+def test_a_rank_waits_for_machines_that_join_late(tmp_path: Path) -> None:
     for waits in timeouts(tmp_path, ParallelConfig(tensor_parallel_size=2)):
         assert min(waits) > timedelta(days=7)
 
 
-def test_workers_that_cannot_write_where_they_meet_say_what_is_full() -> None:
+def test_an_unwritable_rendezvous_file_is_named() -> None:
     parallel = ParallelConfig(tensor_parallel_size=2)
     with pytest.raises(RunDirectoryError, match="cannot write /dev/full: No space left"):
         join_replica("file:///dev/full", 0, parallel, torch.device("cpu"))

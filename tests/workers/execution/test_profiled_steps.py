@@ -1,4 +1,4 @@
-"""No step takes more of a GPU's memory than those that were run to size its KV cache."""
+"""No step needs more GPU memory than the profiled steps that size the KV cache."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Accelerator(HostAccelerator):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "wishes"),
+    ("vocab_size", "features"),
     [
         (512, {}),
         (32000, {"allowed_token_ids": (3, 4), "logprobs": 1, "top_p": 0.5}),
     ],
     ids=["long sequences", "limited tokens"],
 )
-def test_decodes_beside_a_chunk(
-    tmp_path: Path, monkeypatch, vocab_size: int, wishes: dict[str, Any]
+def test_decodes_with_a_prompt_chunk_need_no_more_than_the_profile(
+    tmp_path: Path, monkeypatch, vocab_size: int, features: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocab_size}))
     monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
@@ -108,7 +108,7 @@ def test_decodes_beside_a_chunk(
                 num_prompt_tokens=length,
                 num_computed_tokens=0 if slot == 0 else LONG - 1,
                 block_ids=(int32_bytes(range(1 + 512 * slot, 1 + 512 * (slot + 1))),),
-                sampling_params=SamplingParams(temperature=1, seed=1, **wishes),
+                sampling_params=SamplingParams(temperature=1, seed=1, **features),
             )
 
         slots = int32_bytes(range(NUM_REQUESTS))
@@ -119,7 +119,7 @@ def test_decodes_beside_a_chunk(
             new_requests=[request(slot) for slot in range(NUM_REQUESTS)],
             slots=slots,
             chunks=int32_bytes([0, 56]),
-            grammar_slots=limited if wishes else b"",
+            grammar_slots=limited if features else b"",
         )
         runner.execute(step, lambda step: GrammarOutput(step, words))
         assert 0 < live.peak - before <= profile.activations

@@ -1,10 +1,10 @@
-"""Frequencies and rotation against transformers, for every scaling and random parameters."""
+"""Rotary frequencies and rotation, compared with transformers for every scaling."""
 
 import pytest
 import torch
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.workers.layers.rope import RotaryEmbedding, RotaryTables, apply_rotary
-from engine.workers.models.rope_config import read_rope
+from engine.workers.models.families.rope import read_rope
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -55,7 +55,7 @@ scalings = st.one_of(
 
 
 @given(scaling=scalings, theta=st.floats(100.0, 1e6), max_model_len=st.integers(64, 16_384))
-def test_frequencies(scaling, theta, max_model_len):
+def test_frequencies_equal_those_of_transformers(scaling, theta, max_model_len):
     config = LlamaConfig(
         head_dim=HEAD_DIM,
         max_position_embeddings=8192,
@@ -75,7 +75,7 @@ def test_frequencies(scaling, theta, max_model_len):
     rotary_dim=st.sampled_from([2, 16, 24, HEAD_DIM]),
     seed=st.integers(0, 99),
 )
-def test_rotation(num_heads, rotary_dim, seed):
+def test_rotation_equals_that_of_transformers(num_heads, rotary_dim, seed):
     torch.manual_seed(seed)
     x_THK = torch.randn(5, num_heads, HEAD_DIM)
     angles = torch.randn(5, rotary_dim // 2).repeat(1, 2)
@@ -93,7 +93,7 @@ def test_rotation(num_heads, rotary_dim, seed):
     assert torch.equal(rotated[..., rotary_dim:], x_THK[..., rotary_dim:])
 
 
-def test_scores_depend_on_distance_alone():
+def test_scores_depend_only_on_the_distance():
     rope = read_rope(ConfigFields({"rope_theta": 1e4}, "model"), HEAD_DIM)
     embedding = RotaryEmbedding(
         rope, max_model_len=4096, dtype=torch.float32, device=torch.device("cpu")

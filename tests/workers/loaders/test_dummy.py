@@ -1,4 +1,4 @@
-"""Weights that are made up, and weights that are brought to a device in parts."""
+"""Dummy weights, and weights that are uploaded to a device in parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA_8B = {
 
 
 class CountedTensors(torch.utils._python_dispatch.TorchDispatchMode):
-    """Adds up the bytes that `empty` and its like give out."""
+    """Counts the bytes that `empty` and similar functions allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CountedTensors(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 class ShapesOfAttention(TorchPagedAttention):
-    """Of 7 tokens."""
+    """Attention that checks the shapes for 7 tokens."""
 
     def forward(self, q_THK, k_TGK, v_TGK, kv_cache, metadata, layer):
         assert q_THK.shape == (7, 32, 128) and k_TGK.shape == v_TGK.shape == (7, 8, 128)
@@ -79,7 +79,7 @@ def dummy_decoder(path: Path, config: dict, shard: ModelShard | None = None):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_model_of_8b_takes_the_bytes_that_its_shape_says(tmp_path: Path, size: int) -> None:
+def test_an_8b_model_allocates_the_bytes_of_its_parameters(tmp_path: Path, size: int) -> None:
     spec = model_spec(LLAMA_8B, tmp_path)
     shard = ModelShard.from_stage(spec, 0, 1, TensorParallel(1 if size > 1 else 0, size))
     with CountedTensors() as tensors:
@@ -93,7 +93,7 @@ def test_a_model_of_8b_takes_the_bytes_that_its_shape_says(tmp_path: Path, size:
     assert torch.empty(shape, dtype=torch.bfloat16, device=META).nbytes == block_bytes
 
 
-def test_shapes_and_dtypes_of_8b_fit_each_other_from_the_tokens_to_the_logits(
+def test_shapes_and_dtypes_of_an_8b_model_match_throughout_a_step(
     tmp_path: Path,
 ) -> None:
     decoder, spec = dummy_decoder(tmp_path, LLAMA_8B)
@@ -104,7 +104,7 @@ def test_shapes_and_dtypes_of_8b_fit_each_other_from_the_tokens_to_the_logits(
     assert logits_SV.shape == (2, 128256) and logits_SV.dtype is torch.float32
 
 
-def test_only_a_directory_with_a_config_can_be_made_up(tmp_path: Path) -> None:
+def test_dummy_weights_require_a_directory_with_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--load-format dummy"):
         DummyCheckpoint(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -112,7 +112,7 @@ def test_only_a_directory_with_a_config_can_be_made_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16,), (5, 13), (3, 0)])
-def test_an_upload_in_parts_is_the_tensor_converted(shape: tuple[int, ...]) -> None:
+def test_an_upload_in_parts_equals_the_converted_tensor(shape: tuple[int, ...]) -> None:
     upload = PinnedUpload(torch.device("cpu"), staging_bytes=16)
     generator = torch.Generator().manual_seed(1)
     for source in (torch.randn(shape, generator=generator) for _ in range(3)):

@@ -36,7 +36,9 @@ def write_model(path: Path, tensors: dict[str, torch.Tensor], config: Any = None
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded", "no index"])
-def test_every_tensor_and_the_config(model: LlamaForCausalLM, tmp_path: Path, layout: str) -> None:
+def test_every_tensor_and_the_config_are_read(
+    model: LlamaForCausalLM, tmp_path: Path, layout: str
+) -> None:
     model.save_pretrained(tmp_path, max_shard_size="1GB" if layout == "single" else "20KB")
     if layout == "no index":
         (tmp_path / "model.safetensors.index.json").unlink()
@@ -52,7 +54,7 @@ def test_every_tensor_and_the_config(model: LlamaForCausalLM, tmp_path: Path, la
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("start", "stop"), [(0, 8), (5, 17), (31, 32), (0, 9), (7, 32), (4, 4)])
-def test_a_part_is_that_part_of_the_whole(
+def test_a_part_of_a_tensor_equals_that_part_of_the_whole(
     sharded: Path, model: LlamaForCausalLM, dim: int, start: int, stop: int
 ) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -68,14 +70,16 @@ def test_a_part_is_that_part_of_the_whole(
 @pytest.mark.parametrize(
     ("part", "dim"), [(range(-1, 32), 0), (range(33), 0), (range(9, 8), 0), (None, 2)]
 )
-def test_a_part_outside_of_the_tensor(sharded: Path, part: range | None, dim: int) -> None:
+def test_a_part_outside_of_the_tensor_is_an_error(
+    sharded: Path, part: range | None, dim: int
+) -> None:
     with pytest.raises(ValueError, match=r"part|dim"):
         open_checkpoint(sharded).tensor(
             "model.layers.0.self_attn.q_proj.weight", part=part, dim=dim
         )
 
 
-def test_a_scalar(tmp_path: Path) -> None:
+def test_a_scalar_is_read(tmp_path: Path) -> None:
     path = write_model(tmp_path, {"scale": torch.tensor(3.5, dtype=torch.float16)})
     scale = open_checkpoint(path).tensor("scale", torch.float32)
     assert scale.shape == () and scale.item() == 3.5
@@ -89,7 +93,7 @@ def test_tensors_outlive_the_file(tmp_path: Path) -> None:
     assert weight.sum() == 4096 * 8
 
 
-def test_other_layouts_of_the_weights_are_not_read_twice(tmp_path: Path) -> None:
+def test_other_layouts_of_the_weights_are_ignored(tmp_path: Path) -> None:
     write_model(tmp_path, {"a": torch.ones(2)})
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
@@ -106,28 +110,28 @@ def refused(path: Path, *mentioned: str) -> None:
         assert text in str(error.value)
 
 
-def test_a_missing_shard(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     refused(sharded, str(shard), "missing", "download")
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -8])
-def test_a_truncated_shard(sharded: Path, size: int) -> None:
+def test_a_truncated_shard_is_rejected(sharded: Path, size: int) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:size])
     refused(sharded, str(shard), "truncated or damaged", "download it again")
 
 
-def test_a_missing_tensor(sharded: Path) -> None:
+def test_a_missing_tensor_is_named(sharded: Path) -> None:
     checkpoint = open_checkpoint(sharded)
     for read in (checkpoint.tensor, checkpoint.shape):
         with pytest.raises(CheckpointError, match=r"no tensor 'model\.absent\.weight'"):
             read("model.absent.weight")
 
 
-def test_an_index_that_is_wrong(sharded: Path) -> None:
+def test_an_invalid_index_is_rejected(sharded: Path) -> None:
     index = sharded / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     some_file = next(iter(content["weight_map"].values()))
@@ -141,7 +145,7 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
     refused(sharded, str(index), "weight_map")
 
 
-def test_the_same_tensor_twice(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, {"a": torch.ones(2)})
     (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     save_file({"a": torch.ones(2)}, tmp_path / "two.safetensors")
@@ -149,7 +153,7 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]"])
-def test_a_bad_config(sharded: Path, content: str | None) -> None:
+def test_an_invalid_config_is_rejected(sharded: Path, content: str | None) -> None:
     config = sharded / "config.json"
     config.unlink()
     if content is not None:
@@ -157,28 +161,28 @@ def test_a_bad_config(sharded: Path, content: str | None) -> None:
     refused(sharded, str(config), "download it")
 
 
-def test_an_eight_bit_tensor_is_refused(tmp_path: Path) -> None:
+def test_an_8_bit_tensor_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, {"a": torch.ones(2).to(torch.float8_e4m3fn)})
     with pytest.raises(CheckpointError, match=r"tensor 'a' is F8_E4M3"):
         open_checkpoint(tmp_path).tensor("a", torch.float32)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "pytorch_model.bin", "pickled", "convert them to safetensors")
 
 
-def test_a_directory_without_weights(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "no safetensors files")
     (tmp_path / "model.Q4_0.gguf").touch()
     refused(tmp_path, "give the file model.Q4_0.gguf")
 
 
-def test_a_path_to_one_file_of_a_directory(sharded: Path) -> None:
+def test_a_path_to_one_file_of_a_directory_is_rejected(sharded: Path) -> None:
     refused(next(sharded.glob("*.safetensors")), "give the directory")
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "No such file")

@@ -1,4 +1,4 @@
-"""Checkpoints that other tools quantised, and parts of them, are what they stand for."""
+"""Checkpoints that were quantized by other tools have the values of their definition, whole and in parts."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_module_is_one_tensor_with_the_values_it_stands_for(directory: Path, name: str) -> None:
+def test_a_module_is_one_tensor_with_the_dequantized_values(directory: Path, name: str) -> None:
     meaning = quantize_directory(directory, name)
     checkpoint = open_checkpoint(directory)
     assert set(checkpoint.names()) == set(meaning)
@@ -53,7 +53,7 @@ def test_a_module_is_one_tensor_with_the_values_it_stands_for(directory: Path, n
 @pytest.mark.parametrize(
     ("dim", "start", "stop"), [(0, 8, 48), (0, 3, 21), (1, 32, 64), (1, 24, 80)]
 )
-def test_a_part_is_that_part_of_the_whole(
+def test_a_part_of_a_tensor_equals_that_part_of_the_whole(
     directory: Path, name: str, dim: int, start: int, stop: int
 ) -> None:
     expected = quantize_directory(directory, name)[NAME].narrow(dim, start, stop - start)
@@ -62,7 +62,7 @@ def test_a_part_is_that_part_of_the_whole(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_of_a_part_no_more_is_read_than_it_needs(directory: Path, name: str) -> None:
+def test_reading_a_part_reads_only_what_it_needs(directory: Path, name: str) -> None:
     quantize_directory(directory, name)
     whole, half = open_checkpoint(directory), open_checkpoint(directory)
     whole.tensor(NAME)
@@ -71,7 +71,7 @@ def test_of_a_part_no_more_is_read_than_it_needs(directory: Path, name: str) -> 
     assert half.bytes_read <= whole.bytes_read / 2 + 4 * COLUMNS + BLOCK
 
 
-def test_groups_that_a_part_cuts_become_smaller(directory: Path) -> None:
+def test_groups_split_by_a_part_become_smaller(directory: Path) -> None:
     quantize_directory(directory, "gptq")
     matrix = open_checkpoint(directory).quantized(NAME, part=range(16, 80), dim=1)
     assert matrix is not None
@@ -82,7 +82,7 @@ def test_groups_that_a_part_cuts_become_smaller(directory: Path) -> None:
     ("name", "order", "words"),
     [("compressed-int4", "weight_g_idx", "weight_packed"), ("gptq", "g_idx", "qweight")],
 )
-def test_the_order_of_groups_is_one_of_those_there_are(
+def test_an_invalid_group_order_is_rejected(
     directory: Path, name: str, order: str, words: str
 ) -> None:
     meaning = quantize_directory(directory, name)
@@ -97,7 +97,7 @@ def test_the_order_of_groups_is_one_of_those_there_are(
 
     in_order = torch.arange(COLUMNS) // GROUP
     assert close(read(in_order), meaning[NAME])
-    # So it is left where the order is not used.
+    # Tools write -1 if the order is not used.
     assert close(read(torch.full((COLUMNS,), -1)), meaning[NAME])
     for column, group in ((0, -1), (40, COLUMNS // GROUP), (95, 1 << 20)):
         out_of_range = in_order.clone()
@@ -123,7 +123,7 @@ def test_the_order_of_groups_is_one_of_those_there_are(
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 groups"),
     ],
 )  # fmt: skip
-def test_an_unsupported_scheme_is_refused_by_name(
+def test_an_unsupported_scheme_is_named(
     directory: Path, config: dict[str, Any], problem: str
 ) -> None:
     content = {"model_type": "llama", "quantization_config": config}
@@ -135,7 +135,7 @@ def test_an_unsupported_scheme_is_refused_by_name(
     assert "compressed-tensors" in message, "what is supported"
 
 
-def test_a_config_that_promises_what_the_weights_are_not(directory: Path) -> None:
+def test_a_config_that_contradicts_the_weights_is_rejected(directory: Path) -> None:
     content = {"quantization_config": FORMATS["awq"].config}
     (directory / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="no module has a tensor 'qweight' of type I32"):
@@ -145,7 +145,7 @@ def test_a_config_that_promises_what_the_weights_are_not(directory: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "tensor"), [("awq", "qzeros"), ("gptq", "scales"), ("fp8-blocks", "weight_scale_inv")]
 )
-def test_a_module_that_contradicts_itself(directory: Path, name: str, tensor: str) -> None:
+def test_an_inconsistent_module_is_rejected(directory: Path, name: str, tensor: str) -> None:
     quantize_directory(directory, name)
     file = directory / "model.safetensors"
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""In bfloat16 on the CPU a token's logits do not depend on what shares its step, bit for bit."""
+"""In bfloat16 on a CPU, a token's logits do not depend on the rest of its step, bit for bit."""
 
 import random
 
@@ -14,7 +14,7 @@ NUM_TOKENS = 90
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
-    """The MLP's rows are long enough that oneDNN would add up a lone one differently."""
+    """Load a decoder whose MLP rows are so long that oneDNN would sum a single one differently."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -44,18 +44,18 @@ def prompt(length, seed=0):
 
 @pytest.fixture(scope="module")
 def alone(decoder):
-    """The logits of the prompt in one step of one thread."""
+    """Return the logits of the prompt in one step of one thread."""
     torch.set_num_threads(1)
     return Runner(decoder).step({0: prompt(NUM_TOKENS)})[0]
 
 
-def test_token_by_token(decoder, alone):
+def test_logits_token_by_token_equal_those_of_one_step(decoder, alone):
     runner = Runner(decoder)
     logits = [runner.step({0: [token]})[0] for token in prompt(NUM_TOKENS)]
     assert torch.equal(torch.cat(logits), alone)
 
 
-def test_any_batch_and_any_chunks(decoder, alone):
+def test_logits_in_any_batch_and_chunks_equal_those_of_one_step(decoder, alone):
     rng, runner, logits = random.Random(0), Runner(decoder, 4), []
     others = [prompt(256, seed) for seed in (1, 2, 3)]
     tokens = prompt(NUM_TOKENS)
@@ -68,8 +68,8 @@ def test_any_batch_and_any_chunks(decoder, alone):
     assert torch.equal(torch.cat(logits), alone)
 
 
-def test_where_sums_become_long(decoder):
-    """Around 1024 keys, where oneDNN starts to cut its sums."""
+def test_logits_of_long_contexts_equal_those_of_one_step(decoder):
+    """At about 1024 keys, oneDNN starts to split its sums."""
     tokens = prompt(1060)
     expected = Runner(decoder, max_tokens=1100).step({0: tokens})[0]
     runner = Runner(decoder, max_tokens=1100)

@@ -1,4 +1,4 @@
-"""How layers become groups of equal size."""
+"""Layers are divided into groups of equal size."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def sliding(size: int) -> KVCacheGroup:
         ([None] * 6 + [8] * 5, [0] * 6 + [1] * 5, (KVCacheGroup(), sliding(8))),
     ],
 )
-def test_3_7_groups_have_equally_many_layers(windows, layers, groups) -> None:
+def test_3_7_groups_have_equal_numbers_of_layers(windows, layers, groups) -> None:
     assert grouped(windows) == (layers, groups)
 
 
-def test_a_window_that_no_sequence_exceeds_is_none() -> None:
+def test_a_window_as_long_as_the_context_is_ignored() -> None:
     assert grouped([512, None], max_model_len=512) == ([0, 0], (KVCacheGroup(),))
     assert grouped([512, None], max_model_len=513) == ([1, 0], (KVCacheGroup(), sliding(512)))

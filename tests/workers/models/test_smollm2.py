@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M from its 4-bit GGUF file writes what the dequantised weights write."""
+"""A real model: SmolLM2-135M from its 4-bit GGUF file gives the text of the dequantized weights."""
 
 import importlib.util
 from pathlib import Path
@@ -38,12 +38,12 @@ def expected(path):
     return output[0, len(PROMPT) :].tolist()
 
 
-def test_float32_text_is_that_of_the_dequantised_reference(path, expected):
+def test_float32_text_equals_that_of_the_dequantized_reference(path, expected):
     decoder = load_decoder(path, max_model_len=2048, block_size=16)
     assert Runner(decoder).greedy(PROMPT, len(expected)) == expected
 
 
-def test_bfloat16_starts_alike(path, expected):
+def test_bfloat16_text_starts_like_the_float32_text(path, expected):
     decoder = load_decoder(path, dtype=torch.bfloat16, max_model_len=2048, block_size=16)
     # Rounding differs between instruction sets, so later tokens do too.
     assert Runner(decoder).greedy(PROMPT, 4) == expected[:4]

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit their config are refused; loading reports its progress."""
+"""Checkpoints that do not match their config are rejected, and loading reports its progress."""
 
 import json
 
@@ -44,32 +44,32 @@ def edit_config(path, **differences):
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
 )
-def test_missing_tensor(path, name):
+def test_a_missing_tensor_is_named(path, name):
     edit_tensors(path, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=name.split(".", 1)[1]):
         load_decoder(path)
 
 
-def test_shape_that_disagrees_with_the_config(path):
+def test_a_shape_that_contradicts_the_config_is_rejected(path):
     edit_config(path, intermediate_size=32)
     with pytest.raises(CheckpointError, match=r"has shape \[24, 16\], the config needs \[32, 16\]"):
         load_decoder(path)
 
 
-def test_tensors_that_the_model_has_no_use_for(path):
+def test_unexpected_tensors_are_rejected(path):
     name = "model.layers.0.self_attn.q_proj.bias"
     edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(16)}))
     with pytest.raises(CheckpointError, match=name):
         load_decoder(path)
 
 
-def test_old_checkpoints_with_stored_frequencies(path):
+def test_stored_frequencies_of_old_checkpoints_are_ignored(path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(4)}))
     assert Runner(load_decoder(path)).step({0: [1, 2, 3]})[0].shape == (3, 20)
 
 
-def test_progress(path):
+def test_loading_reports_its_progress(path):
     calls = []
     load_decoder(path, on_progress=lambda *sizes: calls.append(sizes))
     size = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
@@ -82,8 +82,8 @@ def test_progress(path):
 @pytest.mark.parametrize(
     "prefix", ["model.language_model.", "language_model.model."], ids=["new", "old"]
 )
-def test_gemma3_with_its_vision_tower(tmp_path, prefix):
-    """The text decoder is found inside the multimodal checkpoint, in both layouts of names."""
+def test_gemma3_with_a_vision_tower_loads_its_text_decoder(tmp_path, prefix):
+    """The text decoder is found in the multimodal checkpoint with both layouts of names."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(
         vocab_size=30,
@@ -122,8 +122,7 @@ def test_gemma3_with_its_vision_tower(tmp_path, prefix):
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5] * 2)])
-def test_scales_of_an_fp8_cache(path, scale):
-    """They are read for an FP8 cache; with another they are not unexpected tensors."""
+def test_scales_are_read_for_an_fp8_cache(path, scale):
     names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
     edit_tensors(path, lambda tensors: tensors.update({names[0]: scale, names[1]: scale * 4}))
     reader = WeightReader(open_checkpoint(path), torch.bfloat16, torch.device("cpu"), has_head=True)
@@ -136,7 +135,7 @@ def test_scales_of_an_fp8_cache(path, scale):
             reader.read_kv_scales(layer, 4, range(4))
 
 
-def test_scales_of_an_fp8_cache_that_is_not_there(path):
+def test_scales_without_an_fp8_cache_are_not_unexpected(path):
     names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale")]
     edit_tensors(path, lambda tensors: tensors.update({name: torch.ones(1) for name in names}))
     load_decoder(path)

@@ -10,7 +10,7 @@ from support.sampler_rows import NewRows, Rows
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tests share the machine."""
+    """Use one thread, because tests share the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -19,7 +19,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def new_rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NewRows:
-    """Of either sampler."""
+    """Return a function that makes rows of the torch or the native sampler."""
     if request.param == "torch":
         return Rows
 

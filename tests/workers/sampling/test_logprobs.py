@@ -1,4 +1,4 @@
-"""Log-probabilities as they go over the wire."""
+"""Log-probabilities as they are sent to the core."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def random_logits(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 200, -1])
-def test_they_are_of_the_raw_logits(new_rows: NewRows, count: int) -> None:
+def test_logprobs_are_those_of_the_raw_logits(new_rows: NewRows, count: int) -> None:
     logits = random_logits(3)
     batch = new_rows(V)
     batch.add(0, SamplingParams(logprobs=count, seed=1, temperature=4.0, top_k=40))
@@ -38,7 +38,7 @@ def test_they_are_of_the_raw_logits(new_rows: NewRows, count: int) -> None:
     np.testing.assert_allclose(float32_view(last.logprobs)[0], expected[2, 77], atol=2e-6)
 
 
-def test_equal_alternatives_come_by_token_id(new_rows: NewRows) -> None:
+def test_equal_alternatives_are_ordered_by_token_id(new_rows: NewRows) -> None:
     logits = torch.zeros(1, V)
     logits[0, 250] = 1
     batch = new_rows(V)
@@ -47,7 +47,7 @@ def test_equal_alternatives_come_by_token_id(new_rows: NewRows) -> None:
     assert int32_view(row.token_ids).tolist() == [250, 250, 0, 1, 2]
 
 
-def test_prompt_logprobs() -> None:
+def test_prompt_logprobs_are_computed_for_every_position() -> None:
     logits = random_logits(6)
     next_ids = torch.tensor([0, 5, 300, 7, 7, 9])
     row = prompt_logprobs(3, logits, next_ids, 2)

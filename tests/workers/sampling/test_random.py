@@ -1,4 +1,4 @@
-"""The counter-based generator: known answers, uniformity, independence."""
+"""The counter-based random generator: known answers, uniformity, independence."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def words(text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers(counter: str, key: str, answer: str) -> None:
+def test_philox_gives_the_published_values(counter: str, key: str, answer: str) -> None:
     assert philox(words(counter), words(key)).tolist() == words(answer).tolist()
 
 
@@ -37,7 +37,7 @@ def draws(seeds: list[int] | np.ndarray, positions: list[int] | np.ndarray) -> n
     return uniforms(np.array(seeds, np.int64), np.array(positions, np.int64), Stream.TOKEN)
 
 
-def test_a_draw_depends_on_its_own_seed_and_position_only() -> None:
+def test_a_draw_depends_only_on_its_seed_and_position() -> None:
     seeds = [0, 1, -1, 2**63 - 1, -(2**63)]
     positions = [0, 7, 7, 2**33, 1]
     together = draws(seeds, positions)

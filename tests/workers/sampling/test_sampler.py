@@ -1,4 +1,4 @@
-"""What a request's parameters do to its tokens."""
+"""The effect of sampling parameters on tokens."""
 
 import math
 from collections import Counter
@@ -38,7 +38,7 @@ def grammar_of(slots: list[int], bitmask: np.ndarray) -> Grammar:
 
 
 def typical_set(p: torch.Tensor, typical_p: float) -> torch.Tensor:
-    """The tokens that locally typical sampling keeps, as its definition says: bool [V]."""
+    """Return the tokens that locally typical sampling keeps by its definition: bool [V]."""
     surprise = -p.log()
     entropy = (p * surprise).nansum()
     distance = (surprise - entropy).abs()
@@ -48,7 +48,7 @@ def typical_set(p: torch.Tensor, typical_p: float) -> torch.Tensor:
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The filtered distribution in float64, by sorting and summing."""
+    """Return the filtered distribution in float64, by sorting and summing."""
     p = (logits.double() / params.temperature).softmax(0)
     if params.typical_p < 1:
         p[~typical_set(p, params.typical_p)] = 0
@@ -155,7 +155,7 @@ def test_top_p_of_zero_is_greedy(new_rows: NewRows) -> None:
     assert batch.tokens(logits, list(range(20))) == logits.argmax(1).tolist()
 
 
-def test_greedy_takes_the_lowest_id_among_equals(new_rows: NewRows) -> None:
+def test_greedy_takes_the_lowest_id_among_equal_logits(new_rows: NewRows) -> None:
     logits = torch.zeros(3, 200)
     logits[0, [70, 180]] = 5
     logits[1, [33, 32]] = 5
@@ -228,7 +228,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(
 
 
 @pytest.mark.slow
-def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch_or_the_threads(
+def test_rows_of_a_large_vocabulary_do_not_depend_on_batch_or_threads(
     new_rows: NewRows,
 ) -> None:
     vocab_size = 49155
@@ -310,7 +310,7 @@ def _penalties(params: SamplingParams) -> dict[str, float]:
     return {name: getattr(params, name) for name in names}
 
 
-def test_penalties_of_long_rows(new_rows: NewRows) -> None:
+def test_penalties_of_long_rows_match_their_definition(new_rows: NewRows) -> None:
     batch = new_rows(2000)
     batch.add(0, greedy(presence_penalty=2.0), prompt=(1,))
     batch.add(1, greedy(presence_penalty=2.0), prompt=tuple(range(1500)))
@@ -331,7 +331,7 @@ def test_min_tokens_delays_eos_and_stop_tokens(new_rows: NewRows) -> None:
     assert [batch.tokens(logits, [0])[0] for _ in range(2)] == [4, 2]
 
 
-def test_bias_allowed_tokens_and_bad_words(new_rows: NewRows) -> None:
+def test_bias_allowed_tokens_and_bad_words_are_applied(new_rows: NewRows) -> None:
     logits = torch.zeros(4, V)
     logits[:, 10], logits[:, 20] = 5, 4
     batch = new_rows(V)
@@ -348,7 +348,7 @@ def test_bias_allowed_tokens_and_bad_words(new_rows: NewRows) -> None:
     ]
 
 
-def test_a_grammar_restricts_its_slots_only(new_rows: NewRows) -> None:
+def test_a_grammar_restricts_only_its_slots(new_rows: NewRows) -> None:
     logits = logits_of(0, 0, 0)
     batch = new_rows(V)
     for slot in (5, 1, 9):
@@ -364,9 +364,7 @@ def test_a_grammar_restricts_its_slots_only(new_rows: NewRows) -> None:
 
 
 @pytest.mark.parametrize("num_words", [3, 4, 5])
-def test_a_bitmask_of_another_width_allows_nothing_beyond_it(
-    new_rows: NewRows, num_words: int
-) -> None:
+def test_tokens_beyond_a_narrow_bitmask_are_not_allowed(new_rows: NewRows, num_words: int) -> None:
     logits = torch.zeros(1, V)
     logits[0, V - 1] = 1
     batch = new_rows(V)
@@ -376,7 +374,7 @@ def test_a_bitmask_of_another_width_allows_nothing_beyond_it(
     assert output.token_ids.tolist() == [0 if num_words == 3 else V - 1]
 
 
-def test_one_impossible_row_fails_alone(new_rows: NewRows) -> None:
+def test_a_row_without_allowed_tokens_fails_alone(new_rows: NewRows) -> None:
     logits = logits_of(0, 1, 2)
     batch = new_rows(V)
     batch.add(0, SamplingParams(seed=1))
@@ -396,7 +394,7 @@ def test_one_impossible_row_fails_alone(new_rows: NewRows) -> None:
 @pytest.mark.parametrize(
     "kwargs", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str
 )
-def test_rows_of_nans_are_reported_and_leave_the_others_alone(
+def test_rows_of_nans_are_reported_and_do_not_affect_others(
     new_rows: NewRows, kwargs: dict[str, Any]
 ) -> None:
     logits = logits_of(0, 1, 2, 3)

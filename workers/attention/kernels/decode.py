@@ -9,7 +9,7 @@ Shapes: T tokens, S requests, H query heads, G key/value heads, K head dimension
 import triton
 import triton.language as tl
 
-from .online_softmax import LOG2_E, attend_keys
+from .online_softmax import LOG2_E, attend_keys, initial_sums
 
 
 @triton.jit
@@ -17,13 +17,18 @@ def _splits(
     seq_len,
     min_split_keys,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
     """Return the first key, the number of keys in a split, and the number of splits."""
     first_key = 0
     if WINDOW is not None:
-        first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+        if IS_CHUNKED:
+            # Padding requests have no tokens.
+            first_key = tl.maximum(seq_len - 1, 0) // WINDOW * WINDOW // TILE_KEYS * TILE_KEYS
+        else:
+            first_key = tl.maximum(seq_len - WINDOW, 0) // TILE_KEYS * TILE_KEYS
     num_keys = seq_len - first_key
     split_keys = tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), TILE_KEYS) * TILE_KEYS
     split_keys = tl.maximum(split_keys, min_split_keys)
@@ -41,16 +46,21 @@ def decode_kernel(
     seq_lens_ptr,
     block_table_ptr,
     kv_scales_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
     scale,
     q_stride,
     block_table_stride,
     min_split_keys,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -68,7 +78,7 @@ def decode_kernel(
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
     first_key, split_keys, num_splits = _splits(
-        seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS
+        seq_len, min_split_keys, WINDOW, IS_CHUNKED, TILE_KEYS, MAX_SPLITS
     )
     if (num_queries != 1) | (split >= num_splits):
         return
@@ -77,19 +87,34 @@ def decode_kernel(
     heads_M = kv_head * HEADS_PER_KV_HEAD + rows_M
     dims_K = tl.arange(0, BLOCK_K)
     is_row_M = rows_M < HEADS_PER_KV_HEAD
-    mask_MK = is_row_M[:, None] & (dims_K < HEAD_DIM)[None, :]
-    head_offsets_MK = (heads_M * HEAD_DIM)[:, None] + dims_K[None, :]
-    q_MK = tl.load(q_ptr + token * q_stride + head_offsets_MK, mask=mask_MK, other=0.0)
+    mask_MK = is_row_M[:, None] & (dims_K < VALUE_DIM)[None, :]
+    q_ptrs_M1 = q_ptr + token * q_stride + (heads_M * HEAD_DIM)[:, None]
+    q_MK = tl.load(q_ptrs_M1 + dims_K[None, :], mask=mask_MK, other=0.0)
+    q_MR = None
+    if BLOCK_R > 0:
+        dims_R = VALUE_DIM + tl.arange(0, BLOCK_R)
+        mask_MR = is_row_M[:, None] & (dims_R < HEAD_DIM)[None, :]
+        q_MR = tl.load(q_ptrs_M1 + dims_R[None, :], mask=mask_MR, other=0.0)
 
-    keys_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    CACHE_HEADS: tl.constexpr = 1 if BLOCK_R > 0 else NUM_KV_HEADS
+    keys_ptr = kv_ptr if BLOCK_R > 0 else kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     if kv_scales_ptr is not None:
         scale *= tl.load(kv_scales_ptr + kv_head)
     start = first_key + split * split_keys
+    initial_max_M, initial_sum_M = initial_sums(sinks_ptr, heads_M, is_row_M, scale, SOFTCAP)
+    if sinks_ptr is not None and split > 0:
+        # The first split has the sinks.
+        initial_max_M = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
+        initial_sum_M = tl.zeros((TILE_ROWS,), tl.float32)
+    alibi_M = None
+    if alibi_slopes_ptr is not None:
+        alibi_M = tl.load(alibi_slopes_ptr + heads_M, mask=is_row_M, other=0.0)
     acc_MK, max_M, sum_M = attend_keys(
         tl.zeros((TILE_ROWS, BLOCK_K), tl.float32),
-        tl.full((TILE_ROWS,), float("-inf"), tl.float32),
-        tl.zeros((TILE_ROWS,), tl.float32),
+        initial_max_M,
+        initial_sum_M,
         q_MK,
+        q_MR,
         tl.full((TILE_ROWS,), 0, tl.int32) + seq_len - 1,
         start,
         tl.minimum(start + split_keys, seq_len),
@@ -97,11 +122,14 @@ def decode_kernel(
         block_table_ptr + request.to(tl.int64) * block_table_stride,
         keys_ptr,
         scale,
+        alibi_M,
         SOFTCAP,
         WINDOW,
+        IS_CHUNKED,
         True,
-        NUM_KV_HEADS,
+        CACHE_HEADS,
         HEAD_DIM,
+        VALUE_DIM,
         BLOCK_SIZE,
         TILE_KEYS,
     )
@@ -110,14 +138,14 @@ def decode_kernel(
         out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     if num_splits == 1:
         tl.store(
-            out_ptr + token * (NUM_HEADS * HEAD_DIM) + head_offsets_MK,
+            out_ptr + (token * NUM_HEADS + heads_M)[:, None] * VALUE_DIM + dims_K[None, :],
             out_MK.to(out_ptr.dtype.element_ty),
             mask=mask_MK,
         )
     else:
         parts_M = (request * NUM_HEADS + heads_M).to(tl.int64) * tl.num_programs(2) + split
         tl.store(
-            partial_ptr + (parts_M * HEAD_DIM)[:, None] + dims_K[None, :], out_MK, mask=mask_MK
+            partial_ptr + (parts_M * VALUE_DIM)[:, None] + dims_K[None, :], out_MK, mask=mask_MK
         )
         factor = scale * LOG2_E if SOFTCAP is None else LOG2_E
         tl.store(log_sums_ptr + parts_M, max_M * factor + tl.log2(sum_M), mask=is_row_M)
@@ -133,6 +161,7 @@ def combine_kernel(
     grid_splits,
     min_split_keys,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,7 +173,7 @@ def combine_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - token
-    _, _, num_splits = _splits(seq_len, min_split_keys, WINDOW, TILE_KEYS, MAX_SPLITS)
+    _, _, num_splits = _splits(seq_len, min_split_keys, WINDOW, IS_CHUNKED, TILE_KEYS, MAX_SPLITS)
     if (num_queries != 1) | (num_splits <= 1):
         return
     splits_P = tl.arange(0, MAX_SPLITS)

@@ -4,7 +4,10 @@ Scores stay as the product returns them. The softmax scale times log2(e) is appl
 tile in which a row sees no key leaves the row's sums unchanged to the bit. So a row's result depends only on its own
 keys, not on other rows (Milakov & Gimelshein, 2018; Dao, 2023).
 
-Shapes: M rows, N keys of a tile, K head dimension, padded to a power of two.
+With latent attention, values are the first elements of keys. Queries and keys then come in two parts, each padded to a
+power of two of its own: these elements and the others.
+
+Shapes: M rows, N keys of a tile, K head dimension (of values), padded to a power of two, R other elements of a key.
 """
 
 import triton
@@ -19,6 +22,7 @@ def attend_keys(
     max_M,
     sum_M,
     q_MK,
+    q_MR,
     positions_M,
     start,
     stop,
@@ -26,11 +30,14 @@ def attend_keys(
     blocks_ptr,
     keys_ptr,
     scale,
+    alibi_M,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     IS_MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
@@ -38,41 +45,72 @@ def attend_keys(
 
     `start` is a multiple of `TILE_KEYS`. One of `TILE_KEYS` and `BLOCK_SIZE` is a multiple of the other. `keys_ptr`
     points to the head in block 0, `blocks_ptr` to the request's row of the block table. Without `IS_MASKED`, all rows
-    must see all of the keys, and `stop` must be a multiple of `TILE_KEYS`.
+    must see all of the keys, and `stop` must be a multiple of `TILE_KEYS`. With `IS_CHUNKED`, a row sees keys from the
+    last multiple of `WINDOW`. `alibi_M` times the distance to a key is subtracted from scores, unless it is None.
+
+    `q_MR` is None unless the first `VALUE_DIM` of a key's `HEAD_DIM` elements are its value.
     """
     BLOCK_K: tl.constexpr = q_MK.shape[1]
-    IS_PADDED: tl.constexpr = BLOCK_K != HEAD_DIM
+    IS_PADDED: tl.constexpr = BLOCK_K != VALUE_DIM
     VALUES: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     factor = scale * LOG2_E if SOFTCAP is None else LOG2_E
     in_tile_N = tl.arange(0, TILE_KEYS)
     dims_K = tl.arange(0, BLOCK_K)
-    in_head_1K = (dims_K < HEAD_DIM)[None, :]
+    in_head_1K = (dims_K < VALUE_DIM)[None, :]
+    BLOCK_STRIDE: tl.constexpr = 2 * VALUES if q_MR is None else VALUES
+    if q_MR is not None:
+        dims_R = VALUE_DIM + tl.arange(0, q_MR.shape[1])
+        in_key_1R = (dims_R < HEAD_DIM)[None, :]
     in_blocks_NK = (in_tile_N % BLOCK_SIZE * HEAD_DIM)[:, None] + dims_K[None, :]
     block_ptrs_N = blocks_ptr + in_tile_N // BLOCK_SIZE
     first_key = 0
     if WINDOW is not None:
-        first_key = tl.min(positions_M, 0) - WINDOW + 1
+        if IS_CHUNKED:
+            first_key = tl.min(positions_M, 0) // WINDOW * WINDOW
+        else:
+            first_key = tl.min(positions_M, 0) - WINDOW + 1
     # The block numbers of a tile are loaded one tile ahead, because the loads of its keys depend on them.
     blocks_N = tl.load(
         block_ptrs_N + start // BLOCK_SIZE, mask=start + in_tile_N < seq_len, other=0
     )
     for tile_start in tl.range(start, stop, TILE_KEYS):
         keys_N = tile_start + in_tile_N
-        row_ptrs_N = keys_ptr + blocks_N.to(tl.int64) * (2 * VALUES)
+        row_ptrs_N = keys_ptr + blocks_N.to(tl.int64) * BLOCK_STRIDE
         k_ptrs_NK = (row_ptrs_N + tile_start % BLOCK_SIZE * HEAD_DIM)[:, None] + in_blocks_NK
         next_start = tile_start + TILE_KEYS
         blocks_N = tl.load(
             block_ptrs_N + next_start // BLOCK_SIZE, mask=next_start + in_tile_N < seq_len, other=0
         )
-        k_NK = tl.load(k_ptrs_NK, mask=in_head_1K, other=0.0) if IS_PADDED else tl.load(k_ptrs_NK)
+        # What is past the sequence is left over from another request, and blocks before the window may belong to one.
+        # Values could be NaN, and 0 * NaN is not 0, so they are not loaded.
+        is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
+        if q_MR is not None and IS_MASKED:
+            k_NK = tl.load(k_ptrs_NK, mask=is_own_N[:, None] & in_head_1K, other=0.0)
+        elif IS_PADDED:
+            k_NK = tl.load(k_ptrs_NK, mask=in_head_1K, other=0.0)
+        else:
+            k_NK = tl.load(k_ptrs_NK)
         scores_MN = tl.dot(q_MK, tl.trans(k_NK.to(q_MK.dtype)), input_precision="ieee")
+        if q_MR is not None:
+            r_ptrs_NR = (row_ptrs_N + (tile_start + in_tile_N) % BLOCK_SIZE * HEAD_DIM)[:, None]
+            k_NR = tl.load(r_ptrs_NR + dims_R[None, :], mask=in_key_1R, other=0.0)
+            scores_MN = tl.dot(
+                q_MR, tl.trans(k_NR.to(q_MR.dtype)), scores_MN, input_precision="ieee"
+            )
         if SOFTCAP is not None:
             scores_MN = SOFTCAP * _tanh(scores_MN * (scale / SOFTCAP))
+        distance_MN = positions_M[:, None] - keys_N[None, :]
+        if alibi_M is not None:
+            # Without a soft cap, the scores are multiplied by the scale later.
+            bias_MN = alibi_M[:, None] * distance_MN
+            scores_MN -= bias_MN / scale if SOFTCAP is None else bias_MN
         if IS_MASKED:
-            distance_MN = positions_M[:, None] - keys_N[None, :]
             is_seen_MN = distance_MN >= 0
             if WINDOW is not None:
-                is_seen_MN &= distance_MN < WINDOW
+                if IS_CHUNKED:
+                    is_seen_MN &= keys_N[None, :] >= (positions_M // WINDOW * WINDOW)[:, None]
+                else:
+                    is_seen_MN &= distance_MN < WINDOW
             scores_MN = tl.where(is_seen_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
         # A row that has seen no key yet subtracts 0, because -inf minus -inf is NaN.
@@ -81,10 +119,9 @@ def attend_keys(
         weights_MN = tl.exp2(tl.fma(scores_MN, factor, -(top_M * factor)[:, None]))
         rescale_M = tl.exp2((max_M - top_M) * factor)
         sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-        # Values past the sequence are left over from another request, and blocks before the window may belong to one.
-        # They could be NaN, and 0 * NaN is not 0, so they are not loaded.
-        if IS_MASKED:
-            is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
+        if q_MR is not None:
+            v_NK = k_NK
+        elif IS_MASKED:
             v_NK = tl.load(k_ptrs_NK + VALUES, mask=is_own_N[:, None] & in_head_1K, other=0.0)
         elif IS_PADDED:
             v_NK = tl.load(k_ptrs_NK + VALUES, mask=in_head_1K, other=0.0)
@@ -98,6 +135,19 @@ def attend_keys(
         )
         max_M = new_max_M
     return acc_MK, max_M, sum_M
+
+
+@triton.jit
+def initial_sums(sinks_ptr, heads_M, is_row_M, scale, SOFTCAP: tl.constexpr):
+    """Return the maximum and the sum of rows before their first key, which are those of sinks if there are any."""
+    if sinks_ptr is None:
+        max_M = tl.full(heads_M.shape, float("-inf"), tl.float32)
+        sum_M = tl.zeros(heads_M.shape, tl.float32)
+    else:
+        max_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0)
+        max_M = max_M / scale if SOFTCAP is None else max_M
+        sum_M = tl.full(heads_M.shape, 1.0, tl.float32)
+    return max_M, sum_M
 
 
 @triton.jit

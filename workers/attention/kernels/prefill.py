@@ -10,7 +10,7 @@ Shapes: T tokens, N tiles, H query heads, G key/value heads, K head dimension, M
 import triton
 import triton.language as tl
 
-from .online_softmax import attend_keys
+from .online_softmax import attend_keys, initial_sums
 
 
 @triton.jit(do_not_specialize=["block_table_stride"])
@@ -23,15 +23,20 @@ def prefill_kernel(
     seq_lens_ptr,
     block_table_ptr,
     kv_scales_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
     scale,
     q_stride,
     block_table_stride,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -40,6 +45,11 @@ def prefill_kernel(
 
     `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
     tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
+    `alibi_slopes` and `sinks` are float32 [H], or None. `WINDOW` is a number of tokens, or the size of a chunk.
+
+    With `BLOCK_R`, all heads share one key/value head, of which each of the G programs of a tile computes a group. Its
+    values are the first `VALUE_DIM` elements of its keys: kv is [blocks, 1, 1, BLOCK_SIZE, K], out [T, H, VALUE_DIM].
+    Otherwise `VALUE_DIM` is `HEAD_DIM`.
     """
     TILE_QUERIES: tl.constexpr = TILE_ROWS // HEADS_PER_KV_HEAD
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
@@ -58,27 +68,34 @@ def prefill_kernel(
     tile_token = (first_token + first_query).to(tl.int64)
     dims_K = tl.arange(0, BLOCK_K)
     is_row_M = (queries_M < TILE_QUERIES) & (first_query + queries_M < num_queries)
-    mask_MK = is_row_M[:, None] & (dims_K < HEAD_DIM)[None, :]
-    head_offsets_MK = (heads_M * HEAD_DIM)[:, None] + dims_K[None, :]
-    q_MK = tl.load(
-        q_ptr + tile_token * q_stride + (queries_M * q_stride)[:, None] + head_offsets_MK,
-        mask=mask_MK,
-        other=0.0,
-    )
+    mask_MK = is_row_M[:, None] & (dims_K < VALUE_DIM)[None, :]
+    q_ptrs_M1 = q_ptr + tile_token * q_stride + (queries_M * q_stride + heads_M * HEAD_DIM)[:, None]
+    q_MK = tl.load(q_ptrs_M1 + dims_K[None, :], mask=mask_MK, other=0.0)
+    q_MR = None
+    if BLOCK_R > 0:
+        dims_R = VALUE_DIM + tl.arange(0, BLOCK_R)
+        mask_MR = is_row_M[:, None] & (dims_R < HEAD_DIM)[None, :]
+        q_MR = tl.load(q_ptrs_M1 + dims_R[None, :], mask=mask_MR, other=0.0)
 
     stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
     if WINDOW is None:
         start = 0
         all_seen = (first_position + 1) // TILE_KEYS * TILE_KEYS
     else:
-        start = tl.maximum(first_position + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+        if IS_CHUNKED:
+            start = first_position // WINDOW * WINDOW // TILE_KEYS * TILE_KEYS
+        else:
+            start = tl.maximum(first_position + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
         all_seen = start
     blocks_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
-    keys_ptr = kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    CACHE_HEADS: tl.constexpr = 1 if BLOCK_R > 0 else NUM_KV_HEADS
+    keys_ptr = kv_ptr if BLOCK_R > 0 else kv_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     if kv_scales_ptr is not None:
         scale *= tl.load(kv_scales_ptr + kv_head)
-    max_M = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
-    sum_M = tl.zeros((TILE_ROWS,), tl.float32)
+    max_M, sum_M = initial_sums(sinks_ptr, heads_M, is_row_M, scale, SOFTCAP)
+    alibi_M = None
+    if alibi_slopes_ptr is not None:
+        alibi_M = tl.load(alibi_slopes_ptr + heads_M, mask=is_row_M, other=0.0)
     acc_MK = tl.zeros((TILE_ROWS, BLOCK_K), tl.float32)
     if WINDOW is None:
         acc_MK, max_M, sum_M = attend_keys(
@@ -86,6 +103,7 @@ def prefill_kernel(
             max_M,
             sum_M,
             q_MK,
+            q_MR,
             first_position + queries_M,
             0,
             all_seen,
@@ -93,11 +111,14 @@ def prefill_kernel(
             blocks_ptr,
             keys_ptr,
             scale,
+            alibi_M,
             SOFTCAP,
             WINDOW,
+            IS_CHUNKED,
             False,
-            NUM_KV_HEADS,
+            CACHE_HEADS,
             HEAD_DIM,
+            VALUE_DIM,
             BLOCK_SIZE,
             TILE_KEYS,
         )
@@ -106,6 +127,7 @@ def prefill_kernel(
         max_M,
         sum_M,
         q_MK,
+        q_MR,
         first_position + queries_M,
         all_seen,
         stop,
@@ -113,11 +135,14 @@ def prefill_kernel(
         blocks_ptr,
         keys_ptr,
         scale,
+        alibi_M,
         SOFTCAP,
         WINDOW,
+        IS_CHUNKED,
         True,
-        NUM_KV_HEADS,
+        CACHE_HEADS,
         HEAD_DIM,
+        VALUE_DIM,
         BLOCK_SIZE,
         TILE_KEYS,
     )
@@ -126,9 +151,9 @@ def prefill_kernel(
         out_MK *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     tl.store(
         out_ptr
-        + tile_token * (NUM_HEADS * HEAD_DIM)
-        + (queries_M * (NUM_HEADS * HEAD_DIM))[:, None]
-        + head_offsets_MK,
+        + tile_token * (NUM_HEADS * VALUE_DIM)
+        + ((queries_M * NUM_HEADS + heads_M) * VALUE_DIM)[:, None]
+        + dims_K[None, :],
         out_MK.to(out_ptr.dtype.element_ty),
         mask=mask_MK,
     )

@@ -34,12 +34,14 @@ def rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
 ):
     """Process one key/value head of one token and its queries. Grid (T, G). Tokens with a negative slot are padding.
 
     q [T, H, K], k and v [T, G, K] have strides between tokens. q_out [T, H, K] is contiguous, or None to store only
-    keys and values. kv is [blocks, 2, G, BLOCK_SIZE, K]. norm_weight is float32 [H + G, K] or None. cos and sin are [T,
-    ROTARY_DIM] as in `RotaryTables`, or None. kv_scales is float32 [2, G] or None.
+    keys and values. kv is [blocks, 2, G, BLOCK_SIZE, K], or without `HAS_VALUES` [blocks, 1, G, BLOCK_SIZE, K].
+    norm_weight is float32 [H + G, K] or None. cos and sin are [T, ROTARY_DIM] as in `RotaryTables`, or None. kv_scales
+    is float32 [2, G] or None.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -91,15 +93,19 @@ def rotary_store_kernel(
         BLOCK_K,
     )
     in_head = (dims_K < HEAD_DIM)[None, :]
-    v = tl.load(
-        v_ptr + token * v_stride + kv_head * HEAD_DIM + dims_K[None, :], mask=in_head, other=0.0
-    ).to(tl.float32)
-    page = (slot // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS) + kv_head
+    NUM_PARTS: tl.constexpr = 2 if HAS_VALUES else 1
+    page = (slot // BLOCK_SIZE).to(tl.int64) * (NUM_PARTS * NUM_KV_HEADS) + kv_head
     key_ptr = kv_ptr + (page * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + dims_K[None, :]
     if kv_scales_ptr is not None:
         k /= tl.load(kv_scales_ptr + kv_head)
-        v /= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     _store(key_ptr, k, in_head)
+    if not HAS_VALUES:
+        return
+    v = tl.load(
+        v_ptr + token * v_stride + kv_head * HEAD_DIM + dims_K[None, :], mask=in_head, other=0.0
+    ).to(tl.float32)
+    if kv_scales_ptr is not None:
+        v /= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     _store(key_ptr + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v, in_head)
 
 

@@ -16,6 +16,9 @@ MIN_DOT_ROWS = 16
 SPLIT_KEYS = 256
 """Keys per split of a decoding request. Splits are longer if there would be more than `max_splits`."""
 
+_LATENT_ROWS = {1: 32, 2: 64, 4: 16}
+"""Rows of the tiles of latent attention by the bytes of an element of the cache."""
+
 _PROGRAMS = 132
 """Number of programs that share a sequence: one for each multiprocessor of an H100 or H200."""
 
@@ -58,6 +61,29 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
     return Tile(rows, 64 if head_dim <= 128 else 32, 4, 3)
+
+
+def latent_prefill_tile(dtype: torch.dtype) -> Tile:
+    """Return the tile of latent attention for prompts, whose rows are those of all tiles that fit.
+
+    The values that a program sums have up to 512 elements, and need so many registers that a tile has few keys.
+    """
+    return Tile(_LATENT_ROWS[dtype.itemsize], 16, 8, 1 if dtype == torch.float32 else 2)
+
+
+def latent_decode_tile(heads: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of latent attention for decoding with a group of heads."""
+    tile = latent_prefill_tile(dtype)
+    rows = max(MIN_DOT_ROWS, power_of_2(heads))
+    if dtype.itemsize != 2 or rows == tile.rows:
+        return tile
+    return Tile(rows, 32, 4 if rows == MIN_DOT_ROWS else 8, tile.num_stages)
+
+
+def heads_of_latent_tile(num_heads: int, dtype: torch.dtype) -> int:
+    """Return how many heads a program of latent attention computes: the most that divide them and fit."""
+    most = _LATENT_ROWS[dtype.itemsize]
+    return max(heads for heads in range(1, most + 1) if num_heads % heads == 0)
 
 
 def max_splits(num_kv_heads: int) -> int:

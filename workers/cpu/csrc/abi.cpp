@@ -71,11 +71,23 @@ std::string signature(Result (*)(Arguments...)) {
 std::string describe() {
   std::string text;
   STRUCT(PackedWeight, format, n, k, data)
+  STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
-         block_size, kv_format, activation, num_threads)
+         block_size, kv_format, activation, norm, is_bidirectional, is_parallel, router_size,
+         projection_size, mixed_size, latent, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window)
+  STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
+         scale, mixer_noise, correction)
+  STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate, up, down,
+         gate_biases, up_biases, down_biases)
+  STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
+         norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, taps, bias, multipliers, decay, skip,
+         step_bias, norm)
+  STRUCT(LowRankFactor, data, rank, is_bf16)
+  STRUCT(Adapter, down, up)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         num_parts, scale, eps, attention, parts, vectors)
+         rotates_before_norm, num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
+         mixer, heads, adapters)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
          num_end_tokens, min_length, num_biases, has_penalties, repetition_penalty,
@@ -86,15 +98,17 @@ std::string describe() {
          grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
          query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
-         sampling)
+         sampling, adapters)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
          num_tokens, num_computed_tokens, block_tables, block_table_stride, kv_caches, sampling,
-         num_drafts, lookup, tokens, num_sampled, num_verified)
+         num_drafts, lookup, tokens, num_sampled, num_verified, adapters)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
-       head, sum)
+       head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
+       convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
+       share_squares, adapt)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,

@@ -19,7 +19,7 @@ constexpr int kTaskRows = 64;
 struct AttentionLayer {
   float scale;
   float softcap;   // 0 for none
-  int32_t window;  // 0 for none
+  int32_t window;  // a token sees that many, itself included; 0 for all. If negative: those of chunks of -window tokens
 };
 
 // The query heads that share one key/value head, for consecutive tokens of one sequence.
@@ -27,28 +27,34 @@ struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
   int position;             // of the first token
   int num_tokens;
+  int num_keys;             // that every token sees, or 0 if each sees those up to its own
   int num_heads;            // that share the key/value head
   int kv_head;
   int first_partition, last_partition;  // inclusive
   const int32_t* blocks;                // of the sequence
   const uint8_t* kv_cache;
   const AttentionTask* next;            // what this thread computes next, or null
+  uint8_t* copied_values;               // the thread's memory for the values of a chunk; unused if the cache has values
 };
+
+// The number of parts in which the sum of a row is kept.
+constexpr int kSumParts = 16;
 
 // The running softmax of each row over some of its keys.
 struct AttentionState {
-  float* maximum;  // [rows]
-  float* sum;      // [rows][16], the sum in 16 parts
-  float* values;   // [rows][padded head_dim], the weighted sum of values
+  float* maximum;  // [rows], of scores times log2(e)
+  float* sum;      // [rows][kSumParts]
+  float* values;   // [rows][padded value_dim], the weighted sum of values
 };
 
 // The memory that a thread needs for a task.
 struct AttentionScratch {
-  AttentionScratch(int max_rows, int padded_head_dim);
+  AttentionScratch(int max_rows, const KVLayout& layout);
   AttentionScratch(const AttentionScratch&) = delete;
   ~AttentionScratch();
 
   AttentionState part, total;
+  uint8_t* copied_values;
 
  private:
   float* memory_;
@@ -56,6 +62,7 @@ struct AttentionScratch {
 
 // Returns the first key that a token at a position sees.
 inline int first_key(int position, int window) {
+  if (window < 0) return position - position % -window;
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 
@@ -68,13 +75,13 @@ struct AttentionKernels {
   void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
                  const AttentionState& total);
   // Combines `total` with the next partition.
-  void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_head_dim);
-  // Divides the values by the sums: out[row][head_dim].
-  void (*finish)(const AttentionState& total, int rows, int head_dim, float* out);
+  void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_value_dim);
+  // Divides the values by the sums: out[row][value_dim].
+  void (*finish)(const AttentionState& total, int rows, int value_dim, float* out);
   // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
   void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
                           uint32_t* out);
-  // Stores a token's key and value of one head, [head_dim] each.
+  // Stores a token's key and value of one head, [head_dim] each. The value is unused if the cache has only keys.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
                 const float* key, const float* value);
 };

@@ -9,6 +9,9 @@
 // Stored numbers are finite. Too large numbers become the largest finite number of the format, and a NaN or an infinity
 // becomes zero. Otherwise a value that the block's previous owner left there, and that is masked now, would turn
 // 0 * value into NaN.
+//
+// With latent attention a block has only keys. Their first elements are the values: attention copies those of a chunk to
+// the layout of values before it uses them for all of its rows.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +24,25 @@ enum class KVFormat : int32_t { bf16 = 0, f16 = 1, f32 = 2, int8 = 3 };
 struct KVLayout {
   KVFormat format;
   int32_t num_kv_heads, head_dim, block_size;
+  int32_t value_dim;  // the size of a value
+  bool has_values;    // else values are the first elements of keys
 
   size_t element_bytes() const {
     return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
   }
   int padded_head_dim() const { return (head_dim + 15) / 16 * 16; }
+  int padded_value_dim() const { return (value_dim + 15) / 16 * 16; }
   // Where the scales of a head's keys, or of its values, begin.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
-  // Bytes of one head's keys, or of its values, in a block.
+  // Bytes of one head's keys, or of its values, in a block. Both are equally large if there are values.
   size_t head_bytes() const {
     return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
   }
-  size_t block_bytes() const { return 2 * num_kv_heads * head_bytes(); }
+  // Bytes of all that a block has of one head.
+  size_t kv_head_bytes() const { return (has_values ? 2 : 1) * head_bytes(); }
+  size_t block_bytes() const { return num_kv_heads * kv_head_bytes(); }
   size_t key_offset(int block, int kv_head) const {
-    return size_t(block) * block_bytes() + size_t(kv_head) * 2 * head_bytes();
+    return size_t(block) * block_bytes() + size_t(kv_head) * kv_head_bytes();
   }
   size_t value_offset(int block, int kv_head) const {
     return key_offset(block, kv_head) + head_bytes();

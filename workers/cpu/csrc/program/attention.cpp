@@ -17,29 +17,73 @@ void Attention::norm_heads(const Op& op, float* heads, int num_heads, const floa
   for (int h = 0; h < num_heads; h++, heads += head_dim) model_.rows.rms_norm(heads, weight, op.eps, head_dim, heads);
 }
 
+void Attention::norm_queries_and_keys(const Op& op, float* qk) const {
+  const int num_heads = model_.shape.num_heads, num_kv_heads = model_.shape.num_kv_heads;
+  const int head_dim = model_.shape.head_dim;
+  if (op.qk_norm == QKNorm::each_head) {
+    const float *weight = op.vectors[0], *bias = op.vectors[1];
+    for (int i = 0; i < (num_heads + num_kv_heads) * head_dim; i += head_dim)
+      if (model_.shape.norm == NormKind::layer)
+        model_.rows.layer_norm(qk + i, weight + i, bias ? bias + i : nullptr, op.eps, head_dim, qk + i);
+      else
+        model_.rows.rms_norm(qk + i, weight + i, op.eps, head_dim, qk + i);
+  } else if (op.qk_norm != QKNorm::none) {
+    norm_heads(op, qk, num_heads, op.vectors[0]);
+    norm_heads(op, qk + num_heads * head_dim, num_kv_heads, op.vectors[1]);
+  }
+}
+
 void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
   const ModelShape& shape = model_.shape;
-  const KVLayout& kv = model_.kv;
+  if (shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
   const int num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
   float* keys = qkv + num_heads * head_dim;
   const float* values = keys + num_kv_heads * head_dim;
-  if (op.qk_norm != QKNorm::none) {
-    norm_heads(op, qkv, num_heads, op.vectors[0]);
-    norm_heads(op, keys, num_kv_heads, op.vectors[1]);
-  }
+  if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv);
   if (op.rope >= 0) {
     const RotaryTables::Angles angles = ropes.angles(op.rope, row);
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
+  if (op.rotates_before_norm) norm_queries_and_keys(op, qkv);
+  if (const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2])) {
+    const int position = slice_.step.positions[slice_.first_token + row];
+    const float steps = std::floor((float(position) + scaling->offset) / scaling->length);
+    model_.rows.scale(qkv, 1.0f + scaling->beta * std::log1p(steps), num_heads * head_dim);
+  }
   // The cache stores finite numbers only. So a token with a key or value that is not finite gets NaN queries: its own
   // result shows the failure.
-  if (!model_.rows.all_finite(qkv, model_.qkv_size())) std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
-  const int heads = num_heads / num_kv_heads;
+  if (!model_.rows.all_finite(qkv, shape.qkv_size())) std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
+  store(op, row, qkv, keys, values);
+}
+
+// The key's latent vector has a norm. The rotated parts of queries are stored with the plain ones, so they are moved
+// behind the products of the plain ones.
+void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
+  const ModelShape& shape = model_.shape;
+  const LatentShape& latent = shape.latent;
+  const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
+  float* const products = qkv + shape.product_offset();
+  model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
+  const float* rotated = qkv + shape.query_offset() + latent.plain_dim;
+  for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
+    std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
+  if (op.rope >= 0) {
+    const RotaryTables::Angles angles = ropes.angles(op.rope, row);
+    model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
+    model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
+  }
+  if (!model_.rows.all_finite(qkv, head_dim)) std::fill_n(products, num_heads * head_dim, std::nanf(""));
+  store(op, row, products, qkv, nullptr);
+}
+
+void Attention::store(const Op& op, int row, const float* query_heads, const float* keys, const float* values) {
+  const KVLayout& kv = model_.kv;
+  const int heads = model_.heads_per_kv_head(), head_dim = kv.head_dim;
   const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
-  for (int g = 0; g < num_kv_heads; g++) {
-    model_.attention.convert_queries(kv, op.attention, qkv + g * heads * head_dim, heads, queries(g, row));
+  for (int g = 0; g < kv.num_kv_heads; g++) {
+    model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * head_dim, heads, queries(g, row));
     model_.attention.store(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, g,
-                           keys + g * head_dim, values + g * head_dim);
+                           keys + g * head_dim, kv.has_values ? values + g * head_dim : nullptr);
   }
 }
 
@@ -63,7 +107,7 @@ int Attention::begin(const Op& op) {
 }
 
 size_t Attention::partial_floats() const {
-  return size_t(model_.heads_per_kv_head()) * (model_.kv.padded_head_dim() + 32);
+  return size_t(model_.heads_per_kv_head()) * (model_.kv.padded_value_dim() + 32);
 }
 
 AttentionState Attention::partial_state(float* floats) const {
@@ -77,12 +121,14 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       queries(task.kv_head, task.token),
       slice_.step.positions[slice_.first_token + task.token],
       task.num_tokens,
+      model_.shape.is_bidirectional ? slice_.end_position(task.sequence) : 0,
       model_.heads_per_kv_head(),
       task.kv_head,
       task.first_partition,
       task.last_partition,
       group.block_table + slice_.table_row(task.sequence) * group.block_table_stride,
       slice_.step.kv_caches[op.layer],
+      nullptr,
       nullptr,
   };
 }
@@ -96,6 +142,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
   size_t bytes = 0;
   for (int i = 0; i < count; i++) {
     tasks[i] = kernel_task(op, list.tasks[begin + i]);
+    tasks[i].copied_values = scratch.attention.copied_values;
     if (i) tasks[i - 1].next = &tasks[i];
     bytes += result_bytes(op, list.tasks[begin + i]);
   }
@@ -104,7 +151,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
   uint8_t* result = scratch.results.bytes();
   for (int i = 0; i < count; i++) {
     results[i] = result;
-    attend(op, list.tasks[begin + i], tasks[i], scratch, result);
+    attend(op, list.tasks[begin + i], tasks[i], rows, scratch, result);
     result += result_bytes(op, list.tasks[begin + i]);
   }
   if (!tile.commit()) return;
@@ -113,28 +160,39 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
 
 size_t Attention::result_bytes(const Op& op, const Task& task) const {
   if (task.num_slots > 1) return partial_floats() * sizeof(float);
-  const int columns = model_.heads_per_kv_head() * model_.shape.head_dim;
+  const int columns = model_.heads_per_kv_head() * model_.kv.value_dim;
   return (task.num_tokens * activation_row_bytes(op.activation_kind, columns) + 63) / 64 * 64;
 }
 
-void Attention::attend(const Op& op, const Task& task, const AttentionTask& kernel_task, Scratch& scratch,
-                       uint8_t* result) const {
+void Attention::attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows,
+                       Scratch& scratch, uint8_t* result) const {
   if (task.num_slots > 1)
     return model_.attention.attend(model_.kv, op.attention, kernel_task, scratch.attention,
                                    partial_state(reinterpret_cast<float*>(result)));
   model_.attention.attend(model_.kv, op.attention, kernel_task, scratch.attention, scratch.attention.total);
-  finish(op, task, scratch.attention.total, scratch, result);
+  finish(op, task, scratch.attention.total, rows, scratch, result);
 }
 
 // Writes the activations of a task's tokens, from the state over all their keys.
-void Attention::finish(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch,
-                       uint8_t* activations) const {
-  const int heads = model_.heads_per_kv_head(), columns = heads * model_.shape.head_dim;
+void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
+                       Scratch& scratch, uint8_t* activations) const {
+  const int heads = model_.heads_per_kv_head(), columns = heads * model_.kv.value_dim;
   float* out = scratch.tile.get();
-  model_.attention.finish(total, task.num_tokens * heads, model_.shape.head_dim, out);
+  if (const float* sinks = op.vectors[0]) {
+    // A sink is a score without a value, here of base 2 like the maximums.
+    const float* own = sinks + task.kv_head * heads;
+    for (int r = 0; r < task.num_tokens * heads; r++)
+      total.sum[r * kSumParts] += std::exp2(own[r % heads] - total.maximum[r]);
+  }
+  model_.attention.finish(total, task.num_tokens * heads, model_.kv.value_dim, out);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
-  for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes)
+  for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
+    if (op.first_column) {
+      const float* gates = rows.qkv(task.token + t) + op.first_column + task.kv_head * columns;
+      model_.rows.gate(Activation::sigmoid, gates, out, columns, out);
+    }
     quantize_rows(op.activation_kind, out, columns, 1, columns, activations);
+  }
 }
 
 void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch) {
@@ -149,15 +207,15 @@ void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t*
     const AttentionState total = partial_state(partials);
     for (int i = 1; i < task.num_slots; i++)
       model_.attention.combine(total, partial_state(partials + i * partial_floats()), heads,
-                               model_.kv.padded_head_dim());
-    finish(op, task, total, scratch, result);
+                               model_.kv.padded_value_dim());
+    finish(op, task, total, rows, scratch, result);
   }
   copy(op, rows, task, result);
 }
 
 void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
-  const int columns = model_.heads_per_kv_head() * model_.shape.head_dim;
-  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * model_.shape.head_dim);
+  const int columns = model_.heads_per_kv_head() * model_.kv.value_dim;
+  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * model_.kv.value_dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   uint8_t* out = rows.activations(1, task.token, stride) +
                  activation_offset(op.activation_kind, task.kv_head * columns);
@@ -170,12 +228,15 @@ void Attention::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch
   std::vector<AttentionTask>& kernel_tasks = scratch.kernel_tasks;
   tasks_.find(op.attention.window, rows.first, end_row, tasks);
   kernel_tasks.clear();
-  for (const Task& task : tasks) kernel_tasks.push_back(kernel_task(op, task));
+  for (const Task& task : tasks) {
+    kernel_tasks.push_back(kernel_task(op, task));
+    kernel_tasks.back().copied_values = scratch.attention.copied_values;
+  }
   for (size_t i = 0; i + 1 < tasks.size(); i++) kernel_tasks[i].next = &kernel_tasks[i + 1];
   model_.attention.fetch(model_.kv, op.attention, kernel_tasks[0]);
   for (size_t i = 0; i < tasks.size(); i++) {
     scratch.results.reserve(result_bytes(op, tasks[i]));
-    attend(op, tasks[i], kernel_tasks[i], scratch, scratch.results.bytes());
+    attend(op, tasks[i], kernel_tasks[i], rows, scratch, scratch.results.bytes());
     copy(op, rows, tasks[i], scratch.results.bytes());
   }
 }

@@ -42,13 +42,17 @@ class Attention {
  private:
   using Task = AttentionTasks::Task;
 
+  void norm_queries_and_keys(const Op& op, float* qk) const;
+  void rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row);
+  // Stores a row's converted queries, [num_heads][head_dim], and its keys and values.
+  void store(const Op& op, int row, const float* query_heads, const float* keys, const float* values);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const;
   // The queries of the heads that share a key/value head, in the kernels' format.
   uint32_t* queries(int kv_head, int row) const;
   size_t result_bytes(const Op& op, const Task& task) const;
-  void attend(const Op& op, const Task& task, const AttentionTask& kernel_task, Scratch& scratch,
+  void attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows, Scratch& scratch,
               uint8_t* result) const;
-  void finish(const Op& op, const Task& task, const AttentionState& total, Scratch& scratch,
+  void finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows, Scratch& scratch,
               uint8_t* activations) const;
   void write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch);
   void copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const;

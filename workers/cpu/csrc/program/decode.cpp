@@ -32,6 +32,11 @@ bool DecodeLayout::lay_out(const DecodeBatch& batch) {
       slots_[r] = slot;
     }
   }
+  has_adapters_ = false;
+  for (int r = 0; batch.adapters && r < rows; r++) {
+    array(kAdapters)[r] = batch.adapters[slots_[r]];
+    has_adapters_ |= array(kAdapters)[r] >= 0;
+  }
   std::iota(array(kLogitRows), array(kLogitRows) + rows, 0);
   const int block_size = shape_.block_size;
   groups_.clear();
@@ -68,6 +73,7 @@ Step DecodeLayout::step(const DecodeBatch& batch) {
   step.hidden = hidden_.floats();
   step.logit_rows = array(kLogitRows);
   step.sampling = rows_to_sample(batch);
+  step.adapters = has_adapters_ ? array(kAdapters) : nullptr;
   step.tokens = batch.chooses_later ? nullptr : batch.tokens;
   return step;
 }

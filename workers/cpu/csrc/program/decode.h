@@ -26,7 +26,7 @@ class DecodeLayout {
 
  private:
   // The arrays of a row each that follow one another in `arrays_`, before the slot mapping of each group.
-  enum Array { kInputIds, kPositions, kNextPositions, kLogitRows, kNumArrays };
+  enum Array { kInputIds, kPositions, kNextPositions, kLogitRows, kAdapters, kNumArrays };
 
   int num_rows() const { return starts_.back(); }
   int32_t* array(int index) { return arrays_.data() + size_t(index) * num_rows(); }
@@ -38,6 +38,7 @@ class DecodeLayout {
   std::vector<int64_t> slots_;   // of each row
   std::vector<int32_t> arrays_;
   std::vector<StepGroup> groups_;
+  bool has_adapters_ = false;
   SamplingRows sampling_{};
   Buffer hidden_;
 };

@@ -47,6 +47,7 @@ void Head::run_product(const Step& step, Tile& tile, Scratch& scratch) {
   if (!tile.commit()) return;
   const int column_tiles = products_.column_tiles(op);
   for (int row = columns.first_row; row < columns.first_row + columns.num_rows; row++, out += size) {
+    if (op.vectors[0]) model_.rows.add_scaled(out, op.vectors[0] + begin, 1.0f, size);
     if (op.scale != 1.0f) model_.rows.scale(out, op.scale, size);
     if (op.attention.softcap != 0) model_.rows.soft_cap(out, op.attention.softcap, size);
     // The product itself does not write to the logits: their rows are pages apart and would contend for the same cache

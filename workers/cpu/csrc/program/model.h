@@ -1,14 +1,28 @@
 // A recorded model: its sizes and its operations, which stay the same from step to step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "attention/attention.h"
+#include "experts/router.h"
 #include "linear/linear.h"
 #include "rows/kernels.h"
 
 namespace engine {
+
+enum class NormKind : int32_t { rms = 0, layer = 1 };
+
+// The sizes of multi-head latent attention. All heads share one key: `kv_rank` elements, of which values are made too,
+// then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value `value_dim`.
+struct LatentShape {
+  int32_t query_rank;  // of the vector from which queries are made; 0 if they are made from hidden states
+  int32_t kv_rank;     // 0 without latent attention
+  int32_t plain_dim, rotary_dim, value_dim;
+
+  int query_dim() const { return plain_dim + rotary_dim; }
+};
 
 // The sizes of a rank's share of a model: heads and intermediate size are those of the share.
 struct ModelShape {
@@ -16,29 +30,134 @@ struct ModelShape {
   int32_t block_size;
   KVFormat kv_format;
   Activation activation;
+  NormKind norm;        // of all norms
+  int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
+  int32_t is_parallel;       // attention and MLP of a layer read the same hidden states
+  int32_t router_size;  // the most logits of a layer's router, with that of the shared experts' gate; 0 without experts
+  int32_t projection_size, mixed_size;  // the most numbers that a mixer's first product has, and its last one reads
+  LatentShape latent;
   int32_t num_threads;
+
+  // A token's queries, keys and values. With latent attention they are the key; the vector from which queries are made,
+  // then the queries; and then their products with the matrices that would make keys.
+  int qkv_size() const {
+    if (!latent.kv_rank) return (num_heads + 2 * num_kv_heads) * head_dim;
+    return product_offset() + num_heads * head_dim;
+  }
+  // The elements of a value as attention sums it.
+  int attended_dim() const { return latent.kv_rank ? latent.kv_rank : head_dim; }
+  // With latent attention, where a token's queries are among these, and their products.
+  int query_offset() const { return head_dim; }
+  int product_offset() const { return head_dim + std::max(latent.query_rank, num_heads * latent.query_dim()); }
 };
 
-// With several ranks, `part` is this rank's part of a sum over the ranks.
+// Operations with a norm have its weight in vectors[0], and its bias in vectors[1] if it has one. With several ranks,
+// `part` is this rank's part of a sum over the ranks.
 enum class OpKind : int32_t {
-  embed = 0,         // residual = scale * the token's row of parts[0], or of hidden if there are no parts; fills the
-                     // rotary tables. With several ranks: part = the row if this rank has it, else 0; residual = 0
-  quantize = 1,      // activations[0] = residual, normed by vectors[0] if there is one
+  embed = 0,         // residual = scale * the token's row of parts[0], or of hidden if there are no parts, + the row of
+                     // parts[1] at its position if there is one, + row 0 of parts[2] if there is one; fills the rotary
+                     // tables. With several ranks: part = the token's row if this rank has it, else 0; residual = the
+                     // rest
+  quantize = 1,      // activations[0] = residual, normed if there is a norm
   linear = 2,        // target = activations[source] * parts + vectors
-  gated_linear = 3,  // activations[1] = activation(gate) * up; parts and vectors are those of gate and up
-  rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values
-  attention = 5,     // activations[1] = attention
-  norm_add = 6,      // residual += scale * block normed by vectors[0]
-  final_norm = 7,    // hidden = residual, normed by vectors[0] if there is one
-  head = 8,          // logits of the rows asked for; always the last operation
-  sum = 9,           // target = the parts of all ranks, added in their order, + vectors[0] if there is one
+  gated_linear = 3,  // activations[1] = activation(scale * gate) * up; parts and vectors are those of gate and up, or
+                     // only of the gate. With vectors[2], a Xielu, that is the activation
+  rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
+                     // vectors[2] is a QueryScaling, or null
+  attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set
+  norm_add = 6,      // residual += scale * block, normed if there is a norm
+  final_norm = 7,    // hidden = residual, normed if there is a norm
+  head = 8,          // logits of the rows asked for, with the bias vectors[0] or null; always the last operation
+  sum = 9,           // target = the parts of all ranks, added in their order, + vectors[0] if there is one; of `num_columns`
+                     // elements
+  // The four operations of a layer with experts, in this order:
+  route = 10,           // chooses the experts of each row by the router's logits
+  gated_experts = 11,   // as gated_linear, for each row and each of its experts
+  expert_outputs = 12,  // the outputs of each row's experts
+  combine_experts = 13,  // target = the sum of these, each times its weight; and of `block`, if it has the output of
+                         // shared experts, times the sigmoid of their gate's logit
+  // Recurrent layers. A short convolution reads the projection and writes activations[1]. Other mixers have three
+  // operations, in this order:
+  short_convolution = 14,
+  convolve = 15,  // convolves the inputs in the projection, and stores those that later tokens read
+  scan = 16,      // the outputs, which replace inputs in the projection, and the recurrent part of the state
+  gate_mixed = 17,  // activations[1] = these, normed and times the activated gate
+  // For products in the projection:
+  quantize_columns = 18,  // activations[0] = `num_columns` of the projection from `first_column` on, normed by vectors[0]
+                          // if there is a norm
+  // In latent attention:
+  latent_queries = 19,  // each head's plain query times its matrix in `heads`
+  latent_values = 20,   // activations[0] = each head's part of activations[1] times its matrix in `heads`
+
+  norm = 21,  // residual = residual, normed
+  // Where ranks share a norm of a mixer, between `scan` and `gate_mixed`, whose target is `part` then:
+  share_squares = 22,  // part = the sum of squares of the row's outputs
+
+  // Before a product with adapters, of which it has `source`, `parts` and `adapters`:
+  adapt = 23,  // each row's activations times the first factors of its adapter
 };
 
 // What the result of a product is written to. For `residual` it is multiplied by the scale and added.
-enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3 };
-enum class QKNorm : int32_t { none = 0, head = 1, full = 2 };
+enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4 };
+// Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
+// by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
+enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
 
 constexpr int kMaxParts = 3;
+
+// What a LoRA adapter adds to a product: to each part up * (down * activations). Both factors have `adapter_rank` in
+// common, a multiple of kColumnTile.
+struct Adapter {
+  const PackedWeight* down;     // of all parts, one after the other; null if the adapter leaves the product alone
+  LowRankFactor up[kMaxParts];  // without data for parts that the adapter leaves alone
+};
+
+// A layer's mixture of experts. This rank has experts [first, first + count), or its share of their elements; arrays are
+// of these.
+struct ExpertLayer {
+  Router router;
+  int32_t size;  // of an expert's input and output
+  int32_t first, count;
+  int32_t adds_block, has_shared_gate;
+  int32_t scales_inputs;  // weights multiply the experts' inputs instead of their outputs; there are no biases then
+  const PackedWeight *gate, *up, *down;                // `up` is null if MLPs have no gate
+  const float *gate_biases, *up_biases, *down_biases;  // one after the other, or null
+};
+
+// The factor on the queries at position p: 1 + beta * log(1 + floor((p + offset) / length)).
+struct QueryScaling {
+  float beta, length, offset;
+};
+
+enum class MixerKind : int32_t { short_convolution = 0, mamba2 = 1, gated_delta_net = 2, kimi_delta_attention = 3 };
+
+// This rank's share of a recurrent layer; see protocol/checkpoint/recurrent_layers.py.
+//
+// A row of its projection has, in this order:
+//   short_convolution  the input's gate, the output's gate and the input, each of `channels` numbers
+//   mamba2             the gate [heads, value_dim]; x [heads, value_dim], B and C [groups, key_dim], steps [heads]
+//   gated_delta_net    queries and keys [groups, key_dim], values [heads, value_dim], strengths and steps [heads]; the
+//                      gate [heads, value_dim]
+//   kimi_delta_attention  the same, but steps [heads, key_dim]; then what steps and gates are made of
+// An input is all before the gate, or after it. A block holds the recurrent part [heads, key_dim, value_dim], then inputs.
+struct Mixer {
+  MixerKind kind;
+  int32_t channels;      // of an input
+  int32_t num_convolved;  // of them, the first ones
+  int32_t kernel, segment;
+  int32_t num_heads, num_groups, key_dim, value_dim;
+  int32_t norm_groups;        // of the output; 0 for no norm
+  int32_t gates_before_norm;  // else after it
+  int32_t has_tiled_heads;    // of a delta net: head i has group i modulo their number
+  float min_step, max_step;
+  float strength;     // a factor on the sigmoid
+  const float* taps;  // [kernel, num_convolved]
+  const float* bias;  // [num_convolved], or null
+  const float* multipliers;  // of the projection, or null
+  const float *decay, *skip;  // [heads]
+  const float* step_bias;     // as many as steps
+  const float* norm;                      // of the output, or of each head's
+};
 
 struct Op {
   OpKind kind;
@@ -46,22 +165,31 @@ struct Op {
   ActivationKind activation_kind;  // of the activations it writes
   int32_t source;
   LinearTarget target;
-  int32_t layer, group;  // of the KV cache
+  int32_t layer, group;  // of this shard, and of the KV cache
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
+  int32_t rotates_before_norm;
   int32_t num_parts;
+  int32_t first_column;  // where a product begins in its target, or the gates of attention in the projection; or 0
+  int32_t num_columns;
+  int32_t adapter_rank;
   float scale, eps;
   AttentionLayer attention;
   const PackedWeight* parts[kMaxParts];  // side by side
   const float* vectors[kMaxParts];       // one for each part, or null
+  const ExpertLayer* experts;
+  const Mixer* mixer;
+  const PackedWeight* heads;  // a matrix for each query head
+  const Adapter* adapters;    // by their numbers, or null
 };
 
 struct Model {
   explicit Model(const ModelShape& shape);
 
   int heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
-  int qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
+  // out = the operation's norm of x, [hidden_size]; `out` may be `x`.
+  void norm(const Op& op, const float* x, float* out) const;
 
   const ModelShape shape;
   const KVLayout kv;

@@ -30,19 +30,20 @@ void Pieces::find_segments() {
       segments_.back().end_op = i;
       segments_.push_back({i, end});
     }
+    const auto add = [&](const PackedWeight& w) {
+      Segment& segment = segments_.back();
+      segment.weights += int64_t(w.n) * w.k;
+      segment.bytes += packed_bytes(w.format, w.n, w.k);
+      segment.rows_at_once = std::min(segment.rows_at_once, rows_at_once(w.format));
+    };
     if (op.kind == OpKind::linear || op.kind == OpKind::gated_linear)
-      for (int part = 0; part < op.num_parts; part++) {
-        const PackedWeight& w = *op.parts[part];
-        Segment& segment = segments_.back();
-        segment.weights += int64_t(w.n) * w.k;
-        segment.bytes += packed_bytes(w.format, w.n, w.k);
-        segment.rows_at_once = std::min(segment.rows_at_once, rows_at_once(w.format));
-      }
+      for (int part = 0; part < op.num_parts; part++) add(*op.parts[part]);
+    if (op.heads) std::for_each(op.heads, op.heads + model_.shape.num_heads, add);
   }
 }
 
-void Pieces::begin_slice(bool has_ranks) {
-  count_ = has_ranks ? 0 : best_count();
+void Pieces::begin_slice(bool must_share) {
+  count_ = must_share ? 0 : best_count();
   if (count_) queue_.begin(count_, int(segments_.size()), num_threads_, reads_own_keys());
 }
 

@@ -33,9 +33,9 @@ class Pieces {
   }
   const std::vector<Segment>& segments() const { return segments_; }
 
-  // Cuts a slice into pieces, or into none if its operations are better shared out one by one, as they must be where
-  // ranks meet in operations.
-  void begin_slice(bool has_ranks);
+  // Cuts a slice into pieces, or into none if its operations are better shared out one by one. They must be where ranks
+  // meet in operations, and where an expert's weights are read for the rows of all pieces.
+  void begin_slice(bool must_share);
   int count() const { return count_; }
   int first_row(int piece) const { return int(int64_t(slice_.num_tokens) * piece / count_); }
 

@@ -19,21 +19,10 @@ constexpr int kTileWeights = 1 << 18;
 int unit_columns(const PackedWeight& w, int tiles) {
   return !is_integer(w.format) || w.n >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
 }
-// Where the columns of a tile begin. Wider tiles come first, so that those computed last are small.
-int column_bound(const PackedWeight& w, int tile, int tiles) {
-  const int unit = unit_columns(w, tiles);
-  const int units = (w.n + unit - 1) / unit;
-  return std::min((units / tiles * tile + std::min(units % tiles, tile)) * unit, w.n);
-}
 int widest_tile(const PackedWeight& w, int tiles) {
   const int unit = unit_columns(w, tiles);
   const int units = (w.n + unit - 1) / unit;
   return (units + tiles - 1) / tiles * unit;
-}
-
-const uint8_t* weights_at(const PackedWeight& w, int column) {
-  return w.format == WeightFormat::bf16 ? bf16_block(w, column / kBF16BlockColumns)
-                                        : w.data + tile_at(w.format, w.k, column / kColumnTile);
 }
 
 // Calls run(columns) for all columns of a part, as many at a time as have their sums in a thread's buffer.
@@ -47,23 +36,35 @@ void for_columns(const Op& op, int part, const Rows& rows, int end_row, Run run)
 
 }  // namespace
 
+int column_tiles(const PackedWeight& w, int at_least, int rows) {
+  const int by_size = int(int64_t(w.n) * w.k / kTileWeights), widest = kTileFloats / std::min(rows, kRowBlock);
+  int tiles = std::max({at_least, by_size, 1});
+  while (widest_tile(w, tiles) > widest) tiles++;
+  return tiles;
+}
+
+int column_bound(const PackedWeight& w, int tile, int tiles) {
+  const int unit = unit_columns(w, tiles);
+  const int units = (w.n + unit - 1) / unit;
+  return std::min((units / tiles * tile + std::min(units % tiles, tile)) * unit, w.n);
+}
+
+const uint8_t* weights_at(const PackedWeight& w, int column) {
+  return w.format == WeightFormat::bf16 ? bf16_block(w, column / kBF16BlockColumns)
+                                        : w.data + tile_at(w.format, w.k, column / kColumnTile);
+}
+
 int Products::begin(const Op& op, int rows, int num_parts) {
   Tiles& tiles = tiles_[model_.index_of(op)];
   tiles.row_blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int tiles_per_thread = rows < kManyRows ? kTilesPerThread : 2 * kTilesPerThread;
   const int wanted = (tiles_per_thread * num_threads_ + tiles.row_blocks - 1) / tiles.row_blocks;
-  const int widest = kTileFloats / std::min(rows, kRowBlock);
   int64_t columns = 0;
   for (int i = 0; i < num_parts; i++) columns += op.parts[i]->n;
   int total = 0;
   for (int i = 0; i < num_parts; i++) {
-    const int n = op.parts[i]->n;
-    const int share = int((int64_t(n) * wanted + columns - 1) / columns);
-    const int by_size = int(int64_t(n) * op.parts[i]->k / kTileWeights);
-    int& column_tiles = tiles.columns[i];
-    column_tiles = std::max({share, by_size, 1});
-    while (widest_tile(*op.parts[i], column_tiles) > widest) column_tiles++;
-    total += column_tiles;
+    const int share = int((int64_t(op.parts[i]->n) * wanted + columns - 1) / columns);
+    total += tiles.columns[i] = engine::column_tiles(*op.parts[i], share, rows);
   }
   return total * tiles.row_blocks;
 }
@@ -86,8 +87,13 @@ Columns Products::columns_of(const Op& op, const Tile& tile, int rows) const {
 // Products that have not begun are expected to be divided as in the step before.
 const uint8_t* Products::weights_after(const Op& op_of_tile, const Tile& tile) const {
   if (tiles_of(op_of_tile).row_blocks > 1) return nullptr;
-  int index = tile.index + num_threads_;
-  for (const Op* op = &op_of_tile; op <= &model_.ops.back(); op++) {
+  return weights_from(&op_of_tile, tile.index + num_threads_);
+}
+
+const uint8_t* Products::weights_from(const Op* op, int index) const {
+  for (; op <= &model_.ops.back(); op++) {
+    // Which experts come next is known only when they begin.
+    if (op->kind == OpKind::route) return nullptr;
     const bool has_weights = op->kind == OpKind::linear || op->kind == OpKind::gated_linear || op == &model_.ops.back();
     const int num_parts = !has_weights ? 0 : op->kind == OpKind::linear ? op->num_parts : 1;
     for (int part = 0; part < num_parts; part++) {
@@ -101,22 +107,27 @@ const uint8_t* Products::weights_after(const Op& op_of_tile, const Tile& tile) c
   return nullptr;
 }
 
-// Returns the sums of some rows and columns, without gaps, in the thread's memory.
-float* Products::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
-  const PackedWeight& weight = *op.parts[columns.part];
-  const size_t row_bytes = activation_row_bytes(op.input_kind, weight.k);
+float* Products::sums(const PackedWeight& weight, const float* bias, ActivationKind kind, const uint8_t* x,
+                      int num_rows, int begin, int end, Scratch& scratch) const {
+  const int size = end - begin;
   float* sums = scratch.tile.get();
-  if (columns.size())
-    linear_rows(weight, op.input_kind, rows.activations(op.source, columns.first_row, row_bytes), columns.num_rows,
-                columns.begin, columns.end, sums, columns.size(), scratch.readahead);
-  if (const float* bias = op.vectors[columns.part])
-    for (int r = 0; r < columns.num_rows; r++)
-      model_.rows.add_scaled(sums + r * columns.size(), bias + columns.begin, 1.0f, columns.size());
+  if (size) linear_rows(weight, kind, x, num_rows, begin, end, sums, size, scratch.readahead);
+  for (int r = 0; bias && r < num_rows; r++) model_.rows.add_scaled(sums + r * size, bias + begin, 1.0f, size);
   return sums;
 }
 
+float* Products::product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
+  const PackedWeight& weight = *op.parts[columns.part];
+  const uint8_t* x =
+      rows.activations(op.source, columns.first_row, activation_row_bytes(op.input_kind, weight.k));
+  float* out = sums(weight, op.vectors[columns.part], op.input_kind, x, columns.num_rows, columns.begin, columns.end,
+                    scratch);
+  add_changes(op, columns.part, rows, columns, out);
+  return out;
+}
+
 void Products::write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) const {
-  int first = columns.begin;
+  int first = op.first_column + columns.begin;
   for (int part = 0; part < columns.part; part++) first += op.parts[part]->n;
   for (int i = 0; i < columns.num_rows; i++, sums += columns.size()) {
     const int row = columns.first_row + i;
@@ -126,35 +137,95 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
       std::copy_n(sums, columns.size(),
                   first + (op.target == LinearTarget::qkv     ? rows.qkv(row)
                            : op.target == LinearTarget::block ? rows.block(row)
-                                                              : ranks_.own_part(row)));
+                           : op.target == LinearTarget::part  ? ranks_.own_part(row)
+                                                              : rows.router_logits(row)));
   }
 }
 
-float* Products::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
+template <class Run>
+void Products::for_adapters(const Op& op, int first, int end, Run run) const {
+  if (!op.adapters || !adapters_) return;
+  for (int row = first; row < end;) {
+    const int number = adapters_[row], start = row++;
+    while (row < end && adapters_[row] == number) row++;
+    if (number >= 0 && op.adapters[number].down) run(op.adapters[number], start, row - start);
+  }
+}
+
+void Products::adapt(const Op& op, const Rows& rows, int first, int end) const {
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
-  const uint8_t* x = rows.activations(0, columns.first_row, row_bytes);
-  const int begin = columns.begin, size = columns.size();
+  const int rank = op.adapter_rank;
+  Readahead none;
+  for_adapters(op, first, end, [&](const Adapter& adapter, int row, int count) {
+    for (int part = 0; part < op.num_parts; part++)
+      if (adapter.up[part].data)
+        linear_rows(*adapter.down, op.input_kind, rows.activations(op.source, row, row_bytes), count, part * rank,
+                    (part + 1) * rank, rows.low_rank(part, row, rank), rank, none);
+  });
+}
+
+void Products::add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const {
+  const int end_row = columns.first_row + columns.num_rows;
+  for_adapters(op, columns.first_row, end_row, [&](const Adapter& adapter, int row, int count) {
+    if (adapter.up[part].data)
+      model_.rows.add_low_rank(adapter.up[part], rows.low_rank(part, row, op.adapter_rank), count, columns.begin,
+                               columns.end, sums + (row - columns.first_row) * columns.size());
+  });
+}
+
+float* Products::gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows,
+                            int begin, int end, Scratch& scratch) const {
+  multiply_gated(weights, kind, x, num_rows, begin, end, scratch);
+  return activate(weights, num_rows, begin, end, scratch);
+}
+
+void Products::multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows,
+                              int begin, int end, Scratch& scratch) const {
+  const int size = end - begin;
   float* gate = scratch.tile.get();
   float* up = gate + kTileFloats;
-  if (size) {
-    const uint8_t* const then = scratch.readahead.next_weights;
-    if (then) scratch.readahead.next_weights = weights_at(*op.parts[1], begin);
-    linear_rows(*op.parts[0], op.input_kind, x, columns.num_rows, begin, columns.end, gate, size, scratch.readahead);
-    scratch.readahead.next_weights = then;
-    linear_rows(*op.parts[1], op.input_kind, x, columns.num_rows, begin, columns.end, up, size, scratch.readahead);
-  }
-  for (int r = 0; r < columns.num_rows; r++) {
+  if (!size) return;
+  const uint8_t* const then = scratch.readahead.next_weights;
+  if (then && weights.up) scratch.readahead.next_weights = weights_at(*weights.up, begin);
+  linear_rows(*weights.gate, kind, x, num_rows, begin, end, gate, size, scratch.readahead);
+  scratch.readahead.next_weights = then;
+  if (weights.up) linear_rows(*weights.up, kind, x, num_rows, begin, end, up, size, scratch.readahead);
+}
+
+float* Products::activate(const GatedWeights& weights, int num_rows, int begin, int end, Scratch& scratch) const {
+  const int size = end - begin;
+  float* gate = scratch.tile.get();
+  float* up = gate + kTileFloats;
+  for (int r = 0; r < num_rows; r++) {
     float* row_gate = gate + r * size;
     float* row_up = up + r * size;
-    if (op.vectors[0]) model_.rows.add_scaled(row_gate, op.vectors[0] + begin, 1.0f, size);
-    if (op.vectors[1]) model_.rows.add_scaled(row_up, op.vectors[1] + begin, 1.0f, size);
-    model_.rows.gate(model_.shape.activation, row_gate, row_up, size, row_gate);
+    if (weights.gate_bias) model_.rows.add_scaled(row_gate, weights.gate_bias + begin, 1.0f, size);
+    if (weights.up_bias) model_.rows.add_scaled(row_up, weights.up_bias + begin, 1.0f, size);
+    if (weights.row_factors) {
+      model_.rows.scale(row_gate, weights.row_factors[r], size);
+      if (weights.up) model_.rows.scale(row_up, weights.row_factors[r], size);
+    }
+    if (weights.factor != 1.0f) model_.rows.scale(row_gate, weights.factor, size);
+    if (weights.xielu)
+      model_.rows.xielu(*weights.xielu, row_gate, size);
+    else
+      model_.rows.gate(model_.shape.activation, row_gate, weights.up ? row_up : nullptr, size, row_gate);
   }
   return gate;
 }
 
+float* Products::gated_product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const {
+  const GatedWeights weights = {op.parts[0], op.parts[1], op.vectors[0], op.vectors[1], op.scale,
+                                reinterpret_cast<const Xielu*>(op.vectors[2])};
+  const uint8_t* x = rows.activations(0, columns.first_row, activation_row_bytes(op.input_kind, weights.gate->k));
+  multiply_gated(weights, op.input_kind, x, columns.num_rows, columns.begin, columns.end, scratch);
+  for (int part = 0; part < op.num_parts; part++)
+    add_changes(op, part, rows, columns, scratch.tile.get() + part * kTileFloats);
+  return activate(weights, columns.num_rows, columns.begin, columns.end, scratch);
+}
+
 void Products::write_gated(const Op& op, const Rows& rows, const Columns& columns, float* gate) const {
-  const size_t row_bytes = activation_row_bytes(op.activation_kind, model_.shape.intermediate_size);
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, op.parts[0]->n);
   uint8_t* out = rows.activations(1, columns.first_row, row_bytes) +
                  activation_offset(op.activation_kind, columns.begin);
   for (int r = 0; r < columns.num_rows; r++, gate += columns.size(), out += row_bytes)

@@ -19,12 +19,33 @@ struct Columns {
   int size() const { return end - begin; }
 };
 
+// Returns into how many tiles the columns of a matrix are divided for products of `rows` rows.
+int column_tiles(const PackedWeight& w, int at_least, int rows);
+// Returns where the columns of a tile begin. Wider tiles come first, so that those computed last are small.
+int column_bound(const PackedWeight& w, int tile, int tiles);
+// Returns where the weights of columns from `column` on begin.
+const uint8_t* weights_at(const PackedWeight& w, int column);
+
+// The matrices of a gated product and their biases, or null. Without `up` there is no gate. The gate is multiplied by a
+// factor before its activation, which is the layer's own if there is a `xielu`. The sums of a row are those of its input
+// times its factor, if there are `row_factors`.
+struct GatedWeights {
+  const PackedWeight *gate, *up;
+  const float *gate_bias, *up_bias;
+  float factor = 1.0f;
+  const Xielu* xielu = nullptr;
+  const float* row_factors = nullptr;
+};
+
 class Products {
  public:
   Products(const Model& model, const Ranks& ranks, int num_threads)
       : model_(model), ranks_(ranks), num_threads_(num_threads) {}
 
   void add_op() { tiles_.emplace_back(); }
+  // Sets the adapters of the slice's rows: their numbers, or -1; null if no row has one.
+  void begin_slice(const int32_t* adapters) { adapters_ = adapters; }
+  bool have_adapters() const { return adapters_; }
   // Divides an operation's first `num_parts` parts into tiles; returns their number. The division lasts until the
   // operation begins again.
   int begin(const Op& op, int rows, int num_parts);
@@ -34,9 +55,22 @@ class Products {
   Columns columns_of(const Op& op, const Tile& tile, int rows) const;
   // Returns where the weights begin that the thread reads after those of a tile, or null if that is not known.
   const uint8_t* weights_after(const Op& op_of_tile, const Tile& tile) const;
+  // Returns where the weights of a tile begin, which counts from the first tile of an operation through the tiles of
+  // those that follow; or null if that is not known.
+  const uint8_t* weights_from(const Op* op, int index) const;
+
+  // Return columns [begin, end) of the sums, without gaps, in the thread's memory: of a product with its bias or null,
+  // and of a gated one with its activation.
+  float* sums(const PackedWeight& weight, const float* bias, ActivationKind kind, const uint8_t* x, int num_rows,
+              int begin, int end, Scratch& scratch) const;
+  float* gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
+                    int end, Scratch& scratch) const;
 
   void run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   void run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
+
+  // Multiplies rows [first, end) of a product's activations by the first factors of their adapters.
+  void adapt(const Op& op, const Rows& rows, int first, int end) const;
 
   // Compute rows [rows.first, end_row) of the slice in this thread alone.
   void compute_linear(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
@@ -48,6 +82,14 @@ class Products {
     int row_blocks, columns[kMaxParts];
   };
 
+  // Calls run(adapter, first, count) for rows of [first, end) that follow one another and have the same adapter.
+  template <class Run>
+  void for_adapters(const Op& op, int first, int end, Run run) const;
+  // Adds what adapters change to sums of a part.
+  void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
+  void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
+                      int end, Scratch& scratch) const;
+  float* activate(const GatedWeights& weights, int num_rows, int begin, int end, Scratch& scratch) const;
   const Tiles& tiles_of(const Op& op) const { return tiles_[model_.index_of(op)]; }
   float* product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const;
   void write_product(const Op& op, const Rows& rows, const Columns& columns, float* sums) const;
@@ -57,6 +99,7 @@ class Products {
   const Model& model_;
   const Ranks& ranks_;
   const int num_threads_;
+  const int32_t* adapters_ = nullptr;
   std::vector<Tiles> tiles_;  // of each operation
 };
 

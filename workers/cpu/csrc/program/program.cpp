@@ -1,6 +1,7 @@
 #include "program/program.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "isa/isa.h"
 
@@ -15,9 +16,17 @@ constexpr int kNotWorthSharing = 6144;
 
 Model::Model(const ModelShape& shape)
     : shape(shape),
-      kv{shape.kv_format, shape.num_kv_heads, shape.head_dim, shape.block_size},
+      kv{shape.kv_format,     shape.num_kv_heads,   shape.head_dim,
+         shape.block_size, shape.attended_dim(), shape.latent.kv_rank == 0},
       attention(*kernels().attention),
       rows(*kernels().rows) {}
+
+void Model::norm(const Op& op, const float* x, float* out) const {
+  if (shape.norm == NormKind::layer)
+    rows.layer_norm(x, op.vectors[0], op.vectors[1], op.eps, shape.hidden_size, out);
+  else
+    rows.rms_norm(x, op.vectors[0], op.eps, shape.hidden_size, out);
+}
 
 Program::Program(const ModelShape& shape)
     : pool_(shape.num_threads),
@@ -25,7 +34,10 @@ Program::Program(const ModelShape& shape)
       rows_(shape),
       ranks_(model_),
       products_(model_, ranks_, pool_.num_threads()),
+      experts_(model_, ranks_, products_, pool_.num_threads()),
+      latent_(model_),
       attention_(model_, slice_, pool_.num_threads()),
+      mixers_(model_, ranks_, slice_, pool_.num_threads()),
       pieces_(model_, slice_, pool_.num_threads()),
       readahead_(model_, slice_, attention_, pieces_, pool_.num_threads()),
       head_(model_, products_, ranks_),
@@ -38,10 +50,18 @@ Program::Program(const ModelShape& shape)
 void Program::add(const Op& op) {
   model_.ops.push_back(op);
   row_tiles_.push_back(0);
+  const size_t low_rank_size = size_t(op.num_parts) * op.adapter_rank;
+  rows_.widen_low_rank(low_rank_size);
+  for (std::unique_ptr<Scratch>& scratch : scratch_) scratch->rows.widen_low_rank(low_rank_size);
   products_.add_op();
+  experts_.add_op(op);
   attention_.add_op();
+  mixers_.add_op(op);
   pieces_.add_op();
   profile_.add_op();
+  // What rows leave for later tokens is stored before attention, and by mixers.
+  if (op.kind == OpKind::attention) first_unneeded_ = int(model_.ops.size()) - 1;
+  if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
 }
 
 bool Program::run(const Step& step) {
@@ -49,11 +69,12 @@ bool Program::run(const Step& step) {
     if (step.input_ids[i] < 0 || step.input_ids[i] >= model_.shape.vocab_size) return false;
   slice_.step = step;
   slice_.first_sequence = 0;
-  num_slices_ = (step.num_tokens + kSliceTokens - 1) / kSliceTokens;
-  const int rows = std::min(step.num_tokens, kSliceTokens);
+  num_slices_ = slice_.divide_step(model_.shape.is_bidirectional);
+  const int rows = slice_.most_tokens();
   rows_.reserve(rows);
   ropes_.reserve(rows);
   attention_.reserve(rows);
+  experts_.reserve(rows);
   pieces_.begin_step();
   head_.begin_step(slice_.step);
   profile_.begin_step();
@@ -83,7 +104,7 @@ int Program::begin(int phase) {
       return op == 1 ? pool_.num_threads() : 0;
     }
     profile_.begin_op(op);
-    if (op >= pieces_.segments().back().first_op && !slice_.is_wanted(0, slice_.num_tokens)) return 0;
+    if (op >= first_unneeded_ && !slice_.is_wanted(0, slice_.num_tokens)) return 0;
     return begin_op(model_.ops[op]);
   }
   const Step& step = slice_.step;
@@ -108,8 +129,19 @@ void Program::run_tile(int phase, Tile& tile) {
       return products_.run_linear(op, tile, slice_.num_tokens, rows_, scratch);
     case OpKind::gated_linear:
       return products_.run_gated(op, tile, slice_.num_tokens, rows_, scratch);
+    case OpKind::gated_experts:
+      return experts_.run_gated(op, tile, rows_, scratch);
+    case OpKind::expert_outputs:
+      return experts_.run_output(op, tile, scratch);
     case OpKind::attention:
       return attention_.run(op, tile, rows_, scratch);
+    case OpKind::short_convolution:
+    case OpKind::convolve:
+    case OpKind::scan:
+      return mixers_.run(op, tile, rows_, scratch.mixing);
+    case OpKind::latent_queries:
+    case OpKind::latent_values:
+      return latent_.run(op, tile, slice_.num_tokens, rows_, scratch);
     default:
       return run_rows(op, tile);
   }
@@ -120,9 +152,26 @@ void Program::run_tile(int phase, Tile& tile) {
 void Program::begin_slice(int index) {
   pool_.wait_for_others();
   slice_.begin(index);
+  products_.begin_slice(slice_.step.adapters ? slice_.step.adapters + slice_.first_token : nullptr);
   attention_.begin_slice();
-  pieces_.begin_slice(ranks_.are_several());
+  mixers_.begin_slice();
+  if (mixers_.are_any()) clear_new_blocks();
+  pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
+                      model_.shape.is_bidirectional);
   if (pieces_.count()) readahead_.begin_slice();
+}
+
+// Blocks may have held a state, whose bits can be a NaN or infinity as keys and values. Attention multiplies the unused
+// part of a block by 0.
+void Program::clear_new_blocks() {
+  const size_t block_bytes = model_.kv.block_bytes();
+  for (const Op& op : model_.ops) {
+    if (op.kind != OpKind::rotate_store) continue;
+    const int32_t* slots = slice_.step.groups[op.group].slot_mapping + slice_.first_token;
+    for (int row = 0; row < slice_.num_tokens; row++)
+      if (slots[row] % model_.kv.block_size == 0)
+        std::memset(slice_.step.kv_caches[op.layer] + slots[row] / model_.kv.block_size * block_bytes, 0, block_bytes);
+  }
 }
 
 int Program::begin_op(const Op& op) {
@@ -133,8 +182,29 @@ int Program::begin_op(const Op& op) {
       return products_.begin(op, slice_.num_tokens, 1);
     case OpKind::attention:
       return attention_.begin(op);
+    case OpKind::short_convolution:
+    case OpKind::convolve:
+    case OpKind::scan:
+      return mixers_.begin(op, rows_);
+    case OpKind::share_squares:
+      return share_rows(op, model_.shape.mixed_size);
+    case OpKind::gate_mixed:
+      if (op.target == LinearTarget::part) ranks_.meet();
+      return share_rows(op, model_.shape.mixed_size);
+    case OpKind::latent_queries:
+    case OpKind::latent_values:
+      return latent_.begin(op, slice_.num_tokens);
+    case OpKind::gated_experts:
+      return experts_.begin_gated(op, slice_.num_tokens);
+    case OpKind::expert_outputs:
+      return experts_.begin_output(op);
+    case OpKind::adapt:
+      // A product of one row takes about as long as other operations with a sixteenth of its multiplications.
+      return products_.have_adapters() ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16) : 0;
+    case OpKind::combine_experts:
+      return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
     case OpKind::rotate_store:
-      return share_rows(op, model_.qkv_size());
+      return share_rows(op, model_.shape.qkv_size());
     case OpKind::sum:
       ranks_.meet();
       return share_rows(op, model_.shape.hidden_size);
@@ -146,7 +216,7 @@ int Program::begin_op(const Op& op) {
 // Returns the number of tiles, or 0 after computing all rows in this thread.
 int Program::share_rows(const Op& op, int width) {
   const int rows = slice_.num_tokens;
-  if (pool_.num_threads() > 1 && int64_t(rows) * width > kNotWorthSharing)
+  if (rows > 1 && pool_.num_threads() > 1 && int64_t(rows) * width > kNotWorthSharing)
     return row_tiles_[model_.index_of(op)] = std::min(rows, kTilesPerThread * pool_.num_threads());
   for (int row = 0; row < rows; row++) run_row(op, rows_, row);
   return 0;
@@ -156,8 +226,10 @@ int Program::share_rows(const Op& op, int width) {
 void Program::run_rows(const Op& op, Tile& tile) {
   if (!tile.commit()) return;
   const int64_t rows = slice_.num_tokens;
-  const int tiles = row_tiles_[model_.index_of(op)], end = int(rows * (tile.index + 1) / tiles);
-  for (int row = int(rows * tile.index / tiles); row < end; row++) run_row(op, rows_, row);
+  const int tiles = row_tiles_[model_.index_of(op)];
+  const int first = int(rows * tile.index / tiles), end = int(rows * (tile.index + 1) / tiles);
+  if (op.kind == OpKind::adapt) return products_.adapt(op, rows_, first, end);
+  for (int row = first; row < end; row++) run_row(op, rows_, row);
 }
 
 void Program::run_row(const Op& op, const Rows& rows, int row) {
@@ -169,26 +241,44 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::quantize: {
       const float* x = rows.residual(row);
       if (op.vectors[0]) {
-        // The block's buffer is free between two operations that use it, so it holds the norm's result.
-        kernels.rms_norm(x, op.vectors[0], op.eps, hidden_size, rows.block(row));
-        x = rows.block(row);
+        model_.norm(op, x, rows.normed(row));
+        x = rows.normed(row);
       }
       const size_t row_bytes = activation_row_bytes(op.activation_kind, hidden_size);
       return quantize_rows(op.activation_kind, x, hidden_size, 1, hidden_size, rows.activations(0, row, row_bytes));
     }
+    case OpKind::quantize_columns: {
+      const int size = op.num_columns;
+      float* x = rows.qkv(row) + op.first_column;
+      if (op.vectors[0]) kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
+      return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
+    }
+    case OpKind::adapt:
+      return products_.adapt(op, rows, row, row + 1);
     case OpKind::rotate_store:
       return attention_.rotate_store(op, ropes_, rows.qkv(row), row);
     case OpKind::sum:
       return ranks_.sum_parts(op, rows, row);
+    case OpKind::route:
+      return experts_.route(op, rows, row);
+    case OpKind::combine_experts:
+      return experts_.combine(op, rows, row);
+    case OpKind::share_squares:
+      return mixers_.share_squares(op, rows, row);
+    case OpKind::gate_mixed:
+      return mixers_.gate(op, rows, row);
+    case OpKind::norm:
+      return model_.norm(op, rows.residual(row), rows.residual(row));
     case OpKind::norm_add:
-      kernels.rms_norm(rows.block(row), op.vectors[0], op.eps, hidden_size, rows.block(row));
+      if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
     default: {
       float* hidden = slice_.step.hidden + size_t(slice_.first_token + row) * hidden_size;
       if (!op.vectors[0])
         std::copy_n(rows.residual(row), hidden_size, hidden);
       else
-        kernels.rms_norm(rows.residual(row), op.vectors[0], op.eps, hidden_size, hidden);
+        model_.norm(op, rows.residual(row), hidden);
     }
   }
 }
@@ -210,6 +300,11 @@ void Program::embed(const Op& op, int row) {
     std::copy_n(step.hidden + size_t(token) * hidden_size, hidden_size, residual);
   }
   if (op.scale != 1.0f) model_.rows.scale(residual, op.scale, hidden_size);
+  for (int part = 1; part < op.num_parts; part++) {
+    float* const other = rows_.normed(row);
+    unpack_weight_row(*op.parts[part], part == 1 ? step.positions[token] : 0, other);
+    model_.rows.add_scaled(residual, other, 1.0f, hidden_size);
+  }
   ropes_.fill(row, step.positions[token]);
 }
 
@@ -260,6 +355,11 @@ void Program::run_op(const Op& op, const Rows& rows, int end_row, Scratch& scrat
       return products_.compute_linear(op, rows, end_row, scratch);
     case OpKind::gated_linear:
       return products_.compute_gated(op, rows, end_row, scratch);
+    case OpKind::adapt:
+      return products_.adapt(op, rows, rows.first, end_row);
+    case OpKind::latent_queries:
+    case OpKind::latent_values:
+      return latent_.compute(op, rows, end_row, scratch);
     default:
       for (int row = rows.first; row < end_row; row++) run_row(op, rows, row);
   }

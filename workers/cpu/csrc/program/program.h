@@ -10,7 +10,10 @@
 
 #include "program/attention.h"
 #include "program/decode.h"
+#include "program/experts.h"
 #include "program/head.h"
+#include "program/latent.h"
+#include "program/mixers.h"
 #include "program/model.h"
 #include "program/pieces.h"
 #include "program/products.h"
@@ -61,6 +64,7 @@ class Program final : private Phases {
   int head_phase() const { return num_slices_ * ops_of_slice(); }
   void begin_slice(int index);
   int begin_op(const Op& op);
+  void clear_new_blocks();
 
   int share_rows(const Op& op, int width);
   void run_rows(const Op& op, Tile& tile);
@@ -78,12 +82,16 @@ class Program final : private Phases {
   int num_slices_ = 0;
   Rows rows_;  // of the slice
   std::vector<int> row_tiles_;  // of each operation, in how many tiles its rows are shared out
+  int first_unneeded_ = 1;      // from this operation on, only rows whose results are wanted are computed
   std::vector<std::unique_ptr<Scratch>> scratch_;  // of each thread
 
   RotaryTables ropes_;
   Ranks ranks_;
   Products products_;
+  Experts experts_;
+  LatentProducts latent_;
   Attention attention_;
+  Mixers mixers_;
   Pieces pieces_;
   ReadaheadPlan readahead_;
   Head head_;

@@ -12,12 +12,14 @@ size_t Ranks::part_bytes(int num_ranks) const {
 }
 
 void Ranks::sum_parts(const Op& op, const Rows& rows, int row) const {
-  const int hidden_size = model_.shape.hidden_size;
-  float* y = rows.block(row);
-  std::copy_n(part_of(0, row), hidden_size, y);
-  for (int rank = 1; rank < num_ranks(); rank++) model_.rows.add_scaled(y, part_of(rank, row), 1.0f, hidden_size);
-  if (op.vectors[0]) model_.rows.add_scaled(y, op.vectors[0], 1.0f, hidden_size);
-  if (op.target == LinearTarget::residual) model_.rows.add_scaled(rows.residual(row), y, op.scale, hidden_size);
+  const int size = op.num_columns;
+  float* y = op.target == LinearTarget::residual ? rows.normed(row)
+             : op.target == LinearTarget::block  ? rows.block(row)
+                                                 : rows.qkv(row);
+  std::copy_n(part_of(0, row), size, y);
+  for (int rank = 1; rank < num_ranks(); rank++) model_.rows.add_scaled(y, part_of(rank, row), 1.0f, size);
+  if (op.vectors[0]) model_.rows.add_scaled(y, op.vectors[0], 1.0f, size);
+  if (op.target == LinearTarget::residual) model_.rows.add_scaled(rows.residual(row), y, op.scale, size);
 }
 
 }  // namespace engine

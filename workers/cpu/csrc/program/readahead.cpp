@@ -57,7 +57,7 @@ void ReadaheadPlan::find_stored(FoundRuns& runs, const Op& op, int first_row, in
   for (int row = first_row; row < end_row; row++) {
     const int block = slots[row] / kv.block_size, used = slots[row] % kv.block_size + 1;
     if (row + 1 < end_row && slots[row + 1] / kv.block_size == block) continue;
-    const ptrdiff_t bytes = kv.head_bytes() + kv.head_bytes() * used / kv.block_size;
+    const ptrdiff_t bytes = kv.head_bytes() + (kv.kv_head_bytes() - kv.head_bytes()) * used / kv.block_size;
     for (int g = 0; g < kv.num_kv_heads; g++) {
       runs.runs.push_back({ptrdiff_t(kv.key_offset(block, g)), bytes});
       runs.bytes += bytes;
@@ -71,7 +71,7 @@ void ReadaheadPlan::find_attended(FoundRuns& runs, const Op& op, int first_row, 
   const KVLayout& kv = model_.kv;
   // More than this would displace what was fetched first.
   const ptrdiff_t most = last_cache_bytes() / 2 / num_threads_;
-  const ptrdiff_t bytes = 2 * kv.head_bytes();
+  const ptrdiff_t bytes = kv.kv_head_bytes();
   runs.runs.clear();
   runs.bytes = 0;
   attention_.tasks().find(op.attention.window, first_row, end_row, found_tasks_);

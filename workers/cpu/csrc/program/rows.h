@@ -13,19 +13,39 @@ class Rows {
  public:
   explicit Rows(const ModelShape& shape)
       : hidden_size_(shape.hidden_size),
-        qkv_size_((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim),
-        widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim})) {}
+        qkv_size_(std::max(shape.qkv_size(), shape.projection_size)),
+        router_size_(shape.router_size),
+        widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.latent.query_rank,
+                          shape.num_heads * std::max(shape.attended_dim(), shape.latent.value_dim)})),
+        keeps_block_(shape.is_parallel) {}
 
   void reserve(int rows) {
     residual_.reserve(sizeof(float) * rows * hidden_size_);
     block_.reserve(sizeof(float) * rows * hidden_size_);
+    if (keeps_block_) normed_.reserve(sizeof(float) * rows * hidden_size_);
     qkv_.reserve(sizeof(float) * rows * qkv_size_);
+    router_.reserve(sizeof(float) * rows * router_size_);
+    low_rank_.reserve(sizeof(float) * rows * low_rank_size_);
+    reserved_ = rows;
     for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest_ + 64));
   }
 
   float* residual(int row) const { return residual_.floats() + (row - first) * hidden_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
+  // The residual stream after a norm. Unless the block must be kept meanwhile, its memory is free then.
+  float* normed(int row) const {
+    return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row);
+  }
   float* qkv(int row) const { return qkv_.floats() + (row - first) * qkv_size_; }
+  // The floats from one row of `qkv` to the next.
+  size_t qkv_stride() const { return qkv_size_; }
+  float* router_logits(int row) const { return router_.floats() + (row - first) * router_size_; }
+  // Makes room for this many numbers of each row by which adapters multiply.
+  void widen_low_rank(size_t size) { low_rank_size_ = std::max(low_rank_size_, size); }
+  // The activations of the second factors of adapters, for a part of a product. Rows are `rank` apart.
+  float* low_rank(int part, int row, int rank) const {
+    return low_rank_.floats() + (size_t(part) * reserved_ + row - first) * rank;
+  }
   // Rows of activations are `row_bytes` apart.
   uint8_t* activations(int source, int row, size_t row_bytes) const {
     return activations_[source].bytes() + (row - first) * row_bytes;
@@ -34,8 +54,10 @@ class Rows {
   int first = 0;
 
  private:
-  Buffer residual_, block_, qkv_, activations_[2];
-  size_t hidden_size_, qkv_size_, widest_;
+  Buffer residual_, block_, normed_, qkv_, router_, low_rank_, activations_[2];
+  size_t hidden_size_, qkv_size_, router_size_, widest_, low_rank_size_ = 0;
+  int reserved_ = 0;
+  bool keeps_block_;
 };
 
 }  // namespace engine

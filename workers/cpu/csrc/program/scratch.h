@@ -20,15 +20,18 @@ constexpr int kTileFloats = 16384;
 // What a thread computes stays here until it may be written: another thread may have computed the same tile.
 struct Scratch {
   Scratch(int max_rows, const Model& model)
-      : attention(max_rows, model.kv.padded_head_dim()),
-        tile(new float[std::max(2 * kTileFloats, max_rows * model.kv.head_dim)]),
+      : attention(max_rows, model.kv),
+        tile(new float[std::max(2 * kTileFloats, max_rows * model.kv.value_dim)]),
         chooser(model.shape.vocab_size),
         rows(model.shape) {}
 
   AttentionScratch attention;
   std::unique_ptr<float[]> tile;
   TokenChooser chooser;
-  Buffer results;  // of the attention tasks of a tile
+  Buffer results;   // of the attention tasks of a tile
+  Buffer mixing;    // what a tile of a recurrent layer computes with
+  Buffer gathered;  // the activations of rows that an expert has
+  int64_t gathered_serial = -1;  // which they are
   Rows rows;       // of a piece
   std::vector<AttentionTasks::Task> tasks;
   std::vector<AttentionTask> kernel_tasks;

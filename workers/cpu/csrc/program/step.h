@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "sampling/draft_lookup.h"
 #include "sampling/token_chooser.h"
@@ -30,6 +31,7 @@ struct Step {
   float* logits;                 // [num_logit_rows, vocab_size], or null
   int32_t* tokens;               // [num_logit_rows], as TokenChooser returns them, or null
   const SamplingRows* sampling;  // null to choose the most likely tokens
+  const int32_t* adapters;       // [num_tokens], the number of each token's LoRA adapter or -1; null if none has one
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
@@ -51,19 +53,44 @@ struct DecodeBatch {
   int32_t* tokens;               // [num_slots and drafts], as TokenChooser returns them; those that count come first
   int32_t* num_sampled;          // [num_slots], how many of these tokens a request has
   int32_t* num_verified;         // [num_slots], how many drafts were computed
+  const int32_t* adapters;       // [slots], as those of a step; or null
 };
 
-// Long steps run in slices, so that what lies between two operations stays small.
+// Long steps run in slices, so that what lies between two operations stays small. A slice has this many tokens, or whole
+// sequences with as many if more do not fit, but at least one.
 constexpr int kSliceTokens = 512;
 
 // The tokens of a step that go through all layers together.
 struct Slice {
+  // Divides the step, at ends of sequences only if it `keeps_sequences`. Returns the number of slices.
+  int divide_step(bool keeps_sequences) {
+    bounds_.assign(1, 0);
+    if (keeps_sequences) {
+      for (int s = 0; s < step.num_sequences; s++)
+        if (step.query_start_loc[s + 1] - bounds_.back() > kSliceTokens && step.query_start_loc[s] > bounds_.back())
+          bounds_.push_back(step.query_start_loc[s]);
+    } else {
+      for (int token = kSliceTokens; token < step.num_tokens; token += kSliceTokens) bounds_.push_back(token);
+    }
+    bounds_.push_back(step.num_tokens);
+    return step.num_tokens ? int(bounds_.size()) - 1 : 0;
+  }
+  // The tokens of the longest slice.
+  int most_tokens() const {
+    int most = 0;
+    for (size_t i = 1; i < bounds_.size(); i++) most = std::max(most, bounds_[i] - bounds_[i - 1]);
+    return most;
+  }
+
   // `index` counts from 0, and the slices of a step must begin in order.
   void begin(int index) {
-    first_token = index * kSliceTokens;
-    num_tokens = std::min(step.num_tokens - first_token, kSliceTokens);
+    first_token = bounds_[index];
+    num_tokens = bounds_[index + 1] - first_token;
     while (step.query_start_loc[first_sequence + 1] <= first_token) first_sequence++;
   }
+
+  // Returns the position after a sequence's last token in the step.
+  int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
 
   int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
 
@@ -76,6 +103,9 @@ struct Slice {
   Step step{};
   int first_token = 0, num_tokens = 0;
   int first_sequence = 0;  // the first one with tokens in the slice
+
+ private:
+  std::vector<int> bounds_;  // where the slices begin, and the end of the last one
 };
 
 }  // namespace engine

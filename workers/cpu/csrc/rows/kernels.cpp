@@ -1,6 +1,7 @@
 // The row kernels of one instruction set.
 #include "rows/kernels.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "runtime/rounding.h"
@@ -23,6 +24,24 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   });
 }
 
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+  Floats total{};
+  for_vectors(n, [&](int i, int count) { total = total + get(x + i, count); });
+  const float mean = sum(total) / float(n);
+  Floats squares{};
+  // Lanes past the end have the mean.
+  for_vectors(n, [&](int i, int count) {
+    const Floats v = count == kLanes ? load(x + i) : load_part(x + i, count, mean);
+    const Floats difference = v - broadcast(mean);
+    squares = fma(difference, difference, squares);
+  });
+  const Floats factor = broadcast(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+  for_vectors(n, [&](int i, int count) {
+    const Floats normed = (get(x + i, count) - broadcast(mean)) * factor * get(weight + i, count);
+    put(out + i, bias ? normed + get(bias + i, count) : normed, count);
+  });
+}
+
 void add_scaled(float* x, const float* y, float factor, int n) {
   for_vectors(n, [&](int i, int count) {
     put(x + i, fma(get(y + i, count), broadcast(factor), get(x + i, count)), count);
@@ -35,23 +54,80 @@ void scale(float* x, float factor, int n) {
   });
 }
 
-ENGINE_VECTOR Floats silu(Floats x) {
-  return x / (broadcast(1.0f) + exp2(min(x * broadcast(-kLog2E), broadcast(127.0f))));
+// Returns 1 + e^-x.
+ENGINE_VECTOR Floats one_plus_exp(Floats x) {
+  return broadcast(1.0f) + exp2(min(x * broadcast(-kLog2E), broadcast(127.0f)));
+}
+ENGINE_VECTOR Floats silu(Floats x) { return x / one_plus_exp(x); }
+// A NaN is the second operand of max, which returns it.
+ENGINE_VECTOR Floats relu(Floats x) { return max(broadcast(0.0f), x); }
+ENGINE_VECTOR Floats relu2(Floats x) {
+  const Floats positive = relu(x);
+  return positive * positive;
 }
 ENGINE_VECTOR Floats gelu_tanh(Floats x) {
   const Floats inner = broadcast(0.7978845608f) * fma(broadcast(0.044715f) * x, x * x, x);
   return broadcast(0.5f) * x * (broadcast(1.0f) + tanh(inner));
 }
 
-void gate(Activation activation, const float* gate, const float* up, int n, float* out) {
-  if (activation == Activation::silu)
+// The error function is that of Abramowitz and Stegun, 7.1.26, with an error of 1.5e-7.
+ENGINE_VECTOR Floats gelu(Floats x) {
+  const Floats y = x * broadcast(0.70710678f), size = max(y, -y);
+  const Floats t = broadcast(1.0f) / fma(broadcast(0.3275911f), size, broadcast(1.0f));
+  Floats series = fma(broadcast(1.061405429f), t, broadcast(-1.453152027f));
+  series = fma(series, t, broadcast(1.421413741f));
+  series = fma(series, t, broadcast(-0.284496736f));
+  series = fma(series, t, broadcast(0.254829592f)) * t;
+  const Floats rest = series * exp2(y * -y * broadcast(kLog2E));
+  const Floats erf = broadcast(1.0f) - rest;
+  return broadcast(0.5f) * x * (broadcast(1.0f) + select(y < Floats{}, -erf, erf));
+}
+
+// The gated activation of gpt-oss. A NaN is the second operand of min and max, which return it.
+ENGINE_VECTOR Floats clamped_swiglu(Floats gate, Floats up) {
+  const Floats limit = broadcast(7.0f);
+  gate = min(limit, gate);
+  up = max(broadcast(-7.0f), min(limit, up)) + broadcast(1.0f);
+  return up * gate / (broadcast(1.0f) + exp2(min(gate * broadcast(-1.702f * kLog2E), broadcast(127.0f))));
+}
+
+template <class Activate>
+ENGINE_VECTOR void apply(Activate activate, const float* gate, const float* up, int n, float* out) {
+  if (up)
     for_vectors(n, [&](int i, int count) {
-      put(out + i, silu(get(gate + i, count)) * get(up + i, count), count);
+      put(out + i, activate(get(gate + i, count)) * get(up + i, count), count);
     });
   else
+    for_vectors(n, [&](int i, int count) { put(out + i, activate(get(gate + i, count)), count); });
+}
+
+void gate(Activation activation, const float* gate, const float* up, int n, float* out) {
+  if (activation == Activation::relu2)
+    apply([](Floats x) { return relu2(x); }, gate, up, n, out);
+  else if (activation == Activation::relu)
+    apply([](Floats x) { return relu(x); }, gate, up, n, out);
+  else if (activation == Activation::gelu)
+    apply([](Floats x) { return gelu(x); }, gate, up, n, out);
+  else if (activation == Activation::sigmoid)
+    apply([](Floats x) { return broadcast(1.0f) / one_plus_exp(x); }, gate, up, n, out);
+  else if (activation == Activation::silu)
+    apply([](Floats x) { return silu(x); }, gate, up, n, out);
+  else if (activation == Activation::clamped_swiglu)
     for_vectors(n, [&](int i, int count) {
-      put(out + i, gelu_tanh(get(gate + i, count)) * get(up + i, count), count);
+      put(out + i, clamped_swiglu(get(gate + i, count), get(up + i, count)), count);
     });
+  else
+    apply([](Floats x) { return gelu_tanh(x); }, gate, up, n, out);
+}
+
+void xielu(const Xielu& numbers, float* x, int n) {
+  for_vectors(n, [&](int i, int count) {
+    const Floats v = get(x + i, count);
+    const Floats power = exp2(min(broadcast(numbers.most), v) * broadcast(kLog2E)) - broadcast(1.0f);
+    const Floats curve = select(v > Floats{}, v * v * broadcast(numbers.positive),
+                                (power - v) * broadcast(numbers.negative));
+    put(x + i, fma(v, broadcast(numbers.linear), curve), count);
+  });
 }
 
 void rotate(float* heads, int num_heads, int head_dim, const float* cos, const float* sin, int half) {
@@ -104,10 +180,109 @@ int argmax(const float* x, int n, float* largest) {
   return i;
 }
 
+void multiply(const float* x, const float* y, int n, float* out) {
+  for_vectors(n, [&](int i, int count) { put(out + i, get(x + i, count) * get(y + i, count), count); });
+}
+
+float dot(const float* x, const float* y, int n) {
+  Floats products{};
+  for_vectors(n, [&](int i, int count) { products = fma(get(x + i, count), get(y + i, count), products); });
+  return sum(products);
+}
+
+void convolve(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
+              bool activates, int n, float* out) {
+  for_vectors(n, [&](int i, int count) {
+    Floats y = get(inputs[0] + i, count) * get(taps + i, count);
+    for (int k = 1; k < kernel; k++) y = fma(get(inputs[k] + i, count), get(taps + k * stride + i, count), y);
+    if (bias) y = y + get(bias + i, count);
+    put(out + i, activates ? silu(y) : y, count);
+  });
+}
+
+template <int kRows>
+ENGINE_VECTOR void multiply_add_rows(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int row,
+                                     int columns, float* out, ptrdiff_t out_stride) {
+  const float* own = factors.data + row * factors.row_stride;
+  for_vectors(columns, [&](int i, int count) {
+    Floats sums[kRows];
+    for (int r = 0; r < kRows; r++) sums[r] = get(out + (row + r) * out_stride + i, count);
+    for (int k = 0; k < factors.columns; k++) {
+      const Floats x = get(matrix + k * matrix_stride + i, count);
+      for (int r = 0; r < kRows; r++)
+        sums[r] = fma(broadcast(own[r * factors.row_stride + k * factors.column_stride]), x, sums[r]);
+    }
+    for (int r = 0; r < kRows; r++) put(out + (row + r) * out_stride + i, sums[r], count);
+  });
+}
+
+void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
+                  float* out, ptrdiff_t out_stride) {
+  int row = 0;
+  for (; row + 4 <= rows; row += 4)
+    multiply_add_rows<4>(factors, matrix, matrix_stride, row, columns, out, out_stride);
+  for (; row < rows; row++) multiply_add_rows<1>(factors, matrix, matrix_stride, row, columns, out, out_stride);
+}
+
+// Adds columns of a block, `count` of them, to kRows rows.
+template <bool kIsBF16, int kRows>
+ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* x, int count, float* out,
+                                      ptrdiff_t out_stride) {
+  const int first = std::min(count, kLanes), second = count - first;
+  Floats low[kRows], high[kRows];
+  for (int r = 0; r < kRows; r++) {
+    low[r] = get(out + r * out_stride, first);
+    high[r] = second ? get(out + r * out_stride + kLanes, second) : broadcast(0.0f);
+  }
+  for (int k = 0; k < rank; k++) {
+    Floats a, b;
+    if constexpr (kIsBF16) {
+      const Ints words = load_as<Ints>(static_cast<const int32_t*>(block) + k * kLanes);
+      a = (Floats)(words << 16);
+      b = (Floats)(words & broadcast_int(int32_t(0xffff0000)));
+    } else {
+      const float* row = static_cast<const float*>(block) + k * kLowRankColumns;
+      a = load(row);
+      b = load(row + kLanes);
+    }
+    for (int r = 0; r < kRows; r++) {
+      const Floats factor = broadcast(x[r * rank + k]);
+      low[r] = fma(factor, a, low[r]);
+      high[r] = fma(factor, b, high[r]);
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    put(out + r * out_stride, low[r], first);
+    if (second) put(out + r * out_stride + kLanes, high[r], second);
+  }
+}
+
+template <bool kIsBF16>
+void add_low_rank_of(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out) {
+  constexpr int kRows = 2;
+  const int size = end - begin, rank = factor.rank;
+  const size_t block_bytes = size_t(rank) * kLowRankColumns * (kIsBF16 ? 2 : 4);
+  const uint8_t* block = static_cast<const uint8_t*>(factor.data) + begin / kLowRankColumns * block_bytes;
+  for (int column = 0; column < size; column += kLowRankColumns, block += block_bytes) {
+    const int count = std::min(kLowRankColumns, size - column);
+    int row = 0;
+    for (; row + kRows <= rows; row += kRows)
+      add_low_rank_block<kIsBF16, kRows>(block, rank, x + row * rank, count, out + ptrdiff_t(row) * size + column, size);
+    for (; row < rows; row++)
+      add_low_rank_block<kIsBF16, 1>(block, rank, x + row * rank, count, out + ptrdiff_t(row) * size + column, size);
+  }
+}
+
+void add_low_rank(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out) {
+  (factor.is_bf16 ? add_low_rank_of<true> : add_low_rank_of<false>)(factor, x, rows, begin, end, out);
+}
+
 }  // namespace
 
 const RowKernels& row_kernels() {
-  static constexpr RowKernels kKernels = {rms_norm, add_scaled, scale, gate, rotate, soft_cap, all_finite, argmax};
+  static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,    gate, xielu,    rotate,
+                                           soft_cap, all_finite, argmax,     multiply, dot,  convolve, multiply_add,
+                                           add_low_rank};
   return kKernels;
 }
 

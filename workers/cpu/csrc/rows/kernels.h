@@ -6,17 +6,51 @@
 
 namespace engine {
 
-enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
+// relu2 is the square of the positive part, and sigmoid that of gated attention.
+enum class Activation : int32_t {
+  silu = 0,
+  gelu_tanh = 1,
+  clamped_swiglu = 2,
+  relu2 = 3,
+  sigmoid = 4,
+  gelu = 5,
+  relu = 6,
+};
+
+// The trained numbers of an xIELU activation (arXiv 2411.13010).
+struct Xielu {
+  float positive, negative, linear, most;
+};
+
+// A matrix [rows of the product, rows of the other factor], with any strides.
+struct Factors {
+  const float* data;
+  ptrdiff_t row_stride, column_stride;
+  int columns;
+};
+
+// The second factor of a LoRA adapter, [columns, rank]. Blocks of kLowRankColumns columns follow one another, padded with
+// zeros. A block has `rank` rows of floats; or, in bf16, of words, of which word i has column i in its low half and
+// column i + 16 in its high half.
+struct LowRankFactor {
+  const void* data;
+  int32_t rank, is_bf16;
+};
+constexpr int kLowRankColumns = 32;
 
 struct RowKernels {
   // out = x / sqrt(mean of squares + eps) * weight; `out` may be `x`.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+  // out = (x - mean) / sqrt(variance + eps) * weight, + bias if there is one; `out` may be `x`.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   // x += y * factor
   void (*add_scaled)(float* x, const float* y, float factor, int n);
   // x *= factor
   void (*scale)(float* x, float factor, int n);
-  // out = activation(gate) * up
+  // out = activation(gate) * up, or activation(gate) if `up` is null
   void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
+  // x = positive * x^2 + linear * x for positive x, else negative * (e^min(x, most) - 1 - x) + linear * x
+  void (*xielu)(const Xielu& numbers, float* x, int n);
   // Rotates elements i and i + half of each head by the angle of cos[i], sin[i].
   void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin, int half);
   // x = softcap * tanh(x / softcap)
@@ -24,6 +58,20 @@ struct RowKernels {
   bool (*all_finite)(const float* x, int n);
   // Returns the index of the largest element, the first one if several are equal; -1 if any element is NaN.
   int (*argmax)(const float* x, int n, float* largest);
+
+  // The operations of recurrent layers.
+  // out = x * y; `out` may be `x`.
+  void (*multiply)(const float* x, const float* y, int n, float* out);
+  float (*dot)(const float* x, const float* y, int n);
+  // out = sum over k of inputs[k] * taps[k * stride + ...], + bias if there is one; then its silu if `activates`.
+  void (*convolve)(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
+                   bool activates, int n, float* out);
+  // out += factors * matrix. An element's sum runs over the matrix's rows in order, however many rows `out` has.
+  void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
+                       float* out, ptrdiff_t out_stride);
+  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, for columns [begin, end). Rows of x are `rank`
+  // apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
+  void (*add_low_rank)(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out);
 };
 
 #define ENGINE_ISA(set, linear, attention, rows, ...) \

@@ -1,0 +1,238 @@
+"""Prepares texts and token ids for pooling, and runs them as one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...protocol.errors import ParameterError
+from ..chat import ChatTemplateError, PairTemplate
+from ..client.embeddings import embedding_params, find_prompt
+from ..client.engine_client import RequestGroup
+from ..http.deadline import read_deadline
+from ..http.errors import bad_request, echo, redact, rename_parameter
+from ..http.trace_headers import read_trace_headers
+from .chat_prompt import verify_template_kwargs
+from .generation import (
+    PreparedPrompt,
+    find_data_parallel_rank,
+    find_tenant,
+    read_outputs,
+    submit,
+    wait_for_end,
+)
+from .prompts import Prompt, context_exceeded, verify_num_characters
+from .schema import PoolingFields
+from .serving import Serving
+
+SIDES: Final = ("left", "right")
+
+INPUTS_AT_ONCE: Final = 128
+"""Inputs that are prepared before other tasks run; takes about 2 ms."""
+
+
+class Pooling:
+    """Pools prompts: embeds them, or classifies them with the model's head."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def run(
+        self,
+        http: Request,
+        request: PoolingFields,
+        prompts: list[Prompt],
+        answer: Callable[[RequestGroup], Response],
+    ) -> Response:
+        """Pool every prompt, and return what `answer` makes of their vectors."""
+        serving, state = self._serving, http.scope["state"]
+        serving.verify_model(request.model)
+        serving.verify_serving()
+        self._verify_truncation(request)
+        inputs = await self._encode(request, prompts)
+        group = await submit(
+            serving,
+            request,
+            inputs,
+            state["request_id"],
+            tenant=find_tenant(request, state["tenant"]),
+            cache_owner=state["cache_owner"],
+            deadline=read_deadline(http.scope, serving.config.frontend.default_deadline_s),
+            data_parallel_rank=find_data_parallel_rank(http.scope, serving.num_replicas),
+            trace_headers=read_trace_headers(http.scope),
+        )
+        try:
+            await wait_for_end(group, http.receive)
+            size = len(inputs) * serving.config.model.vector_size
+            read_outputs(group)
+            return await serving.executor.run(size, answer, group)
+        finally:
+            group.abort()
+
+    def _verify_truncation(self, request: PoolingFields) -> None:
+        """Raise APIError 400 for a field whose value is not allowed."""
+        verify_choice("truncation_side", request.truncation_side, SIDES)
+        limit = self._serving.config.model.max_pooled_tokens
+        keep = request.truncate_prompt_tokens
+        if keep is not None and keep != -1 and not 1 <= keep <= limit:
+            raise bad_request(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {keep}",
+            )
+
+    async def _encode(self, request: PoolingFields, inputs: list[Prompt]) -> list[PreparedPrompt]:
+        serving, model = self._serving, self._serving.config.model
+        default = find_prompt(None, model.pooler)
+        has_special = request.add_special_tokens is not False
+        texts = [each for each in inputs if each.text is not None and each.second is None]
+        for each in texts:
+            instruction = default if each.instruction is None else each.instruction
+            each.text = instruction + (each.text or "")
+            self._verify_text(each.text, each.param, request)
+        encoded = await serving.encode([each.text or "" for each in texts], has_special)
+        for each, token_ids in zip(texts, encoded, strict=True):
+            each.token_ids = np.asarray(token_ids, np.int32)
+        await self._join_pairs(request, inputs, has_special=has_special)
+        params = embedding_params()
+        prepared: list[PreparedPrompt] = []
+        for each in inputs:
+            fitted = await self._fit(each, request, has_special=has_special)
+            pooling = model.pooling_params
+            if each.second_segment:
+                pooling = msgspec.structs.replace(pooling, second_segment=each.second_segment)
+            prepared.append(PreparedPrompt(fitted, params, each.text, pooling=pooling))
+            if len(prepared) % INPUTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return prepared
+
+    async def apply_template(
+        self,
+        request: PoolingFields,
+        template: PairTemplate,
+        pairs: list[Prompt],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Make each pair of texts a prompt of the template.
+
+        Raises:
+            APIError: The template refuses a text or a variable (400).
+        """
+        verify_template_kwargs(kwargs)
+        size = 0
+        for each in pairs:
+            for text, param in (
+                (each.text or "", each.param),
+                (each.second or "", each.second_param),
+            ):
+                verify_num_characters(len(text), param, self._serving.config.model.max_model_len)
+                size += len(text)
+
+        def encode_all() -> list[Sequence[int]]:
+            return [template.encode(each.text or "", each.second or "", kwargs) for each in pairs]
+
+        try:
+            encoded = await self._serving.executor.run(size, encode_all)
+        except ParameterError as error:
+            param = "chat_template_kwargs" if error.param.startswith("chat") else pairs[0].param
+            raise rename_parameter(error, param) from None
+        except ChatTemplateError as error:
+            raise bad_request("chat_template_kwargs", redact(str(error))) from None
+        for each, token_ids in zip(pairs, encoded, strict=True):
+            each.token_ids = np.array(token_ids, np.int32)
+            each.text = each.second = None
+
+    async def _join_pairs(
+        self, request: PoolingFields, inputs: list[Prompt], *, has_special: bool
+    ) -> None:
+        """Encode the pairs of texts."""
+        pairs = [each for each in inputs if each.second is not None]
+        if not pairs:
+            return
+        # The same text is often in every pair.
+        numbers: dict[str, int] = {}
+        for each in pairs:
+            for text, param in ((each.text, each.param), (each.second, each.second_param)):
+                assert text is not None
+                if text not in numbers:
+                    self._verify_text(text, param, request)
+                    numbers[text] = len(numbers)
+        encoded = await self._serving.encode(list(numbers), False)
+        keep, limit = request.truncate_prompt_tokens, self._serving.config.model.max_pooled_tokens
+        joiner = self._serving.tokenizer.pair_joiner
+        for number, each in enumerate(pairs):
+            first, second = encoded[numbers[each.text or ""]], encoded[numbers[each.second or ""]]
+            pair = joiner.join(
+                first, second, limit if keep == -1 else keep, has_special=has_special
+            )
+            each.token_ids = np.array(pair.token_ids, np.int32)
+            each.second_segment = pair.second_segment
+            if number % INPUTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _verify_text(self, text: str, param: str, request: PoolingFields) -> None:
+        """Raise APIError 400 for a text that cannot be encoded or is too long."""
+        self._serving.verify_tokenizer(param, "send token ids")
+        if request.truncate_prompt_tokens is None:
+            verify_num_characters(len(text), param, self._serving.config.model.max_model_len)
+
+    async def _fit(
+        self, each: Prompt, request: PoolingFields, *, has_special: bool
+    ) -> npt.NDArray[np.int32]:
+        """Return the tokens of an input, truncated if the request asks for it.
+
+        Raises:
+            APIError: There are too many or none (400).
+        """
+        token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
+        if not len(token_ids):
+            raise bad_request(each.param, f"{each.param} must have at least one token")
+        keep = request.truncate_prompt_tokens
+        if keep is None:
+            if len(token_ids) > limit:
+                raise context_exceeded(
+                    each.param,
+                    f"{each.param} has {len(token_ids)} tokens, and this model reads at most {limit}; "
+                    "shorten it, or set truncate_prompt_tokens to -1",
+                )
+            return token_ids
+        keep = limit if keep == -1 else keep
+        if len(token_ids) <= keep:
+            return token_ids
+        bare: Sequence[int] = token_ids.tolist()
+        if each.text is not None and has_special:
+            [bare] = await self._serving.encode([each.text], False)
+        return truncate(token_ids, np.array(bare, np.int32), keep, request.truncation_side)
+
+
+def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
+    """Raise APIError 400 unless a value is None or one of `allowed`."""
+    if value is not None and value not in allowed:
+        one_of = " or ".join(f'"{choice}"' for choice in allowed)
+        raise bad_request(name, f"{name} must be {one_of}, got {echo(value)}")
+
+
+def truncate(
+    token_ids: npt.NDArray[np.int32], bare: npt.NDArray[np.int32], keep: int, side: str | None
+) -> npt.NDArray[np.int32]:
+    """Return `keep` tokens: the special tokens around the text `bare`, and its start, or its end with side "left"."""
+    num_special = len(token_ids) - len(bare)
+    before = next(
+        (
+            start
+            for start in range(num_special + 1)
+            if np.array_equal(token_ids[start : start + len(bare)], bare)
+        ),
+        None,
+    )
+    if before is None or num_special >= keep:
+        return token_ids[-keep:] if side == "left" else token_ids[:keep]
+    kept = bare[num_special - keep :] if side == "left" else bare[: keep - num_special]
+    end = token_ids[before + len(bare) :]
+    return np.concatenate((token_ids[:before], kept, end))

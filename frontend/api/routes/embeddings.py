@@ -1,0 +1,185 @@
+"""`POST /v1/embeddings` and `POST /pooling`."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import ParameterError
+from ...client.embeddings import (
+    Vector,
+    class_scores,
+    find_prompt,
+    finish_vector,
+    verify_dimensions,
+    verify_embeds,
+)
+from ...client.engine_client import RequestGroup
+from ...http.errors import json_response, rename_parameter
+from ...http.json_pieces import encode_list
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..openapi import accepts
+from ..pooling import Pooling, verify_choice
+from ..prompts import BYTES_PER_TOKEN_ID, Prompt, parse_prompts
+from ..schema import ClassificationRequest, EmbeddingRequest, PoolingFields, PoolingRequest
+from ..serving import Serving
+
+ENCODING_FORMATS: Final = ("float", "base64")
+
+
+class Embeddings:
+    """The routes that return a vector, or the class, of each input."""
+
+    def __init__(self, serving: Serving, intake: Intake, pooling: Pooling) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._pooling = pooling
+        strict = serving.config.frontend.strict
+        self._embedding_decoder = BodyDecoder(EmbeddingRequest, strict)
+        self._pooling_decoder = BodyDecoder(PoolingRequest, strict)
+        self._classification_decoder = BodyDecoder(ClassificationRequest, strict)
+
+    @accepts(EmbeddingRequest)
+    async def embed(self, http: Request) -> Response:
+        """Return an embedding of each input."""
+        with self._intake.lease() as lease:
+            request, body_size = await self._intake.receive(
+                http.scope, http.receive, self._embedding_decoder, lease
+            )
+            inputs = await self._embedded_inputs(request, body_size)
+
+            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+                for index, vector in enumerate(self._embeddings(request, group)):
+                    yield {
+                        "object": "embedding",
+                        "index": index,
+                        "embedding": _encoded(vector, request.encoding_format),
+                    }
+
+            answer = partial(self._answer, request, "embd", entries)
+            return await self._pooling.run(http, request, inputs, answer)
+
+    @accepts(PoolingRequest)
+    async def pool(self, http: Request) -> Response:
+        """Return the vector of each input: its embedding, or the probabilities of the classes."""
+        with self._intake.lease() as lease:
+            request, body_size = await self._intake.receive(
+                http.scope, http.receive, self._pooling_decoder, lease
+            )
+            classifier = self._serving.config.model.classifier
+            verify_choice("task", request.task, ["embed" if classifier is None else "classify"])
+            if classifier is None:
+                inputs = await self._embedded_inputs(request, body_size)
+            else:
+                verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
+                inputs = await self._inputs(request.input, body_size)
+
+            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+                vectors = (
+                    self._embeddings(request, group)
+                    if classifier is None
+                    else (
+                        class_scores(each.pooled, classifier, activate=request.use_activation)
+                        for each in group.sequences
+                    )
+                )
+                for index, vector in enumerate(vectors):
+                    data = _encoded(vector, request.encoding_format)
+                    yield {"object": "pooling", "index": index, "data": data}
+
+            answer = partial(self._answer, request, "pool", entries)
+            return await self._pooling.run(http, request, inputs, answer)
+
+    @accepts(ClassificationRequest)
+    async def classify(self, http: Request) -> Response:
+        """Return the class of each input, and the probabilities of all classes."""
+        with self._intake.lease() as lease:
+            request, body_size = await self._intake.receive(
+                http.scope, http.receive, self._classification_decoder, lease
+            )
+            classifier = self._serving.config.model.classifier
+            assert classifier is not None
+            inputs = await self._inputs(request.input, body_size)
+
+            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
+                for index, sequence in enumerate(group.sequences):
+                    scores = class_scores(
+                        sequence.pooled, classifier, activate=request.use_activation
+                    )
+                    yield {
+                        "index": index,
+                        "label": classifier.labels[int(scores.argmax())],
+                        "probs": scores.tolist(),
+                        "num_classes": len(scores),
+                    }
+
+            answer = partial(self._answer, request, "classify", entries)
+            return await self._pooling.run(http, request, inputs, answer)
+
+    async def _inputs(self, value: Any, body_size: int) -> list[Prompt]:
+        size = body_size // BYTES_PER_TOKEN_ID
+        vocab_size = self._serving.config.model.vocab_size
+        return await self._serving.executor.run(size, parse_prompts, value, vocab_size, "input")
+
+    async def _embedded_inputs(self, request: EmbeddingRequest, body_size: int) -> list[Prompt]:
+        """Return the inputs of a request for embeddings after verifying its fields.
+
+        Raises:
+            APIError: The value of a field is not allowed, or the model does not embed (400).
+        """
+        verify_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
+        model = self._serving.config.model
+        try:
+            verify_embeds(model)
+            verify_dimensions(request.dimensions, model.pooler)
+            instruction = find_prompt(request.prompt_name, model.pooler)
+        except ParameterError as error:
+            raise rename_parameter(error, error.param) from None
+        inputs = await self._inputs(request.input, body_size)
+        for each in inputs:
+            each.instruction = instruction
+        return inputs
+
+    def _embeddings(self, request: EmbeddingRequest, group: RequestGroup) -> Iterator[Vector]:
+        pooler = self._serving.config.model.pooler
+        for sequence in group.sequences:
+            yield finish_vector(
+                sequence.pooled, pooler, dimensions=request.dimensions, normalize=request.normalize
+            )
+
+    def _answer(
+        self,
+        request: PoolingFields,
+        kind: str,
+        entries: Callable[[RequestGroup], Iterator[dict[str, Any]]],
+        group: RequestGroup,
+    ) -> Response:
+        return json_response(
+            {
+                "id": f"{kind}-{group.request_id}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": self._serving.find_lora(request.model) or self._serving.served_name,
+                "data": encode_list(entries(group), at_once=1),
+                "usage": usage_of(group),
+            }
+        )
+
+
+def usage_of(group: RequestGroup) -> dict[str, int]:
+    """Return the number of tokens that a request read."""
+    num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def _encoded(vector: Vector, encoding_format: str | None) -> Any:
+    if encoding_format == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.tolist()

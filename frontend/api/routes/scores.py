@@ -1,0 +1,203 @@
+"""`POST /v1/score` and `POST /v1/rerank`: how well texts fit each other.
+
+A model with a classification head of one class reads both texts together. Of any other model it is the cosine of the
+texts' embeddings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import ParameterError
+from ...client.embeddings import DOCUMENT, QUERY, class_scores, cosines, verify_compares
+from ...client.engine_client import RequestGroup
+from ...http.errors import bad_request, echo, json_response, rename_parameter
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..openapi import accepts
+from ..pooling import Pooling
+from ..prompts import Prompt, verify_num_sequences
+from ..schema import ComparisonFields, RerankRequest, ScoreRequest
+from ..serving import Serving
+from .embeddings import usage_of
+
+
+class Scores:
+    """The routes that compare texts."""
+
+    def __init__(self, serving: Serving, intake: Intake, pooling: Pooling) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._pooling = pooling
+        strict = serving.config.frontend.strict
+        self._score_decoder = BodyDecoder(ScoreRequest, strict)
+        self._rerank_decoder = BodyDecoder(RerankRequest, strict)
+
+    @accepts(ScoreRequest)
+    async def score(self, http: Request) -> Response:
+        """Return the score of each pair of texts."""
+        with self._intake.lease() as lease:
+            request, _ = await self._intake.receive(
+                http.scope, http.receive, self._score_decoder, lease
+            )
+            left = _texts(request.text_1, "text_1")
+            right = _texts(request.text_2, "text_2")
+            if len(left) not in (1, len(right)):
+                raise bad_request(
+                    "text_1",
+                    f"text_1 must have 1 text, or as many as text_2, which has {len(right)}, got {len(left)}",
+                )
+            verify_num_sequences(len(left) + len(right), "text_2")
+
+            def answer(group: RequestGroup, scores: list[float]) -> Response:
+                return json_response(
+                    {
+                        "id": f"score-{group.request_id}",
+                        "object": "list",
+                        "created": int(time.time()),
+                        "model": self._model_of(request),
+                        "data": [
+                            {"index": index, "object": "score", "score": score}
+                            for index, score in enumerate(scores)
+                        ],
+                        "usage": usage_of(group),
+                    }
+                )
+
+            return await self._compare(http, request, left, right, answer)
+
+    @accepts(RerankRequest)
+    async def rerank(self, http: Request) -> Response:
+        """Return the documents in the order of their scores."""
+        with self._intake.lease() as lease:
+            request, _ = await self._intake.receive(
+                http.scope, http.receive, self._rerank_decoder, lease
+            )
+            query = _texts(request.query, "query")
+            texts = _document_texts(request.documents)
+            documents = _texts(texts, "documents")
+            verify_num_sequences(1 + len(documents), "documents")
+            top_n = len(texts) if request.top_n is None else request.top_n
+            if top_n < 1:
+                raise bad_request("top_n", f"top_n must be at least 1, got {top_n}")
+
+            def answer(group: RequestGroup, scores: list[float]) -> Response:
+                order = sorted(range(len(scores)), key=lambda index: -scores[index])
+                results: list[dict[str, Any]] = []
+                for index in order[:top_n]:
+                    result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+                    if request.return_documents is not False:
+                        result["document"] = {"text": texts[index]}
+                    results.append(result)
+                return json_response(
+                    {
+                        "id": f"rerank-{group.request_id}",
+                        "model": self._model_of(request),
+                        "results": results,
+                        "usage": usage_of(group),
+                    }
+                )
+
+            return await self._compare(http, request, query, documents, answer)
+
+    async def _compare(
+        self,
+        http: Request,
+        request: ComparisonFields,
+        left: list[Prompt],
+        right: list[Prompt],
+        answer: Callable[[RequestGroup, list[float]], Response],
+    ) -> Response:
+        """Return what `answer` makes of the score of each text of `right` and the one of `left` that belongs to it."""
+        serving, model = self._serving, self._serving.config.model
+        try:
+            verify_compares(model)
+        except ParameterError as error:
+            raise rename_parameter(error, error.param) from None
+        template, kwargs = serving.pair_template, request.chat_template_kwargs
+        if kwargs and template is None:
+            raise bad_request(
+                "chat_template_kwargs",
+                "chat_template_kwargs must be left out: this model compares texts without a template",
+            )
+        if model.classifier is None:
+            for prompts, name in ((left, QUERY), (right, DOCUMENT)):
+                for each in prompts:
+                    each.instruction = model.pooler.prompts.get(name)
+            return await self._pooling.run(
+                http,
+                request,
+                [*left, *right],
+                lambda group: answer(
+                    group, cosines([s.pooled for s in group.sequences], len(left), model.pooler)
+                ),
+            )
+        pairs = []
+        for number, each in enumerate(right):
+            first = left[number if len(left) > 1 else 0]
+            pairs.append(
+                Prompt(
+                    first.param,
+                    first.text,
+                    each.token_ids,
+                    second=each.text,
+                    second_param=each.param,
+                )
+            )
+        if template is not None:
+            await self._pooling.apply_template(request, template, pairs, kwargs or {})
+        return await self._pooling.run(
+            http,
+            request,
+            pairs,
+            lambda group: answer(group, self._class_scores(group, request.use_activation)),
+        )
+
+    def _model_of(self, request: ComparisonFields) -> str:
+        return self._serving.find_lora(request.model) or self._serving.served_name
+
+    def _class_scores(self, group: RequestGroup, activate: bool | None) -> list[float]:
+        classifier = self._serving.config.model.classifier
+        assert classifier is not None
+        return [
+            class_scores(sequence.pooled, classifier, activate=activate).item()
+            for sequence in group.sequences
+        ]
+
+
+def _texts(value: str | list[str] | None, name: str) -> list[Prompt]:
+    """Return the texts of a field.
+
+    Raises:
+        APIError: There are none (400).
+    """
+    if value is None or value == []:
+        raise bad_request(name, f"{name} is required, and must not be empty")
+    nothing = np.empty(0, np.int32)
+    if isinstance(value, str):
+        return [Prompt(name, value, nothing)]
+    return [Prompt(f"{name}[{i}]", text, nothing) for i, text in enumerate(value)]
+
+
+def _document_texts(documents: Sequence[str | dict[str, Any]] | None) -> list[str]:
+    """Return the text of each document, which may be an object with a `text`.
+
+    Raises:
+        APIError: A document has none (400).
+    """
+    texts = []
+    for i, document in enumerate(documents or ()):
+        text = document.get("text") if isinstance(document, dict) else document
+        if not isinstance(text, str):
+            raise bad_request(
+                f"documents[{i}]",
+                f"documents[{i}] must be a string or an object with a text, got {echo(document)}",
+            )
+        texts.append(text)
+    return texts

@@ -1,0 +1,154 @@
+"""Chooses the formats of tool calls and reasoning that a chat template shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from ...protocol.config.frontend import (
+    FrontendConfig,
+    ReasoningParserName,
+    ReasoningParserOption,
+    ToolCallParserName,
+    ToolCallParserOption,
+)
+from .harmony import HarmonyParser
+from .reasoning import REASONING_FORMATS, ReasoningParserFactory, marked_reasoning_parser
+from .template import ChatTemplate
+from .tool_calls import FORMATS, CallFormat, CallParser
+
+_Name = TypeVar("_Name", bound=str)
+_QUESTION: Final = "9f27e"
+_NAME: Final = "call_probe"
+_VALUE: Final = "probe"
+
+TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
+    ("<|channel|>", "openai"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<arg_key>", "glm45"),
+    ("<parameter=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>", "gemma4"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ('{"name": function name, "parameters":', "llama3_json"),
+    ("<|tool_call|>", "granite"),
+    ("<start_function_call>", "functiongemma"),
+    ("List of tools: [", "lfm2"),
+    ('<tool_call>\\n{\\"name\\"', "hermes"),
+    ('<tool_call>\n{"name"', "hermes"),
+)
+"""Markers of formats whose calls are not found in a rendered chat, in the order of precedence."""
+
+REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
+    ("<|channel|>", "openai_gptoss"),
+    ("<|channel>", "gemma4"),
+    ("[THINK]", "mistral"),
+    ("◁think▷", "kimi_vl"),
+    ("<seed:think>", "seed_oss"),
+    ("Here is my thought process:", "granite"),
+    ("<think>", "qwen3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[_Name]):
+    """A format that was chosen, with the reason; no name if there is none."""
+
+    name: _Name | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormats:
+    """The formats in which a model writes tool calls and reasoning."""
+
+    tool_calls: Choice[ToolCallParserName]
+    reasoning: Choice[ReasoningParserName]
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """The format of tool calls; None if they are not parsed."""
+        return FORMATS[self.tool_calls.name] if self.tool_calls.name else None
+
+    @property
+    def reasoning_parser(self) -> ReasoningParserFactory | None:
+        """A factory for parsers of the reasoning; None if it is not separated."""
+        return reasoning_parser(self.reasoning.name) if self.reasoning.name else None
+
+    def __str__(self) -> str:
+        tools, reasoning = self.tool_calls, self.reasoning
+        return (
+            f"tool calls: {tools.name or 'none'} ({tools.reason}); "
+            f"reasoning: {reasoning.name or 'none'} ({reasoning.reason})"
+        )
+
+
+def reasoning_parser(name: ReasoningParserName) -> ReasoningParserFactory:
+    """Return a factory for the parsers of `--reasoning-parser NAME`."""
+    format = REASONING_FORMATS[name]
+    return HarmonyParser if format is None else marked_reasoning_parser(format)
+
+
+def choose_formats(config: FrontendConfig, template: ChatTemplate | None) -> ChatFormats:
+    """Return the configured formats; "auto" means those that the template shows."""
+    return ChatFormats(
+        _choose_tool_calls(config.tool_call_parser, template),
+        _choose_reasoning(config.reasoning_parser, template),
+    )
+
+
+def _choose_tool_calls(
+    option: ToolCallParserOption, template: ChatTemplate | None
+) -> Choice[ToolCallParserName]:
+    if option == "none":
+        return Choice(None, "--tool-call-parser none")
+    if option != "auto":
+        return Choice(option, "--tool-call-parser")
+    if template is None:
+        return Choice(None, "the model has no chat template")
+    if not template.shows_tools:
+        return Choice(None, "the chat template shows no tools")
+    name = _format_of_rendered_call(template)
+    if name is not None:
+        return Choice(name, "the chat template writes calls like this")
+    for marker, named in TOOL_MARKERS:
+        if marker in template.source:
+            return Choice(named, f"the chat template contains {marker}")
+    return Choice(None, "the chat template shows no known format")
+
+
+def _choose_reasoning(
+    option: ReasoningParserOption, template: ChatTemplate | None
+) -> Choice[ReasoningParserName]:
+    if option == "none":
+        return Choice(None, "--reasoning-parser none")
+    if option != "auto":
+        return Choice(option, "--reasoning-parser")
+    if template is None:
+        return Choice(None, "the model has no chat template")
+    for marker, named in REASONING_MARKERS:
+        if marker in template.source:
+            return Choice(named, f"the chat template contains {marker}")
+    return Choice(None, "the chat template shows no known format")
+
+
+def _format_of_rendered_call(template: ChatTemplate) -> ToolCallParserName | None:
+    """Return the format whose parser finds the call in a chat that the template renders."""
+    rendered = template.render_call(_QUESTION, _NAME, {"text": _VALUE})
+    _, question, text = rendered.rpartition(_QUESTION)
+    if not question:
+        return None
+    for name, format in FORMATS.items():
+        if format.openings[0] not in text:
+            continue
+        parser = CallParser(format, {_NAME: {"properties": {"text": {"type": "string"}}}})
+        deltas = parser.feed(text).tool_calls + parser.finish().tool_calls
+        arguments = "".join(delta.arguments for delta in deltas).replace(" ", "")
+        if [d.name for d in deltas if d.name] == [_NAME] and arguments == f'{{"text":"{_VALUE}"}}':
+            return name
+    return None

@@ -1,0 +1,19 @@
+"""Tool calls: the formats in which models write them, their parser and their grammars."""
+
+from .formats import FORMATS, CallFormat
+from .grammar import call_rules, text_or_calls
+from .parser import CallParser
+from .tools import Parameters, ToolCallDelta, ToolDelta, ToolParser, openai_call_id
+
+__all__ = [
+    "FORMATS",
+    "CallFormat",
+    "CallParser",
+    "Parameters",
+    "ToolCallDelta",
+    "ToolDelta",
+    "ToolParser",
+    "call_rules",
+    "openai_call_id",
+    "text_or_calls",
+]

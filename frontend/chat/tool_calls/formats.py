@@ -1,0 +1,360 @@
+"""The formats in which models write tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Protocol
+
+from ....protocol.config.frontend import ToolCallParserName
+from .gemma_arguments import GemmaArguments
+from .json_calls import JsonArguments, JsonCall
+from .python_calls import PythonCall
+from .tagged_arguments import TaggedArguments, Tags
+from .tools import ArgumentsReader, CallReader, Parameters, mistral_call_id, openai_call_id
+
+_LONGEST_HEADER: Final = 256
+
+
+class CallSyntax(Protocol):
+    """The way in which one call is written between the markers of its block."""
+
+    @property
+    def before(self) -> str:
+        """The marker before the call; "" if there is none."""
+        ...
+
+    @property
+    def first(self) -> str:
+        """The first character of a call without a marker; "" if it can be any."""
+        ...
+
+    @property
+    def is_only_call(self) -> bool:
+        """True if nothing separates such a call from the next one, so that a block has only one."""
+        ...
+
+    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
+        """Return a reader for the text after `before`."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """The syntax `{"name": NAME, "arguments": {...}}`."""
+
+    needs_arguments: bool = False
+    """True if an object without arguments does not count as a call."""
+    before: str = ""
+    first: str = "{"
+    is_only_call: bool = False
+
+    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
+        """Return a reader for one call."""
+        return JsonCall(markers, needs_arguments=self.needs_arguments)
+
+
+@dataclass(frozen=True)
+class PythonExpression:
+    """The syntax `NAME(key=value, ...)`."""
+
+    before: str = ""
+    first: str = ""
+    is_only_call: bool = False
+
+    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
+        """Return a reader for one call."""
+        return PythonCall()
+
+
+@dataclass(frozen=True)
+class JsonNotation:
+    """Arguments that are a JSON object."""
+
+    first: tuple[str, ...] = ("{",)
+
+    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
+        """Return a reader for the arguments of one call."""
+        return JsonArguments(markers)
+
+
+@dataclass(frozen=True)
+class GemmaNotation:
+    """Arguments in Gemma's notation, with strings between two `quote` markers."""
+
+    quote: str
+    first: tuple[str, ...] = ("{",)
+
+    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
+        """Return a reader for the arguments of one call."""
+        return GemmaArguments(self.quote, markers)
+
+
+@dataclass(frozen=True)
+class TaggedNotation:
+    """Arguments between tags. They begin with one of `first`."""
+
+    tags: Tags
+    first: tuple[str, ...]
+
+    def reader(self, markers: tuple[str, ...], parameters: Parameters) -> ArgumentsReader:
+        """Return a reader for the arguments of one call."""
+        return TaggedArguments(self.tags, markers, parameters)
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """The syntax `before prefix NAME suffix after ARGUMENTS end`.
+
+    Attributes:
+        prefix: Text before the name. Models may leave it out.
+        suffix: A regular expression for text after the name, which models may leave out.
+        after: The text between the name and the arguments.
+        is_after_optional: True if models may leave `after` out.
+        ends: The marks after the arguments.
+        has_id: True if prefix, name and suffix together are the call's ID.
+    """
+
+    arguments: JsonNotation | GemmaNotation | TaggedNotation = JsonNotation()
+    before: str = ""
+    prefix: str = ""
+    suffix: str = ""
+    after: str = ""
+    is_after_optional: bool = False
+    ends: tuple[str, ...] = ()
+    has_id: bool = False
+    first: str = ""
+
+    @property
+    def is_only_call(self) -> bool:
+        """True if nothing marks the start of the call."""
+        return not self.before
+
+    @cached_property
+    def header(self) -> re.Pattern[str]:
+        """The expression for everything before the arguments."""
+        prefix = rf"(?:{re.escape(self.prefix.strip())}\s*)?" if self.prefix else ""
+        suffix = f"(?:{self.suffix})?" if self.suffix else ""
+        after = re.escape(self.after.strip())
+        if self.is_after_optional and after:
+            after = f"(?:{after})?"
+        return re.compile(rf"\s*(?P<id>{prefix}(?P<name>[\w.\-/:]*?[\w.\-/]){suffix})\s*{after}\s*")
+
+    def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
+        """Return a reader for one call."""
+        return _NamedCallReader(self, markers, functions)
+
+
+class _NamedCallReader:
+    """Reads the name and then the arguments of one call."""
+
+    def __init__(
+        self, syntax: NamedCall, markers: tuple[str, ...], functions: Mapping[str, Parameters]
+    ) -> None:
+        self.rest: str | None = None
+        self.failed = False
+        self.name: str | None = None
+        self.call_id: str | None = None
+        self._syntax = syntax
+        self._markers = markers
+        self._functions = functions
+        self._header = ""
+        self._arguments: ArgumentsReader | None = None
+
+    def feed(self, text: str) -> str:
+        """Return the part of the arguments that the next piece of text adds."""
+        if self._arguments is None:
+            self._header += text
+            firsts = self._syntax.arguments.first
+            starts = [self._header.find(first, 0, _LONGEST_HEADER) for first in firsts]
+            start = min((at for at in starts if at >= 0), default=-1)
+            if start < 0 and len(self._header) < _LONGEST_HEADER:
+                return ""
+            header = self._syntax.header.fullmatch(self._header, 0, max(start, 0))
+            if header is None:
+                self.rest, self.failed = self._header, True
+                return ""
+            self.name = header["name"]
+            self.call_id = header["id"] if self._syntax.has_id else None
+            parameters = self._functions.get(self.name, {})
+            self._arguments = self._syntax.arguments.reader(self._markers, parameters)
+            text = self._header[start:]
+        json = self._arguments.feed(text)
+        self.rest, self.failed = self._arguments.rest, self._arguments.failed
+        return json
+
+    def finish(self) -> str:
+        """Return the held-back end of the arguments."""
+        return "" if self._arguments is None else self._arguments.finish()
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A format in which calls are blocks `opening call call ... closing` in the text.
+
+    Brackets, commas and whitespace between calls are optional.
+
+    Attributes:
+        closing: The end of a block; None if a block has no marker at its end.
+        bare: True if a text that starts with a bracket is a block without an opening.
+        new_id: Creates the IDs of calls to which the model gives none.
+    """
+
+    openings: tuple[str, ...]
+    calls: tuple[CallSyntax, ...]
+    closing: str | None = None
+    bare: bool = False
+    new_id: Callable[[], str] = field(default=openai_call_id)
+
+    @cached_property
+    def ignored(self) -> tuple[str, ...]:
+        """The marks after arguments."""
+        named = (syntax for syntax in self.calls if isinstance(syntax, NamedCall))
+        return tuple(end.strip() for syntax in named for end in syntax.ends)
+
+    @cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that cannot be part of a call."""
+        leads = tuple(syntax.before for syntax in self.calls if syntax.before)
+        closings = (self.closing,) if self.closing else ()
+        return (*dict.fromkeys((*self.openings, *closings, *leads, *self.ignored)),)
+
+
+def _sections(opening: str, closing: str, call: NamedCall) -> CallFormat:
+    """Return a format of blocks whose calls have a marker of their own. Models may leave out the opening."""
+    return CallFormat((opening, call.before), (call,), closing)
+
+
+def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
+    """Return a format of blocks with calls `before NAME tagged-arguments`."""
+    return _sections(
+        opening, closing, NamedCall(TaggedNotation(tags, (tags.start,)), before=before)
+    )
+
+
+def _dsml(block: str) -> CallFormat:
+    """Return DeepSeek's format of blocks with this name, whose tags have a prefix."""
+    tags = Tags(
+        '<｜DSML｜parameter name="',
+        ">",
+        "</｜DSML｜parameter>",
+        start='">',
+        end="</｜DSML｜invoke>",
+        typed=(('" string="true"', True), ('" string="false"', False)),
+    )
+    return _tagged(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>", '<｜DSML｜invoke name="', tags)
+
+
+_HERMES: Final = CallFormat(("<tool_call>",), (JsonObject(),), "</tool_call>")
+_LLAMA3_JSON: Final = CallFormat(
+    ("<|python_tag|>",), (JsonObject(needs_arguments=True),), bare=True
+)
+_PYTHONIC: Final = CallFormat(
+    ("<|python_start|>",), (PythonExpression(),), "<|python_end|>", bare=True
+)
+_QWEN3_CODER: Final = _tagged(
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    Tags("<parameter=", ">", "</parameter>", start=">", end="</function>", has_newlines=True),
+)
+_GLM: Final = CallFormat(
+    ("<tool_call>",),
+    (
+        NamedCall(
+            TaggedNotation(
+                Tags("<arg_key>", "</arg_key>", "</arg_value>", value_before="<arg_value>"),
+                first=("<arg_key>", "</tool_call>"),
+            )
+        ),
+    ),
+    "</tool_call>",
+)
+
+FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
+    "hermes": _HERMES,
+    "qwen3": _HERMES,
+    "granite4": _HERMES,
+    "granite": CallFormat(("<|tool_call|>", "<tool_call>"), (JsonObject(),), "</tool_call>"),
+    "llama3_json": _LLAMA3_JSON,
+    "llama4_json": _LLAMA3_JSON,
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]",),
+        (
+            JsonObject(),
+            NamedCall(suffix=r"\s*\[CALL_ID\]\s*\w+", after="[ARGS]", is_after_optional=True),
+        ),
+        new_id=mistral_call_id,
+    ),
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
+    "lfm2": CallFormat(("<|tool_call_start|>",), (PythonExpression(),), "<|tool_call_end|>"),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "seed_oss": _tagged(
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<function=",
+        Tags("<parameter=", ">", "</parameter>", start=">", end="</function>"),
+    ),
+    "minimax_m2": _tagged(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="',
+        Tags('<parameter name="', '">', "</parameter>", start='">', end="</invoke>"),
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "kimi_k2": _sections(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        NamedCall(
+            before="<|tool_call_begin|>",
+            prefix="functions.",
+            suffix=r":\d+",
+            after="<|tool_call_argument_begin|>",
+            ends=("<|tool_call_end|>",),
+            has_id=True,
+        ),
+    ),
+    "deepseek_v3": _sections(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        NamedCall(
+            before="<｜tool▁call▁begin｜>",
+            prefix="function<｜tool▁sep｜>",
+            after="\n```json\n",
+            is_after_optional=True,
+            ends=("\n```", "<｜tool▁call▁end｜>"),
+        ),
+    ),
+    "deepseek_v31": _sections(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        NamedCall(
+            before="<｜tool▁call▁begin｜>",
+            after="<｜tool▁sep｜>",
+            ends=("<｜tool▁call▁end｜>",),
+        ),
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "gemma4": CallFormat(
+        ("<|tool_call>",),
+        (NamedCall(GemmaNotation('<|"|>'), prefix="call:"),),
+        "<tool_call|>",
+    ),
+    "functiongemma": CallFormat(
+        ("<start_function_call>",),
+        (NamedCall(GemmaNotation("<escape>"), prefix="call:"),),
+        "<end_function_call>",
+    ),
+    "openai": CallFormat(
+        ("<|channel|>commentary to=functions.",),
+        (NamedCall(suffix=r"\s*<\|constrain\|>\s*\w+|\s+\w+", after="<|message|>"),),
+        "<|call|>",
+    ),
+}
+"""The formats by the names of `--tool-call-parser`."""

@@ -1,0 +1,222 @@
+"""Lark grammars for the tool-call formats.
+
+A mark that is a token of the tokenizer is both text and that token in these grammars, because text does not match
+special tokens.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from ....protocol.grammars.grammar import json_expression
+from ...tokenizer import Tokenizer
+from .formats import (
+    CallFormat,
+    GemmaNotation,
+    JsonNotation,
+    JsonObject,
+    NamedCall,
+    PythonExpression,
+    TaggedNotation,
+)
+from .tagged_arguments import Tags
+
+_MARK: Final = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
+"""A part of a text that may be one token."""
+
+_PYTHON_VALUES: Final = r"""
+python_value: PYTHON_STRING | NUMBER | python_list | python_dict | "True" | "False" | "None"
+python_list: "[" (python_value ("," " "? python_value)*)? "]"
+python_dict: "{" (python_item ("," " "? python_item)*)? "}"
+python_item: PYTHON_STRING ":" " "? python_value
+PYTHON_STRING: /"([^"\\\n]|\\[\\"'nrt])*"/ | /'([^'\\\n]|\\[\\"'nrt])*'/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/
+NAME: /[A-Za-z_][A-Za-z0-9_]*/
+""".strip()
+
+
+def call_rules(
+    format: CallFormat, names: Sequence[str], tokenizer: Tokenizer, *, parallel: bool
+) -> str:
+    """Return the rule `calls` and its dependencies: one call of the named functions, or several if `parallel`.
+
+    The arguments may be any object.
+    """
+    return _Rules(names, tokenizer, parallel).calls(format)
+
+
+def text_or_calls(
+    format: CallFormat, names: Sequence[str], tokenizer: Tokenizer, *, parallel: bool
+) -> str:
+    """Return a grammar of arbitrary text in which every tool call is a call of one of these functions."""
+    # The parser reads a bare object or array as a call, so no text may begin with one.
+    text = r"[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?" if format.bare else r"(.|\n)*"
+    rules = _Rules(names, tokenizer, parallel)
+    called = [f"({rules.text_to(_block_openings(format), 'TEXT')}) rest_of_block"]
+    called += [f"({rules.text_to([mark], 'TEXT')}) rest_of_call" for mark in _call_openings(format)]
+    calls = f"called{'*' if parallel else '?'} TEXT"
+    return "\n".join(
+        [
+            "%llguidance {}",
+            f"start: {calls} | calls TEXT" if format.bare else f"start: {calls}",
+            f"called: {' | '.join(called)}",
+            f"TEXT: /{text}/",
+            rules.calls(format),
+        ]
+    )
+
+
+def _call_openings(format: CallFormat) -> list[str]:
+    """Return the markers of calls that may lack the opening of their block."""
+    leads = [syntax.before for syntax in format.calls]
+    return [opening for opening in format.openings if opening in leads]
+
+
+def _block_openings(format: CallFormat) -> list[str]:
+    calls = _call_openings(format)
+    return [opening for opening in format.openings if opening not in calls]
+
+
+class _Rules:
+    """The rules of one grammar."""
+
+    def __init__(self, names: Sequence[str], tokenizer: Tokenizer, parallel: bool) -> None:
+        self._names = " | ".join(map(json.dumps, names))
+        self._shapes = [
+            {
+                "type": "object",
+                "properties": {"name": {"enum": list(names)}, key: {"type": "object"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for key in ("arguments", "parameters")
+        ]
+        self._tokenizer = tokenizer
+        self._parallel = parallel
+        self._rules: list[str] = []
+        self._num_ends = 0
+
+    def calls(self, format: CallFormat) -> str:
+        """Return the rule `calls` and its dependencies."""
+        bodies = []
+        for syntax in format.calls:
+            match syntax:
+                case JsonObject():
+                    bodies += self._json_objects()
+                case PythonExpression():
+                    bodies += self._python_calls()
+                case NamedCall():
+                    bodies += self._named_calls(syntax)
+        rest = f"SPACE? ({' | '.join(bodies)})"
+        if format.closing is not None:
+            rest += f" (SPACE? {self._mark(format.closing)})?"
+        opening = " | ".join(map(self._mark, _block_openings(format)))
+        blocks = "SPACE? block (SPACE? block)*" if self._parallel else "SPACE? block"
+        if format.bare:
+            blocks += f" | SPACE? {self._bare(format)}"
+        return "\n".join(
+            [
+                f"calls: {blocks}",
+                f"block: ({opening}) rest_of_block",
+                f"rest_of_block: {rest}",
+                r"SPACE: /[ \t\r\n]{1,8}/",
+                *self._rules,
+            ]
+        )
+
+    def text_to(self, marks: Sequence[str], text: str = "ANY") -> str:
+        """Return an expression for a text, which matches the terminal `text`, up to the first of the marks."""
+        self._num_ends += 1
+        rule = f"text_to_mark_{self._num_ends}"
+        if self._num_ends == 1:
+            self._rules.append(r"ANY: /(.|\n)*/")
+        self._rules.append(f"{rule}[lazy]: {text} ({' | '.join(map(json.dumps, marks))})")
+        split = [self._token_parts(mark) for mark in marks]
+        tokens = [f"{text} {' '.join(parts)}" for parts in split if parts[0].startswith("<[")]
+        return " | ".join([rule, *tokens])
+
+    def _bare(self, format: CallFormat) -> str:
+        if isinstance(format.calls[0], PythonExpression):
+            return "python_calls"
+        return 'one (SPACE? ";" SPACE? one)*' if self._parallel else "one"
+
+    def _mark(self, text: str) -> str:
+        """Return an expression for a text with marks in it."""
+        parts = self._token_parts(text)
+        if parts == [json.dumps(text)]:
+            return parts[0]
+        return f"({json.dumps(text)} | {' '.join(parts)})"
+
+    def _token_parts(self, text: str) -> list[str]:
+        """Return the text in pieces, with the IDs of those marks in it that are tokens."""
+        parts = []
+        for part in filter(None, _MARK.split(text)):
+            token_id = self._tokenizer.token_to_id(part) if _MARK.fullmatch(part) else None
+            parts.append(json.dumps(part) if token_id is None else f"<[{token_id}]>")
+        return parts if any(part.startswith("<[") for part in parts) else [json.dumps(text)]
+
+    def _json_objects(self) -> list[str]:
+        array = {"type": "array", "items": {"anyOf": self._shapes}, "minItems": 1}
+        if not self._parallel:
+            array["maxItems"] = 1
+        self._rules += [
+            f"one: {json_expression({'anyOf': self._shapes})}",
+            f"list: {json_expression(array)}",
+        ]
+        return ["one", "list"]
+
+    def _python_calls(self) -> list[str]:
+        more = '("," SPACE? python_call)*' if self._parallel else ""
+        self._rules += [
+            f'python_calls: "[" python_call {more} "]"',
+            f'python_call: ({self._names}) "(" (python_argument ("," " "? python_argument)*)? ")"',
+            'python_argument: NAME "=" python_value',
+            _PYTHON_VALUES,
+        ]
+        return ["python_calls"]
+
+    def _named_calls(self, call: NamedCall) -> list[str]:
+        parts = [self._mark(call.prefix)] if call.prefix else []
+        parts.append(f"({self._names})")
+        if call.has_id:
+            parts.append(f"/{call.suffix}/")
+        if call.after:
+            parts.append(self._mark(call.after) + ("?" if call.is_after_optional else ""))
+        parts.append("SPACE? arguments")
+        parts += map(self._mark, call.ends)
+        self._rules.append(f"rest_of_call: {' '.join(parts)}")
+        match call.arguments:
+            case JsonNotation():
+                self._rules.append(f"arguments: {json_expression({'type': 'object'})}")
+            case GemmaNotation(quote):
+                self._gemma_arguments(quote)
+            case TaggedNotation(tags):
+                self._tagged_arguments(tags)
+        if not call.before:
+            return ["rest_of_call"]
+        self._rules.append(f"named: {self._mark(call.before)} rest_of_call")
+        return ["named (SPACE? named)*" if self._parallel else "named"]
+
+    def _gemma_arguments(self, quote: str) -> None:
+        mark, end = self._mark(quote), self.text_to([quote])
+        self._rules += [
+            'arguments: "{" (gemma_item ("," gemma_item)*)? "}"',
+            'gemma_item: NAME ":" gemma_value',
+            f'gemma_value: {mark} ({end}) | NUMBER | "true" | "false" | "null" | arguments | gemma_list',
+            'gemma_list: "[" (gemma_value ("," gemma_value)*)? "]"',
+            *_PYTHON_VALUES.splitlines()[-2:],
+        ]
+
+    def _tagged_arguments(self, tags: Tags) -> None:
+        types = [text for text, _ in tags.typed]
+        attributes = f"({' | '.join(map(json.dumps, types))}) " if types else ""
+        value_before = f"SPACE? {self._mark(tags.value_before)} " if tags.value_before else ""
+        end = f" SPACE? {self._mark(tags.end)}" if tags.end else ""
+        start = f"{self._mark(tags.start)} SPACE? " if tags.start else ""
+        self._rules += [
+            f"arguments: {start}(argument (SPACE? argument)*)?{end}",
+            f"argument: {self._mark(tags.key_before)} KEY {attributes}{self._mark(tags.key_after)} "
+            f"{value_before}({self.text_to([tags.value_end])})",
+            r'KEY: /[^<>"\n]{1,128}/',
+        ]

@@ -1,0 +1,198 @@
+"""Reads arguments that are written one by one between tags, as in XML."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from ..held_text import may_begin, start_of_marker
+from .tools import Parameters
+from .values import json_string, json_value, types_of
+
+_LONGEST_KEY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The form `start (key_before KEY key_after VALUE value_end)* end`, with whitespace between the tags.
+
+    Values are plain text, except that those of parameters that are no strings are JSON.
+
+    Attributes:
+        value_before: A tag between `key_after` and the value.
+        end: The end of the arguments; "" if only a marker of the format ends them.
+        has_newlines: True if a line break separates each value from its tags.
+        typed: The attributes that follow a key and say whether its value is a string, with the type for each.
+    """
+
+    key_before: str
+    key_after: str
+    value_end: str
+    start: str = ""
+    value_before: str = ""
+    end: str = ""
+    has_newlines: bool = False
+    typed: tuple[tuple[str, bool], ...] = ()
+
+
+class _State(Enum):
+    START = auto()
+    BETWEEN = auto()
+    KEY = auto()
+    VALUE_TAG = auto()
+    VALUE_START = auto()
+    VALUE = auto()
+
+
+class TaggedArguments:
+    """Reads arguments between `tags`. Strings are emitted as they arrive, other values once they are complete.
+
+    `markers` end arguments that are not closed. The end tag of a value counts only before another tag, so that values
+    may contain it.
+    """
+
+    def __init__(self, tags: Tags, markers: tuple[str, ...], parameters: Parameters) -> None:
+        self.rest: str | None = None
+        self.failed = False
+        self._tags = tags
+        self._markers = markers
+        self._after_value = (tags.key_before, *filter(None, (tags.end,)), *markers)
+        self._parameters = parameters
+        self._buffer = ""
+        self._position = 0  # how far an open value has been searched for its end
+        self._state = _State.START
+        self._types: frozenset[str] = frozenset()
+        self._is_string = False
+        self._is_empty = True
+        self._json: list[str] = []
+
+    def feed(self, text: str) -> str:
+        """Return the JSON that the next piece of text adds."""
+        self._buffer += text
+        steps = {
+            _State.START: self._read_start,
+            _State.BETWEEN: self._read_between,
+            _State.KEY: self._read_key,
+            _State.VALUE_TAG: self._read_value_tag,
+            _State.VALUE_START: self._read_value_start,
+            _State.VALUE: self._read_value,
+        }
+        while self.rest is None and steps[self._state]():
+            pass
+        return self._take_json()
+
+    def finish(self) -> str:
+        """Return the held-back part of a value, which is incomplete unless its end tag was read."""
+        if self._state in (_State.VALUE_START, _State.VALUE):
+            before, end, after = self._buffer.rpartition(self._tags.value_end)
+            if end and may_begin(after.lstrip(), self._after_value):
+                self._close_value(before)
+            elif self._is_string:
+                self._json.append(json_string(self._buffer))
+        return self._take_json()
+
+    def _take_json(self) -> str:
+        json, self._json = "".join(self._json), []
+        return json
+
+    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text for either.
+
+    def _end(self, num_consumed: int, *, failed: bool = False) -> bool:
+        self._json.append("{}" if self._is_empty else "}")
+        self.rest = self._buffer[num_consumed:]
+        self.failed = failed
+        return False
+
+    def _skip(self, tag: str, then: _State) -> bool:
+        """Skip whitespace and a tag that must follow."""
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith(tag):
+            self._buffer = self._buffer.removeprefix(tag)
+            self._state = then
+            return True
+        return not may_begin(self._buffer, (tag,)) and self._end(0, failed=True)
+
+    def _read_start(self) -> bool:
+        return self._skip(self._tags.start, _State.BETWEEN)
+
+    def _read_between(self) -> bool:
+        tags, text = self._tags, self._buffer.lstrip()
+        self._buffer = text
+        if text.startswith(tags.key_before):
+            self._buffer = text.removeprefix(tags.key_before)
+            self._state = _State.KEY
+            return True
+        if tags.end and text.startswith(tags.end):
+            return self._end(len(tags.end))
+        if text.startswith(self._markers):
+            return self._end(0)
+        return not may_begin(text, self._after_value) and self._end(0, failed=True)
+
+    def _read_key(self) -> bool:
+        key, end, rest = self._buffer.partition(self._tags.key_after)
+        if not end or len(key) > _LONGEST_KEY:
+            too_long = len(self._buffer) > _LONGEST_KEY + len(self._tags.key_after)
+            return too_long and self._end(0, failed=True)
+        is_string = None
+        for attribute, says_string in self._tags.typed:
+            if key.endswith(attribute):
+                key, is_string = key.removesuffix(attribute), says_string
+        key = key.strip()
+        self._types = types_of(self._parameters, key)
+        if is_string is not None:
+            self._types = frozenset(("string",)) if is_string else self._types - {"string"}
+        self._is_string = self._types == {"string"}
+        self._json.append(f'{"{" if self._is_empty else ", "}"{json_string(key)}": ')
+        self._is_empty = False
+        self._buffer = rest
+        self._state = _State.VALUE_TAG
+        return True
+
+    def _read_value_tag(self) -> bool:
+        if self._tags.value_before:
+            return self._skip(self._tags.value_before, _State.VALUE_START)
+        self._state = _State.VALUE_START
+        return True
+
+    def _read_value_start(self) -> bool:
+        if not self._buffer:
+            return False
+        if self._tags.has_newlines:
+            self._buffer = self._buffer.removeprefix("\n")
+        if self._is_string:
+            self._json.append('"')
+        self._position = 0
+        self._state = _State.VALUE
+        return True
+
+    def _read_value(self) -> bool:
+        end_tag = self._tags.value_end
+        while (at := self._buffer.find(end_tag, self._position)) >= 0:
+            after = self._buffer[at + len(end_tag) :].lstrip()
+            if after.startswith(self._after_value):
+                self._close_value(self._buffer[:at])
+                self._buffer = after
+                self._state = _State.BETWEEN
+                return True
+            if may_begin(after, self._after_value):
+                self._emit_value(at)
+                return False
+            self._position = at + 1
+        self._emit_value(start_of_marker(self._buffer, (end_tag,)))
+        return False
+
+    def _emit_value(self, end: int) -> None:
+        """Emit the value up to `end`. The line break before the end tag is held back."""
+        self._position = end
+        if self._is_string:
+            if self._tags.has_newlines and self._buffer[end - 1 : end] == "\n":
+                end -= 1
+            self._json.append(json_string(self._buffer[:end]))
+            self._buffer = self._buffer[end:]
+            self._position -= end
+
+    def _close_value(self, text: str) -> None:
+        if self._tags.has_newlines:
+            text = text.removesuffix("\n")
+        if self._is_string:
+            self._json.append(f'{json_string(text)}"')
+        else:
+            self._json.append(json_value(text, self._types))

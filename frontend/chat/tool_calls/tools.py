@@ -1,0 +1,86 @@
+"""The results of tool-call parsers, and their interfaces.
+
+A parser reads one text in pieces. A whole text is a single piece, so streaming gives the same calls however the text is
+split.
+"""
+
+import random
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Parameters = Mapping[str, Any]
+"""The JSON schema of a function's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of call number `index`: first its id and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ToolDelta:
+    """The part of a message that a piece of text adds."""
+
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.tool_calls)
+
+
+class ToolParser(Protocol):
+    """A parser of one text, which must include its special tokens."""
+
+    new_id: Callable[[], str]
+    """Creates call IDs that the model's template accepts."""
+
+    def feed(self, text: str) -> ToolDelta:
+        """Return what the next piece adds. A possible beginning of a call is held back."""
+        ...
+
+    def finish(self) -> ToolDelta:
+        """Return the held-back text at the end."""
+        ...
+
+
+class ArgumentsReader(Protocol):
+    """Reads the arguments of one call and translates them to JSON."""
+
+    rest: str | None
+    """The text after the arguments, or from where reading failed; None while they are open."""
+    failed: bool
+    """True if the text is not arguments."""
+
+    def feed(self, text: str) -> str:
+        """Return the JSON that the next piece of text adds."""
+        ...
+
+    def finish(self) -> str:
+        """Return the held-back JSON of arguments that are still open."""
+        ...
+
+
+class CallReader(ArgumentsReader, Protocol):
+    """Reads one call: its name and its arguments."""
+
+    name: str | None
+    """The name of the function; None until the text is certain to be a call."""
+    call_id: str | None
+    """The ID that the model writes; None if it writes none."""
+
+
+def openai_call_id() -> str:
+    """Return an ID in OpenAI's format."""
+    return f"call_{random.getrandbits(96):024x}"
+
+
+def mistral_call_id() -> str:
+    """Return an ID of nine letters and digits, because Mistral's templates reject others."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))

@@ -1,0 +1,99 @@
+"""Converts argument values that models write as plain text to JSON."""
+
+import ast
+import json
+from typing import Any, Final
+
+import msgspec
+
+from .tools import Parameters
+
+_CONSTANTS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_MAX_DEPTH: Final = 8
+"""Maximum nesting of alternatives and references in the schema of a parameter."""
+
+
+def json_string(text: str) -> str:
+    """Return the text as a JSON string without its quotes. Pieces of a text can be converted one by one."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value of one of the JSON `types`. Text that is not such a value becomes a string.
+
+    No types mean any type.
+    """
+    source = text.strip()
+    value = _as_json(source)
+    if value is not None:
+        kind = _type_of(value)
+        fits = not types or kind in types or (kind == "integer" and "number" in types)
+        if kind != "string" and (fits or "string" not in types):
+            return value
+    return f'"{json_string(text)}"'
+
+
+def types_of(parameters: Parameters, name: str) -> frozenset[str]:
+    """Return the JSON types that a parameter's schema allows; none if that is unknown."""
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, dict) else None
+    return _types(schema, parameters, 0) or frozenset()
+
+
+def _types(schema: Any, root: Parameters, depth: int) -> frozenset[str] | None:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return None
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset((declared,))
+    if isinstance(declared, list):
+        return frozenset(each for each in declared if isinstance(each, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_type_of(json.dumps(value)) for value in values)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(word), list):
+            found = [_types(branch, root, depth + 1) for branch in branches]
+            known = [types for types in found if types is not None]
+            return frozenset().union(*known) if len(known) == len(found) else None
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for part in reference[2:].split("/"):
+            target = target.get(part) if isinstance(target, dict) else None
+        return _types(target, root, depth + 1)
+    return None
+
+
+def _as_json(source: str) -> str | None:
+    """Return JSON for a value in JSON or Python notation; None if it is neither."""
+    try:
+        msgspec.json.decode(source)
+        return source
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    if constant := _CONSTANTS.get(source.lower()):
+        return constant
+    if source[:1] not in "[{(":
+        return None
+    try:
+        text = json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
+        return text.encode(errors="replace").decode()
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _type_of(value: str) -> str:
+    """Return the type of a JSON value."""
+    match value[0]:
+        case "{":
+            return "object"
+        case "[":
+            return "array"
+        case '"':
+            return "string"
+        case "t" | "f":
+            return "boolean"
+        case "n":
+            return "null"
+    return "integer" if value.lstrip("-").isdigit() else "number"

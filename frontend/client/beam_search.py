@@ -1,0 +1,226 @@
+"""Beam search: the likeliest continuations of a prompt.
+
+Each step asks for the next tokens of all beams, with a request of one token for each beam. The prefix cache finds the
+blocks that beams share with each other and with their own last step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from ...protocol.arrays import Int32Array
+from ...protocol.errors import EngineError, ParameterError
+from ...protocol.messages import FinishReason
+from ...protocol.sampling_params import SamplingParams
+from .engine_client import EngineClient
+from .request_group import RequestGroup, Sequence
+from .sequence_io import Delta, SequenceRequest
+
+MAX_BEAM_WIDTH: Final = 32
+"""Maximum number of beams, because the event loop compares all their extensions at once."""
+
+MAX_LENGTH_PENALTY: Final = 10
+"""Maximum magnitude of `length_penalty`; powers of lengths stay finite."""
+
+_EXPECTED: Final = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """The parameters of a search.
+
+    Attributes:
+        beam_width: The number of beams, and of results.
+        max_tokens: The maximum length of a result, in tokens.
+        ignore_eos: Whether results go on after the end-of-sequence token.
+        length_penalty: Results are compared by the sum of their log-probabilities over length ** length_penalty.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def verify(self, max_logprobs: int) -> None:
+        """Raise ParameterError for an invalid parameter. `max_logprobs` is the server's, -1 for no limit."""
+        most = max_logprobs // 2 if max_logprobs >= 0 else MAX_BEAM_WIDTH
+        if not 1 <= self.beam_width <= min(most, MAX_BEAM_WIDTH):
+            raise ParameterError(
+                "beam_width",
+                f"must be between 1 and {min(most, MAX_BEAM_WIDTH)}, got {self.beam_width}; "
+                "the limit is half of --max-logprobs",
+            )
+        if self.max_tokens < 1:
+            raise ParameterError("max_tokens", f"must be at least 1, got {self.max_tokens}")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise ParameterError(
+                "length_penalty",
+                f"must be between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}, got {self.length_penalty}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]
+    logprob: float
+    has_ended: bool = False
+
+    def score(self, length_penalty: float) -> float:
+        return self.logprob / float(len(self.token_ids) ** length_penalty)
+
+
+class BeamSearchFailed(EngineError):
+    """A request of a step ended with `output` instead of a token."""
+
+    def __init__(self, output: Delta) -> None:
+        super().__init__(output.error or f"the request failed: {output.finish_reason}")
+        self.output = output
+
+
+class BeamSearch:
+    """One search for each prompt of a request.
+
+    Args:
+        engine: The engine client.
+        params: The parameters.
+        end_token_ids: The tokens that end a beam, unless they are ignored.
+        request_id: The identifier in logs.
+
+    Attributes:
+        logprobs: The sum of the log-probabilities of each result, once there are results.
+    """
+
+    logprobs: list[float]
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        params: BeamSearchParams,
+        end_token_ids: Collection[int],
+        request_id: str,
+    ) -> None:
+        self._engine = engine
+        self._params = params
+        self._end_token_ids = frozenset(() if params.ignore_eos else end_token_ids)
+        self._request_id = request_id
+        self._steps: set[RequestGroup] = set()
+        self._is_aborted = False
+
+    async def run(self, prompts: list[SequenceRequest]) -> RequestGroup:
+        """Return a finished group with the results for each prompt, the best first.
+
+        The parameters of `prompts` are those of the results.
+
+        Raises:
+            BeamSearchFailed: A request of a step failed.
+            ParameterError: A prompt or parameter is invalid.
+        """
+        searches = [asyncio.ensure_future(self._search(prompt)) for prompt in prompts]
+        try:
+            found = await asyncio.gather(*searches)
+        finally:
+            self.abort()
+            for search in searches:
+                search.cancel()
+        self.logprobs = [beam.logprob for _, beams in found for beam in beams]
+        sequences = [
+            self._engine.finished_sequence(
+                prompt,
+                first,
+                array("i", beam.token_ids),
+                FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
+            )
+            for prompt, (first, beams) in zip(prompts, found, strict=True)
+            for beam in beams
+        ]
+        counts = [len(beams) for _, beams in found]
+        return self._engine.finished_group(self._request_id, sequences, counts)
+
+    def abort(self) -> None:
+        """End the searches. This does nothing after their end."""
+        self._is_aborted = True
+        for group in list(self._steps):
+            group.abort()
+
+    async def _search(self, wanted: SequenceRequest) -> tuple[Sequence, list[_Beam]]:
+        """Return the sequence of the first step, and the results for a prompt, the best first."""
+        params, width = self._params, self._params.beam_width
+        prompt = np.asarray(wanted.prompt_token_ids, np.int32)
+        beams, ended = [_Beam((), 0.0)], list[_Beam]()
+        first: Sequence | None = None
+        for _ in range(params.max_tokens):
+            group = await self._step(wanted, prompt, beams)
+            first = first or group.sequences[0]
+            candidates = self._extend(beams, group)
+            # As an end, a candidate counts only among the best.
+            ended += [beam for beam in candidates[:width] if beam.has_ended]
+            ended = self._best(ended)
+            beams = [beam for beam in candidates if not beam.has_ended][:width]
+            if not beams or (len(ended) == width and self._is_settled(beams, ended)):
+                break
+        assert first is not None
+        return first, self._best(ended + beams)
+
+    async def _step(
+        self, wanted: SequenceRequest, prompt: Int32Array, beams: list[_Beam]
+    ) -> RequestGroup:
+        """Return the finished requests for the next tokens of the beams."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=2 * self._params.beam_width, detokenize=False
+        )
+        requests = [
+            replace(
+                wanted,
+                prompt_token_ids=np.concatenate((prompt, np.array(beam.token_ids, np.int32))),
+                params=params,
+            )
+            for beam in beams
+        ]
+        group = await self._engine.submit(requests, request_id=self._request_id)
+        self._steps.add(group)
+        try:
+            if self._is_aborted:
+                group.abort()
+            await group.wait_for_end()
+        finally:
+            self._steps.discard(group)
+            group.abort()
+        return group
+
+    def _extend(self, beams: list[_Beam], group: RequestGroup) -> list[_Beam]:
+        """Return the likeliest beams with one more token, twice as many as are wanted, because some end."""
+        extensions = []
+        for beam, output in zip(beams, group.read_all(), strict=True):
+            if output.finish_reason not in _EXPECTED:
+                raise BeamSearchFailed(output)
+            (position,) = output.logprobs or ()
+            extensions += [
+                (beam.logprob + logprob, beam, token_id) for token_id, logprob in position.top
+            ]
+        extensions.sort(key=lambda extension: extension[0], reverse=True)
+        return [
+            _Beam((*beam.token_ids, token_id), logprob, token_id in self._end_token_ids)
+            for logprob, beam, token_id in extensions[: 2 * self._params.beam_width]
+        ]
+
+    def _best(self, beams: list[_Beam]) -> list[_Beam]:
+        """Return the best beams, as many as are wanted."""
+        penalty = self._params.length_penalty
+        ranked = sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)
+        return ranked[: self._params.beam_width]
+
+    def _is_settled(self, beams: list[_Beam], ended: list[_Beam]) -> bool:
+        """Return whether no unfinished beam can become better than the worst that has ended.
+
+        Log-probabilities are negative. So a beam becomes best if all its next tokens are certain, and there are as many
+        as possible with a positive penalty, or else one.
+        """
+        penalty = self._params.length_penalty
+        length = self._params.max_tokens if penalty > 0 else len(beams[0].token_ids) + 1
+        return ended[-1].score(penalty) >= beams[0].logprob / float(length**penalty)

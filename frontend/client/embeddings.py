@@ -1,0 +1,104 @@
+"""Embeddings and the probabilities of classes as clients get them, from the pooled vectors of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...protocol.config.model import Activation, ClassifierConfig, ModelConfig, PoolerConfig
+from ...protocol.errors import ParameterError
+from ...protocol.sampling_params import SamplingParams
+from ..http.shown_values import echo
+
+Vector = npt.NDArray[np.float32]
+
+QUERY: Final = "query"
+DOCUMENT: Final = "document"
+"""The names of the prompts that sentence-transformers puts before queries and documents."""
+
+
+def embedding_params() -> SamplingParams:
+    """Return the sampling parameters of a request for an embedding, which generates nothing."""
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+def verify_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
+    """Raise ParameterError if a vector does not have this number of elements."""
+    size = pooler.hidden_size
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise ParameterError("dimensions", f"must be between 1 and {size}, got {dimensions}")
+
+
+def find_prompt(name: str | None, pooler: PoolerConfig) -> str:
+    """Return the text to put before inputs: the model's prompt `name`, or its default.
+
+    Raises:
+        ParameterError: The model has no such prompt.
+    """
+    if name is None:
+        return pooler.prompts.get(pooler.default_prompt, "")
+    if name not in pooler.prompts:
+        names = ", ".join(pooler.prompts)
+        needed = f"one of {names}" if names else "left out for this model"
+        raise ParameterError("prompt_name", f"must be {needed}, got {echo(name)}")
+    return pooler.prompts[name]
+
+
+def finish_vector(
+    pooled: bytes, pooler: PoolerConfig, *, dimensions: int | None, normalize: bool | None
+) -> Vector:
+    """Return a pooled vector, truncated and then normalized; by default as the model was trained."""
+    vector: Vector = np.frombuffer(pooled, np.float32)[:dimensions]
+    if not (pooler.normalize if normalize is None else normalize):
+        return vector
+    norm = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
+    normed: Vector = (vector / max(norm, 1e-12)).astype(np.float32)
+    return normed
+
+
+def cosines(pooled: Sequence[bytes], num_first: int, pooler: PoolerConfig) -> list[float]:
+    """Return the cosine of each later embedding and that of the `num_first` first ones which belongs to it."""
+    vectors = np.stack(
+        [finish_vector(each, pooler, dimensions=None, normalize=True) for each in pooled]
+    ).astype(np.float64)
+    scores: list[float] = (vectors[:num_first] * vectors[num_first:]).sum(1).tolist()
+    return scores
+
+
+def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool | None) -> Vector:
+    """Return the probabilities of the classes, or with `activate` False the scores that they are made of."""
+    scores: Vector = np.frombuffer(pooled, np.float32)
+    if activate is False or classifier.activation is Activation.IDENTITY:
+        return scores
+    wide = scores.astype(np.float64)
+    if classifier.activation is Activation.SIGMOID:
+        # Never the exponential of a positive number, which could overflow.
+        small = np.exp(-np.abs(wide))
+        result = np.where(wide >= 0, 1, small) / (1 + small)
+    else:
+        powers = np.exp(wide - wide.max())
+        result = powers / powers.sum()
+    probabilities: Vector = result.astype(np.float32)
+    return probabilities
+
+
+def verify_embeds(model: ModelConfig) -> None:
+    """Raise ParameterError if a model has a classification head, and so no embeddings."""
+    if model.classifier is not None:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} is a classifier, which does not embed text; use /classify",
+        )
+
+
+def verify_compares(model: ModelConfig) -> None:
+    """Raise ParameterError if a model cannot compare texts: it is a classifier with several classes."""
+    if model.classifier is not None and len(model.classifier.labels) != 1:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} has {len(model.classifier.labels)} classes, "
+            "and only a classifier with one can compare texts; use /classify",
+        )

@@ -1,0 +1,53 @@
+"""Tracks which prompt prefixes a core has cached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ....protocol.arrays import uint64_view
+from ....protocol.messages import ReplicaLoadUpdate
+
+
+class CachedPrefixes:
+    """The keys of the blocks that a core has cached, or will have after computing its current sequences."""
+
+    def __init__(self) -> None:
+        self._stored: set[int] = set()
+        self._expected: Counter[int] = Counter()
+
+    def apply_update(self, update: ReplicaLoadUpdate) -> None:
+        """Apply a core's report of stored and removed blocks."""
+        if update.is_whole:
+            self._stored.clear()
+        self._stored.update(uint64_view(update.stored).tolist())
+        self._stored.difference_update(uint64_view(update.removed).tolist())
+
+    def clear(self) -> None:
+        """Remove the stored blocks of a restarted core.
+
+        Its sequences stay expected, because they are resubmitted to it.
+        """
+        self._stored.clear()
+
+    def add_expected(self, keys: Iterable[int]) -> None:
+        """Add the prompt blocks of a sequence that was sent to the core."""
+        self._expected.update(keys)
+
+    def remove_expected(self, keys: Iterable[int]) -> None:
+        """Remove the prompt blocks of a sequence that has left the core."""
+        expected = self._expected
+        for key in keys:
+            if expected[key] > 1:
+                expected[key] -= 1
+            else:
+                del expected[key]
+
+    def count_blocks(self, keys: Iterable[int]) -> int:
+        """Return how many of a prompt's first blocks are cached or expected."""
+        num_found = 0
+        for key in keys:
+            if key not in self._stored and key not in self._expected:
+                break
+            num_found += 1
+        return num_found

@@ -1,0 +1,340 @@
+"""One frontend's connection to one core and its successors.
+
+It handles greetings, batched sending, and the detection of lost messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import msgspec
+import zmq
+
+from ....protocol import transport
+from ....protocol.arrays import int32_bytes
+from ....protocol.config import PROTOCOL_VERSION, EngineConfig
+from ....protocol.errors import EngineError
+from ....protocol.messages import (
+    AbortRequests,
+    AddRequests,
+    CallResult,
+    ClientHello,
+    CoreMessage,
+    CoreReady,
+    DumpEventLog,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    LossNoted,
+    ReplicaLoadUpdate,
+    ReplicaLost,
+    ResetPrefixCache,
+)
+from ....protocol.supervisor_messages import ReplicaInfo, ReplicaState
+from ....protocol.transport import FrameTooLarge, Peer, encode
+from .async_peer import AsyncPeer
+from .core_load import CoreLoad
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 512 * 1024
+"""Maximum bytes of a message with requests, so that neither side blocks for long."""
+PIECE_REQUESTS: Final = 256
+"""Maximum requests of a message, for the same reason."""
+
+_ENVELOPE_BYTES: Final = 64
+"""Maximum size of a message without its requests."""
+
+
+class CoreEvents(msgspec.Struct):
+    """Callbacks of a connection.
+
+    Attributes:
+        on_ready: A core accepts requests and has none. Requests added now are sent with the answer to its
+            greeting.
+        on_outputs: Outputs arrived. If the callback raises, the message is dropped.
+        on_lost_outputs: Outputs were lost and the connection restarts; `on_ready` follows.
+        on_replica_lost: The core is about to exit and lists the requests that it was computing.
+        on_too_large: A request exceeds the maximum message size and was not sent.
+        on_refused: The core can never serve this frontend; the argument is the reason.
+    """
+
+    on_ready: Callable[[CoreReady], None]
+    on_outputs: Callable[[EngineCoreOutputs], None]
+    on_lost_outputs: Callable[[int], None]
+    on_replica_lost: Callable[[ReplicaLost], None]
+    on_too_large: Callable[[int], None]
+    on_refused: Callable[[str], None]
+
+
+class CoreConnection:
+    """Sends requests to a core and receives its outputs, once the core has sent its greeting.
+
+    Requests are sent at the end of each tick of the event loop, split into several messages if needed. The first
+    ones are those that `on_ready` added: they form the answer to the greeting, whose last message is marked.
+
+    A greeting resets the connection: the core that sends it has none of the earlier requests. When outputs are
+    missing or invalid, reconnecting makes the core send a new greeting.
+
+    Attributes:
+        is_serving: Whether the core accepts new requests.
+        is_in_rotation: Whether requests may wait for this core.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        config: EngineConfig,
+        client_index: int,
+        core_index: int,
+        events: CoreEvents,
+    ) -> None:
+        self.core_index = core_index
+        self.load = CoreLoad(config.scheduler)
+        self.ready = False
+        self.is_serving = True
+        self.is_in_rotation = True
+        self.epoch = 0
+        self._latest_epoch = 0
+        self._excused_epoch = 0
+        self._num_dropped_messages = 0
+        self._client_index = client_index
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._last_sequence: float | None = None
+        self._is_greeting = False
+        self._greeting: dict[int, EngineCoreRequest] = {}
+        self._requests: dict[int, EngineCoreRequest] = {}
+        self._aborted: list[int] = []
+        self._flush_scheduled = False
+        self._calls: dict[int, asyncio.Future[CallResult]] = {}
+        self._num_calls = 0
+        self._context = context
+        self._address = config.core_address(core_index)
+        self._connect()
+
+    def _connect(self) -> None:
+        name = b"client%d" % self._client_index
+        self._wire = Peer[CoreMessage](self._context, self._address, name, CoreMessage)
+        self._peer = AsyncPeer[CoreMessage](self._wire, self._receive)
+
+    def apply_status(self, replica: ReplicaInfo) -> None:
+        """Apply the supervisor's status of this core."""
+        self.is_in_rotation = replica.state in (ReplicaState.SERVING, ReplicaState.RESTARTING)
+        self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
+        latest_epoch = replica.epoch + replica.has_ended
+        self._latest_epoch = max(self._latest_epoch, latest_epoch)
+        if latest_epoch > self.epoch:
+            self.ready = False
+        if replica.epoch == self.epoch and replica.state is not ReplicaState.SERVING:
+            # An operator may have requested the restart.
+            self._excused_epoch = self.epoch
+        if not self.ready:
+            self.fail_calls(self._unavailable_error())
+
+    def exited_silently(self, epoch: int) -> bool:
+        """Return whether the core of that epoch exited without naming requests and without a requested restart."""
+        return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
+
+    def _reconnect(self) -> None:
+        """Reconnect because outputs are missing or invalid.
+
+        The core then drops this frontend's requests and sends a new greeting.
+        """
+        self.ready = False
+        self._events.on_lost_outputs(self.core_index)
+        # Drops every message until the next greeting.
+        self._last_sequence = math.inf
+        self._num_dropped_messages += self._wire.num_dropped_frames
+        self._peer.close()
+        self._connect()
+
+    def num_dropped_frames(self) -> int:
+        """Return the number of frames that were invalid or duplicates."""
+        return self._wire.num_dropped_frames + self._num_dropped_messages
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request for the end of this tick. This does nothing while the core is not ready."""
+        if self.ready:
+            self._requests[request.request_index] = request
+            self._schedule_flush()
+
+    def abort_request(self, request_index: int) -> None:
+        """Drop a request that was not sent yet, or make the core abort it."""
+        for unsent in (self._greeting, self._requests):
+            if unsent.pop(request_index, None) is not None:
+                return
+        self._aborted.append(request_index)
+        self._schedule_flush()
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
+        """Send the call immediately and return a future with the result.
+
+        The future raises EngineError if the core is not ready or exits first.
+        """
+        call_id, result = self._new_call()
+        self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
+        return result
+
+    def dump_event_log(self) -> asyncio.Future[CallResult]:
+        """Send the call immediately and return a future with the result, which has the path of the file.
+
+        The future raises EngineError if the core is not ready or exits first.
+        """
+        call_id, result = self._new_call()
+        self._peer.send(DumpEventLog(call_id))
+        return result
+
+    def _new_call(self) -> tuple[int, asyncio.Future[CallResult]]:
+        self._num_calls += 1
+        result = self._calls[self._num_calls] = self._loop.create_future()
+        if not self.ready:
+            self.fail_calls(self._unavailable_error())
+        return self._num_calls, result
+
+    def _unavailable_error(self) -> EngineError:
+        return EngineError(
+            f"replica {self.core_index} is not up; retry when GET /engine/status reports it as ready"
+        )
+
+    def fail_calls(self, error: Exception) -> None:
+        """Fail all unfinished calls with this error."""
+        for result in self._calls.values():
+            if not result.done():
+                result.set_exception(error)
+        self._calls.clear()
+
+    def close(self) -> None:
+        """Close the connection without sending queued requests."""
+        self._discard_unsent()
+        self._peer.close()
+
+    def _discard_unsent(self) -> None:
+        self._is_greeting = False
+        self._greeting.clear()
+        self._requests.clear()
+        self._aborted.clear()
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if not self.ready:
+            # All requests are resubmitted after the next greeting.
+            self._discard_unsent()
+        if self._is_greeting:
+            piece = self._take_piece(self._greeting)
+            self._is_greeting = bool(self._greeting)
+            self._peer.send(AddRequests(piece, ends_greeting=not self._is_greeting))
+        elif self._requests and (piece := self._take_piece(self._requests)):
+            self._peer.send(AddRequests(piece))
+        if self._aborted:
+            aborted, self._aborted = self._aborted, []
+            self._peer.send(AbortRequests(int32_bytes(aborted)))
+        if self._is_greeting or self._requests:
+            self._schedule_flush()
+
+    def _take_piece(self, unsent: dict[int, EngineCoreRequest]) -> list[EngineCoreRequest]:
+        """Remove and return as many requests as fit in one message. Requests that fit in none are reported."""
+        limit = min(PIECE_BYTES, transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES)
+        piece: list[msgspec.Raw] = []
+        size = 0
+        while unsent:
+            index = next(iter(unsent))
+            if len(piece) == PIECE_REQUESTS:
+                break
+            encoded = _encode_request(unsent[index])
+            if encoded is not None and piece and size + len(encoded) > limit:
+                break
+            del unsent[index]
+            if encoded is None:
+                logger.error("failing a request that exceeds the maximum message size")
+                self._events.on_too_large(index)
+            else:
+                piece.append(msgspec.Raw(encoded))
+                size += len(encoded)
+        # msgspec copies a `Raw` unchanged, so each request is encoded only once.
+        return cast(list[EngineCoreRequest], piece)
+
+    def _receive(self, message: CoreMessage) -> None:
+        if isinstance(message, EngineCoreOutputs):
+            self._receive_outputs(message)
+        elif isinstance(message, CoreReady):
+            self._receive_ready(message)
+        elif isinstance(message, ReplicaLoadUpdate):
+            self._receive_load_update(message)
+        elif isinstance(message, CallResult):
+            result = self._calls.pop(message.call_id, None)
+            if result is not None and not result.done():
+                result.set_result(message)
+        else:
+            self.ready = False
+            if not message.is_own:
+                self._excused_epoch = self.epoch
+            self._events.on_replica_lost(message)
+            self._peer.send(LossNoted())
+
+    def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:
+        last = self._last_sequence
+        if last is not None and outputs.sequence <= last:
+            self._num_dropped_messages += 1
+            return
+        self._last_sequence = outputs.sequence
+        try:
+            if last is not None and outputs.sequence != last + 1:
+                raise ValueError(f"message {outputs.sequence} follows message {last}")
+            if outputs.core_index != self.core_index:
+                raise ValueError(f"core {self.core_index} calls itself {outputs.core_index}")
+            self._events.on_outputs(outputs)
+        except Exception:
+            logger.exception("core %d sent invalid outputs; reconnecting", self.core_index)
+            self._num_dropped_messages += 1
+            self._reconnect()
+
+    def _receive_load_update(self, update: ReplicaLoadUpdate) -> None:
+        try:
+            self.load.prefixes.apply_update(update)
+            self.load.num_others = update.num_others
+        except ValueError:
+            self._num_dropped_messages += 1
+
+    def _receive_ready(self, ready: CoreReady) -> None:
+        if (ready.version, ready.core_index) != (PROTOCOL_VERSION, self.core_index):
+            self._events.on_refused(
+                f"core {self.core_index} answered as core {ready.core_index} with protocol "
+                f"version {ready.version}; this frontend expects version {PROTOCOL_VERSION}: "
+                "restart the server"
+            )
+            return
+        self._discard_unsent()
+        self._last_sequence = None
+        self.load.num_others = 0
+        self.load.prefixes.clear()
+        self.fail_calls(
+            EngineError(f"core {self.core_index} was restarted during this call; retry it")
+        )
+        self.ready, self.epoch = True, ready.epoch
+        self._latest_epoch = max(self._latest_epoch, ready.epoch)
+        self._events.on_ready(ready)
+        self._greeting, self._requests = self._requests, {}
+        piece = self._take_piece(self._greeting)
+        self._is_greeting = bool(self._greeting)
+        hello = ClientHello(
+            PROTOCOL_VERSION, ready.epoch, self._client_index, piece, not self._is_greeting
+        )
+        self._peer.send(hello)
+
+
+def _encode_request(request: EngineCoreRequest) -> bytes | None:
+    """Return the encoded request, or None if it does not fit in a message."""
+    try:
+        encoded = encode(request)
+    except FrameTooLarge:
+        return None
+    return encoded if len(encoded) <= transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES else None

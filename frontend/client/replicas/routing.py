@@ -1,0 +1,147 @@
+"""Prefix routing: choose a replica that has cached the beginning of a prompt, unless its load is too high."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ....protocol.block_hash import block_keys
+from ....protocol.errors import EngineError
+from ....protocol.messages import EngineCoreRequest
+from ...metrics.metrics import Metrics
+from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
+from .core_connection import CoreConnection
+from .core_load import Overloaded
+
+HEADROOM: Final = 4
+"""Extra sequences that a replica may have above the least loaded one for the sake of a cached prefix."""
+
+_NO_SEQUENCES: Final[Mapping[int, int]] = {}
+
+
+class ReplicaUnavailable(EngineError):
+    """The requested replica accepts no requests at the moment."""
+
+
+class Router:
+    """Chooses the core for each sequence of one frontend.
+
+    `cores` is the caller's list, in the order of the replicas, and may change.
+    """
+
+    def __init__(self, cores: list[CoreConnection], metrics: Metrics, max_num_seqs: int) -> None:
+        self._cores = cores
+        self._metrics = metrics
+        self._max_num_seqs = max_num_seqs
+
+    def open_cores(self) -> list[CoreConnection]:
+        """Return the cores that accept new requests."""
+        return [core for core in self._cores if core.ready and core.is_serving]
+
+    def find_overload(self) -> Overloaded | None:
+        """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
+        overload = None
+        for core in self.open_cores():
+            try:
+                core.load.check(1, 1)
+            except Overloaded as error:
+                overload = error
+            else:
+                return None
+        return overload
+
+    async def route(
+        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> list[CoreConnection]:
+        """Return a core for each sequence. Adjacent sequences of one prompt (the same object) share a core.
+
+        Raises:
+            Overloaded: The queue of a chosen core is full.
+            ReplicaUnavailable: The requested replica accepts no requests at the moment.
+        """
+        new_tokens: Counter[int] = Counter()
+        new_sequences: Counter[int] = Counter()
+        routed: list[CoreConnection] = []
+        for position, (sequence, request) in enumerate(zip(sequences, requests, strict=True)):
+            if position and position % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            prompt = sequence.prompt_token_ids
+            if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
+                keys = self.block_keys(request)
+                core = self.choose_core(keys, sequence.data_parallel_rank, new_sequences)
+            new_sequences[core.core_index] += 1
+            new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
+            routed.append(core)
+        for core_index, count in new_sequences.items():
+            try:
+                self._cores[core_index].load.check(count, new_tokens[core_index])
+            except Overloaded:
+                self._metrics.record_rejection(core_index, "queue_full")
+                raise
+        return routed
+
+    def choose_core(
+        self, keys: list[int], rank: int | None = None, more: Mapping[int, int] = _NO_SEQUENCES
+    ) -> CoreConnection:
+        """Return the core for a prompt with these block keys.
+
+        `more` is the number of sequences about to be sent to each core.
+
+        Raises:
+            ReplicaUnavailable: Replica `rank` accepts no requests at the moment.
+        """
+        candidates = self.open_cores()
+        if rank is not None:
+            if self._cores[rank] not in candidates:
+                raise ReplicaUnavailable(
+                    f"replica {rank} accepts no requests at the moment; use another X-data-parallel-rank or retry later"
+                )
+            return self._cores[rank]
+        if not candidates:
+            # The requests wait for a core. A drained core would not accept them by itself.
+            candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
+        if len(candidates) == 1:
+            return candidates[0]
+        return candidates[
+            choose_replica(
+                [core.load.total + more.get(core.core_index, 0) for core in candidates],
+                [core.load.prefixes.count_blocks(keys) for core in candidates],
+                len(keys),
+                keys[0] if keys else 0,
+                self._max_num_seqs,
+            )
+        ]
+
+    def block_keys(self, request: EngineCoreRequest) -> list[int]:
+        """Return the keys for prefix routing, or [] if there is only one replica."""
+        return block_keys(request.block_hashes) if len(self._cores) > 1 else []
+
+
+def choose_replica(
+    loads: Sequence[int], num_cached: Sequence[int], num_blocks: int, home: int, max_num_seqs: int
+) -> int:
+    """Choose a replica for a prompt.
+
+    A replica that has at least half of the prompt's blocks, and the most, is preferred over a lower load, within
+    limits: its load must be at most twice the lowest and below `max_num_seqs`, or at most `HEADROOM` above the
+    lowest. Ties go to the first replica from `home` on, so that all frontends choose the same one.
+
+    Args:
+        loads: Number of sequences at each replica.
+        num_cached: Number of the prompt's first blocks that each replica has.
+        num_blocks: Number of full blocks of the prompt.
+        home: Preferred replica for ties, modulo the number of replicas.
+        max_num_seqs: Sequences that a replica runs at once.
+    """
+    least = min(loads)
+    bound = max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
+    count = len(loads)
+
+    def preference(index: int) -> tuple[int, int, int, int]:
+        found = num_cached[index]
+        worth_a_wait = found if 2 * found >= num_blocks else 0
+        return -worth_a_wait, loads[index], -found, (index - home) % count
+
+    return min((index for index in range(count) if loads[index] <= bound), key=preference)

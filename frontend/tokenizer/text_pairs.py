@@ -1,0 +1,60 @@
+"""Joins two texts into one input, as models read them that compare texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """The tokens of two texts. Those from `second_segment` on have the second token type; 0 if none has."""
+
+    token_ids: list[int]
+    second_segment: int
+
+
+class PairJoiner:
+    """The special tokens that a tokenizer puts before, between and after two texts."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        encoding = backend.encode("a", "a")
+        texts: list[int | None] = encoding.sequence_ids
+        first_end = len(texts) - texts[::-1].index(0) if 0 in texts else 0
+        second_end = len(texts) - texts[::-1].index(1) if 1 in texts else len(texts)
+        first = texts.index(0) if 0 in texts else 0
+        second = texts.index(1) if 1 in texts else first_end
+        ids: list[int] = encoding.ids
+        self._before = ids[:first]
+        self._between = ids[first_end:second]
+        self._after = ids[second_end:]
+        self._num_first_type = encoding.type_ids[first_end:second].count(0)
+        self._has_types = 1 in encoding.type_ids
+
+    @property
+    def num_special(self) -> int:
+        """The number of special tokens."""
+        return len(self._before) + len(self._between) + len(self._after)
+
+    def join(
+        self,
+        first: Sequence[int],
+        second: Sequence[int],
+        max_tokens: int | None = None,
+        *,
+        has_special: bool = True,
+    ) -> TextPair:
+        """Return two texts as one input, without the ends of the longer text, then of both, if there are too many."""
+        if max_tokens is not None:
+            room = max(max_tokens - self.num_special * has_special, 0)
+            # Neither text loses a token while the other is longer.
+            num_first = min(len(first), max(room - len(second), room - room // 2))
+            first, second = first[:num_first], second[: room - num_first]
+        if not has_special:
+            token_ids = [*first, *second]
+            return TextPair(token_ids, len(first) * self._has_types)
+        token_ids = [*self._before, *first, *self._between, *second, *self._after]
+        second_segment = len(self._before) + len(first) + self._num_first_type
+        return TextPair(token_ids, second_segment * self._has_types)

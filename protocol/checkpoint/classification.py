@@ -1,0 +1,65 @@
+"""Reads the classes of a checkpoint with a classification head, and what turns their scores into probabilities."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..config.model import Activation, ClassifierConfig
+from .config_fields import ConfigFields
+
+CLASSIFIER_SUFFIX: Final = "ForSequenceClassification"
+"""The end of the architecture of every model with a classification head."""
+
+TOKENS: Final = "classifier_from_token"
+"""The field with the tokens whose logits after the prompt are the scores of a model that was trained as a decoder."""
+TOKEN_IDS: Final = "classifier_token_ids"
+"""The field with the ids of these tokens."""
+
+MAX_LABELS: Final = 1 << 16
+_DEFAULT_NUM_LABELS: Final = 2
+_PROBLEM_TYPES: Final = {
+    "regression": Activation.IDENTITY,
+    "multi_label_classification": Activation.SIGMOID,
+}
+
+
+def is_classifier(fields: ConfigFields) -> bool:
+    """Return whether a config is that of a model with a classification head."""
+    names = fields.texts("architectures")
+    return TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
+
+
+def read_num_labels(fields: ConfigFields) -> int:
+    """Return the number of classes. Two tokens that stand for no and yes are one class."""
+    if tokens := fields.texts(TOKENS):
+        return 1 if len(tokens) == 2 else len(tokens)
+    labels = fields.section("id2label")
+    default = _DEFAULT_NUM_LABELS if labels is None else len(labels.config)
+    return fields.integer("num_labels", default, maximum=MAX_LABELS)
+
+
+def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
+    """Return the classes of a model; None for a model without a classification head."""
+    if not is_classifier(fields):
+        return None
+    labels = None if fields.texts(TOKENS) else fields.section("id2label")
+    names = tuple(
+        f"LABEL_{i}" if labels is None else labels.text(str(i), f"LABEL_{i}")
+        for i in range(read_num_labels(fields))
+    )
+    return ClassifierConfig(names, _activation(fields, len(names)))
+
+
+def _activation(fields: ConfigFields, num_labels: int) -> Activation:
+    """Return the activation for the problem, or that of sentence-transformers; else that for the number of classes."""
+    problem = fields.text("problem_type", "")
+    if problem in _PROBLEM_TYPES:
+        return _PROBLEM_TYPES[problem]
+    trained = fields.section("sentence_transformers")
+    name = "" if trained is None else trained.text("activation_fn", "")
+    name = name or fields.text("sbert_ce_default_activation_function", "")
+    if name.endswith(".Identity"):
+        return Activation.IDENTITY
+    if name.endswith(".Sigmoid") or num_labels == 1:
+        return Activation.SIGMOID
+    return Activation.SOFTMAX

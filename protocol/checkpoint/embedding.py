@@ -1,0 +1,110 @@
+"""Reads how a checkpoint embeds text: from sentence-transformers' files, or by the family of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..config.model import PoolerConfig
+from ..errors import CheckpointError
+from ..pooling_params import PoolingKind
+from .classification import is_classifier
+from .config_fields import ConfigFields
+
+ENCODERS: Final = frozenset({"bert", "distilbert", "roberta", "xlm-roberta"})
+"""The `model_type` of every family with bidirectional attention."""
+
+OFFSET_POSITIONS: Final = frozenset({"roberta", "xlm-roberta"})
+"""The `model_type` of every family whose table of positions starts with unused rows."""
+
+_KINDS: Final = {
+    "pooling_mode_cls_token": PoolingKind.CLS,
+    "pooling_mode_mean_tokens": PoolingKind.MEAN,
+    "pooling_mode_lasttoken": PoolingKind.LAST,
+}
+_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Normalize")
+
+
+class _Module(msgspec.Struct):
+    path: str
+    type: str
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+class EmbeddingFiles(msgspec.Struct, frozen=True):
+    """The pooler, and the maximum length of a text in tokens; None for that of the model."""
+
+    pooler: PoolerConfig
+    max_length: int | None = None
+
+
+def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
+    """Return how the checkpoint in `path` embeds text. `config` is that of the language model.
+
+    Raises:
+        CheckpointError: A file is invalid, or a module is not supported.
+    """
+    # The worker rejects a config without a size.
+    hidden_size = config.optional_integer("hidden_size") or 0
+    if is_classifier(config) or not (path / "modules.json").is_file():
+        kind = PoolingKind.CLS if config.text("model_type", "") in ENCODERS else PoolingKind.LAST
+        return EmbeddingFiles(PoolerConfig(kind, True, hidden_size))
+    kind, normalizes = PoolingKind.MEAN, False
+    for module in _modules(path / "modules.json"):
+        if module.kind not in _SUPPORTED_MODULES:
+            raise CheckpointError(
+                path / "modules.json",
+                f"the module {module.type!r} is not supported; supported are {', '.join(_SUPPORTED_MODULES)}",
+            )
+        if module.kind == "Pooling":
+            kind = _pooling_kind(ConfigFields.read(path / module.path / "config.json"))
+        normalizes |= module.kind == "Normalize"
+    prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
+    length = ConfigFields.read_if_present(path / "sentence_bert_config.json")
+    return EmbeddingFiles(
+        PoolerConfig(
+            kind,
+            normalizes,
+            hidden_size,
+            _prompts(prompts),
+            prompts.text("default_prompt_name", ""),
+        ),
+        length.optional_integer("max_seq_length"),
+    )
+
+
+def _modules(path: Path) -> list[_Module]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[_Module])
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(path, f"not a valid list of modules ({error})") from error
+
+
+def _pooling_kind(fields: ConfigFields) -> PoolingKind:
+    if (mode := fields.get("pooling_mode")) is not None:
+        kinds = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
+        if mode in kinds:
+            return kinds[mode]
+        raise fields.error(
+            f"pooling_mode {mode!r} is not supported; supported are {', '.join(kinds)}"
+        )
+    enabled = [
+        name for name in fields.config if name.startswith("pooling_mode_") and fields.get(name)
+    ]
+    if len(enabled) != 1 or enabled[0] not in _KINDS:
+        raise fields.error(
+            f"the pooling {', '.join(enabled) or 'none'} is not supported; supported is one of {', '.join(_KINDS)}"
+        )
+    return _KINDS[enabled[0]]
+
+
+def _prompts(fields: ConfigFields) -> dict[str, str]:
+    prompts = fields.section("prompts")
+    if prompts is None:
+        return {}
+    return {name: prompts.text(name) for name in prompts.config if prompts.get(name)}

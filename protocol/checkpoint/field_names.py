@@ -1,0 +1,31 @@
+"""One name for each config field that families name differently."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .config_fields import ConfigFields
+
+_OTHER_NAMES: Final = {
+    "hidden_size": ("n_embd", "n_embed", "dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
+    "max_position_embeddings": ("n_positions", "seq_length"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "hidden_act": ("activation_function", "activation"),
+}
+
+
+def with_common_names(fields: ConfigFields) -> ConfigFields:
+    """Return the fields with those that have another family's name also under Llama's name."""
+    found = {}
+    for name, others in _OTHER_NAMES.items():
+        if fields.get(name) is None:
+            value = next(
+                (fields.get(other) for other in others if fields.get(other) is not None), None
+            )
+            if value is not None:
+                found[name] = value
+    return fields.with_values(found)

@@ -1,0 +1,1 @@
+"""Translates GGUF metadata into Hugging Face configs."""

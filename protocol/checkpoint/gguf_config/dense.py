@@ -1,0 +1,271 @@
+"""Translates the metadata of models whose layers all have attention and one MLP."""
+
+from typing import Any
+
+from .fields import ModelFields, Translate
+from .parts import (
+    expert_fields,
+    family,
+    granite,
+    latent_attention,
+    layer_types,
+    mixture,
+    rope_scaling,
+    yarn_weight,
+)
+
+
+def _llama(fields: ModelFields) -> dict[str, Any]:
+    if fields.optional_integer("expert_count"):
+        size = expert_fields(fields)["moe_intermediate_size"]
+        window = fields.optional_integer("attention.sliding_window")
+        return mixture(fields, "Mixtral", "mixtral", intermediate_size=size, sliding_window=window)
+    if window := fields.optional_integer("attention.sliding_window"):
+        return {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": window,
+        }
+    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def _qwen2(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+def _qwen3(fields: ModelFields) -> dict[str, Any]:
+    return _qwen2(fields) | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+
+
+def _arcee(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "arcee", "ArceeForCausalLM", hidden_act="relu2")
+
+
+def _ernie4_5(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "ernie4_5", "Ernie4_5ForCausalLM")
+
+
+def _exaone4(fields: ModelFields) -> dict[str, Any]:
+    has_windows = fields.optional_integer("attention.sliding_window") is not None
+    kinds = layer_types(fields, default_period=4 if has_windows else 1)
+    return family(fields, "exaone4", "Exaone4ForCausalLM", layer_types=kinds)
+
+
+def _glm4(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "glm4", "Glm4ForCausalLM", **_qkv_bias(fields))
+
+
+def _qkv_bias(fields: ModelFields) -> dict[str, bool]:
+    return {"attention_bias": fields.has_tensor("blk.0.attn_q.bias")}
+
+
+def _hunyuan_dense(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+
+
+def _seed_oss(fields: ModelFields) -> dict[str, Any]:
+    output_bias = fields.has_tensor("blk.0.attn_output.bias")
+    return family(fields, "seed_oss", "SeedOssForCausalLM", attention_out_bias=output_bias)
+
+
+def _command_r(fields: ModelFields) -> dict[str, Any]:
+    has_norms = fields.has_tensor("blk.0.attn_q_norm.weight")
+    return family(fields, "cohere", "CohereForCausalLM", use_qk_norm=has_norms)
+
+
+def _cohere2(fields: ModelFields) -> dict[str, Any]:
+    kinds = layer_types(fields, default_period=4)
+    return family(fields, "cohere2", "Cohere2ForCausalLM", layer_types=kinds)
+
+
+def _nemotron(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "nemotron", "NemotronForCausalLM", hidden_act="relu2")
+
+
+def _phi2(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "phi", "PhiForCausalLM", hidden_act="gelu_new")
+
+
+def _stablelm(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "stablelm",
+        "StableLmForCausalLM",
+        use_parallel_residual=fields.boolean("use_parallel_residual", False),
+        use_qkv_bias=fields.has_tensor("blk.0.attn_q.bias"),
+        qk_layernorm=fields.has_tensor("blk.0.attn_q_norm.weight"),
+    )
+
+
+def _starcoder2(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "starcoder2", "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh")
+
+
+def _bloom(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "bloom",
+        "BloomForCausalLM",
+        hidden_act="gelu_pytorch_tanh",
+        has_grouped_qkv=False,
+    )
+
+
+def _falcon(fields: ModelFields) -> dict[str, Any]:
+    num_kv_heads = fields.integer("attention.head_count_kv", fields.num_heads)
+    return family(
+        fields,
+        "falcon",
+        "FalconForCausalLM",
+        hidden_act="gelu",
+        has_grouped_qkv=False,
+        multi_query=num_kv_heads == 1,
+        new_decoder_architecture=1 < num_kv_heads < fields.num_heads,
+        num_ln_in_parallel_attn=2 if fields.has_tensor("blk.0.attn_norm_2.weight") else 1,
+    )
+
+
+def _gpt2(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "gpt2",
+        "GPT2LMHeadModel",
+        hidden_act="gelu_new",
+        has_transposed_matrices=False,
+    )
+
+
+def _gptneox(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        hidden_act="gelu",
+        has_grouped_qkv=False,
+        attention_bias=fields.has_tensor("blk.0.attn_output.bias"),
+        use_parallel_residual=fields.boolean("use_parallel_residual", True),
+    )
+
+
+def _phi3(fields: ModelFields) -> dict[str, Any]:
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    return {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "partial_rotary_factor": rotary_dim / fields.head_dim,
+        "original_max_position_embeddings": fields.integer(
+            "rope.scaling.original_context_length", fields.integer("context_length")
+        ),
+        "sliding_window": fields.optional_integer("attention.sliding_window"),
+    }
+
+
+def _smollm3(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(fields.num_layers)],
+        "no_rope_layer_interval": 4,
+    }
+
+
+def _olmo(fields: ModelFields) -> dict[str, Any]:
+    clip = fields.optional_positive("attention.clamp_kqv")
+    return family(fields, "olmo", "OlmoForCausalLM", clip_qkv=clip)
+
+
+def _olmo2(fields: ModelFields) -> dict[str, Any]:
+    if window := fields.optional_integer("attention.sliding_window"):
+        return {
+            "model_type": "olmo3",
+            "architectures": ["Olmo3ForCausalLM"],
+            "sliding_window": window,
+            "layer_types": layer_types(fields, default_period=4),
+        }
+    return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+
+
+def _apertus(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "apertus",
+        "ApertusForCausalLM",
+        hidden_act="xielu",
+        # A scaling without effect, because the family's default is another one.
+        rope_scaling=rope_scaling(fields) or {"rope_type": "default"},
+    )
+
+
+def _mistral3(fields: ModelFields) -> dict[str, Any]:
+    scaling = rope_scaling(fields)
+    if scaling is not None and (weight := yarn_weight(fields, 1.0)):
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+    if scaling is not None and (beta := fields.optional_positive("attention.temperature_scale")):
+        scaling["llama_4_scaling_beta"] = beta
+    return family(fields, "ministral3", "Ministral3ForCausalLM", rope_scaling=scaling)
+
+
+def _chatglm(fields: ModelFields) -> dict[str, Any]:
+    has_biases = any(fields.has_tensor(f"blk.0.{x}.bias") for x in ("attn_qkv", "attn_q"))
+    return family(fields, "glm", "GlmForCausalLM", attention_bias=has_biases)
+
+
+def _starcoder(fields: ModelFields) -> dict[str, Any]:
+    return family(
+        fields,
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        hidden_act="gelu_pytorch_tanh",
+        multi_query=fields.integer("attention.head_count_kv", 1) < fields.num_heads,
+        has_grouped_qkv=False,
+    )
+
+
+def _minicpm3(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "minicpm3",
+        "architectures": ["MiniCPM3ForCausalLM"],
+        # Constants of the one published model.
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        **latent_attention(fields),
+    }
+
+
+DENSE: dict[str, Translate] = {
+    "apertus": _apertus,
+    "arcee": _arcee,
+    "bloom": _bloom,
+    "chatglm": _chatglm,
+    "cohere2": _cohere2,
+    "command-r": _command_r,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
+    "falcon": _falcon,
+    "glm4": _glm4,
+    "gpt2": _gpt2,
+    "gptneox": _gptneox,
+    "granite": granite,
+    "hunyuan-dense": _hunyuan_dense,
+    "llama": _llama,
+    "minicpm3": _minicpm3,
+    "mistral3": _mistral3,
+    "nemotron": _nemotron,
+    "olmo": _olmo,
+    "olmo2": _olmo2,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder": _starcoder,
+    "starcoder2": _starcoder2,
+}

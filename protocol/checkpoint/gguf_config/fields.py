@@ -1,0 +1,100 @@
+"""Reads the keys of a GGUF file's metadata."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ...errors import CheckpointError
+from ..config_fields import ConfigFields
+from ..gguf import GGMLQuantizationType, GGUFFile
+
+
+class GGUFFields(ConfigFields):
+    """The keys of a GGUF file's metadata that begin with `prefix`."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value. A list of equal numbers, one for each layer, becomes that number."""
+        value = self.config.get(self.prefix + name)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if isinstance(value, float):
+            with np.errstate(over="ignore"):
+                value = float(str(np.float32(value)))
+        return default if value is None else value
+
+    def optional_integer(self, name: str) -> int | None:
+        """Return an integer, or None if the key is absent or 0."""
+        return self.integer(name, 0, minimum=0) or None
+
+    def optional_positive(self, name: str) -> float | None:
+        """Return a number, or None if the key is absent or 0."""
+        return self.number(name, 0) or None
+
+
+class ModelFields(GGUFFields):
+    """The metadata keys of one architecture, and the tensors."""
+
+    def __init__(self, gguf: GGUFFile, architecture: str) -> None:
+        super().__init__(gguf.metadata, gguf.path, f"{architecture}.")
+        self.gguf = gguf
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor."""
+        return name in self.gguf.tensors
+
+    def floats(self, tensor_name: str) -> list[float]:
+        """Return the numbers of a float32 tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor.
+        """
+        tensor = self.gguf.tensors.get(tensor_name)
+        if tensor is None or tensor.ggml_type is not GGMLQuantizationType.F32:
+            raise CheckpointError(self.gguf.path, f"there is no F32 tensor {tensor_name!r}")
+        return [float(str(x)) for x in self.gguf.data(tensor).view("<f4")]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, with those that predict several tokens ahead."""
+        return self.layer_count("block_count")
+
+    def of_layers(self, name: str) -> list[int]:
+        """Return an integer for each layer; the file has a list of them, or one for all."""
+        values = self.config.get(self.prefix + name)
+        if isinstance(values, np.ndarray) and values.size > 1:
+            if values.dtype.kind not in "iub" or len(values) != self.num_layers:
+                raise self.wrong(name, "a list with an integer for each layer", values.tolist())
+            return [int(value) for value in values]
+        return [self.integer(name, minimum=0)] * self.num_layers
+
+    def largest(self, name: str, default: int | None = None) -> int:
+        """Return the largest integer of any layer, which must be positive."""
+        if default is not None and self.get(name) is None:
+            return default
+        values = self.of_layers(name)
+        if min(values) < 0 or max(values) < 1:
+            raise self.wrong(name, "positive for some layer", values)
+        return max(values)
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self.integer("attention.head_count")
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a query head."""
+        head_dim = self.integer(
+            "attention.key_length", self.integer("embedding_length") // self.num_heads
+        )
+        if head_dim == 0:
+            raise CheckpointError(
+                self.gguf.path,
+                f"the embedding is narrower than the number of heads, {self.num_heads}",
+            )
+        return head_dim
+
+
+Translate: TypeAlias = Callable[[ModelFields], dict[str, Any]]
+"""Returns the fields that an architecture adds to the common ones, or has instead of them."""

@@ -1,0 +1,156 @@
+"""Translates the metadata of mixtures of experts."""
+
+from typing import Any
+
+from .fields import ModelFields, Translate
+from .parts import expert_fields, granite, latent_attention, mixture, rope_scaling, yarn_weight
+
+# The scores of experts are sigmoids of the router's logits.
+_SIGMOID = 2
+
+
+def _qwen2_moe(fields: ModelFields) -> dict[str, Any]:
+    return mixture(fields, "Qwen2Moe", "qwen2_moe", norm_topk_prob=False)
+
+
+def _qwen3_moe(fields: ModelFields) -> dict[str, Any]:
+    return mixture(fields, "Qwen3Moe", "qwen3_moe", norm_topk_prob=True)
+
+
+def _olmoe(fields: ModelFields) -> dict[str, Any]:
+    size = expert_fields(fields)["moe_intermediate_size"]
+    return mixture(fields, "Olmoe", "olmoe", norm_topk_prob=False, intermediate_size=size)
+
+
+def _granite_moe(fields: ModelFields) -> dict[str, Any]:
+    size = expert_fields(fields)["moe_intermediate_size"]
+    return granite(fields) | mixture(
+        fields, "GraniteMoeShared", "granitemoeshared", intermediate_size=size
+    )
+
+
+def _glm4_moe(fields: ModelFields) -> dict[str, Any]:
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    return mixture(
+        fields,
+        "Glm4Moe",
+        "glm4_moe",
+        num_hidden_layers=num_layers,
+        num_nextn_predict_layers=fields.num_layers - num_layers,
+        partial_rotary_factor=rotary_dim / fields.head_dim,
+        use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
+    )
+
+
+def _minimax_m2(fields: ModelFields) -> dict[str, Any]:
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    size = expert_fields(fields)["moe_intermediate_size"]
+    return mixture(fields, "MiniMaxM2", "minimax_m2", rotary_dim=rotary_dim, intermediate_size=size)
+
+
+def _dots1(fields: ModelFields) -> dict[str, Any]:
+    return mixture(fields, "Dots1", "dots1")
+
+
+def _ernie4_5_moe(fields: ModelFields) -> dict[str, Any]:
+    return mixture(
+        fields,
+        "Ernie4_5_Moe",
+        "ernie4_5_moe",
+        moe_num_shared_experts=fields.integer("expert_shared_count", 0, minimum=0),
+        moe_layer_start_index=fields.integer("leading_dense_block_count", 0, minimum=0),
+        moe_layer_interval=fields.integer("interleave_moe_layer_step", 1),
+        use_bias=False,
+    )
+
+
+def _hunyuan_moe(fields: ModelFields) -> dict[str, Any]:
+    size = expert_fields(fields)["moe_intermediate_size"]
+    return mixture(
+        fields,
+        "HunYuanMoEV1",
+        "hunyuan_v1_moe",
+        intermediate_size=size,
+        num_shared_expert=expert_fields(fields)["shared_expert_intermediate_size"] // size,
+    )
+
+
+def _gpt_oss(fields: ModelFields) -> dict[str, Any]:
+    size = expert_fields(fields)["moe_intermediate_size"]
+    scaling = rope_scaling(fields)
+    if scaling is not None:
+        scaling["truncate"] = False
+    return mixture(
+        fields,
+        "GptOss",
+        "gpt_oss",
+        intermediate_size=size,
+        rope_scaling=scaling,
+        sliding_window=fields.integer("attention.sliding_window", 128),
+        attention_bias=True,
+    )
+
+
+def _phimoe(fields: ModelFields) -> dict[str, Any]:
+    return mixture(
+        fields,
+        "PhiMoE",
+        "phimoe",
+        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
+        attention_bias=fields.has_tensor("blk.0.attn_output.bias"),
+        lm_head_bias=fields.has_tensor("output.bias"),
+        sliding_window=fields.optional_integer("attention.sliding_window"),
+    )
+
+
+def _llama4(fields: ModelFields) -> dict[str, Any]:
+    step = fields.integer("interleave_moe_layer_step", 1)
+    return mixture(
+        fields,
+        "Llama4",
+        "llama4_text",
+        intermediate_size=expert_fields(fields)["moe_intermediate_size"],
+        intermediate_size_mlp=fields.integer("feed_forward_length"),
+        interleave_moe_layer_step=step,
+        attention_chunk_size=fields.integer("attention.chunk_size", 8192),
+        # Of the two published models the one with 128 experts has no norms of queries and keys.
+        use_qk_norm=fields.integer("expert_count") != 128,
+    )
+
+
+def _deepseek2(fields: ModelFields) -> dict[str, Any]:
+    experts = expert_fields(fields)
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    scaling = rope_scaling(fields)
+    if scaling is not None and (weight := yarn_weight(fields, 0.1)):
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+    has_correction = f"blk.{num_layers - 1}.exp_probs_b.bias"
+    # Older files do not say how logits become scores.
+    scoring = fields.integer("expert_gating_func", 2 if fields.has_tensor(has_correction) else 1)
+    differences = latent_attention(fields) | {
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": fields.num_layers - num_layers,
+        "rope_scaling": scaling,
+    }
+    if scoring == _SIGMOID:
+        return mixture(fields, "DeepseekV3", "deepseek_v3", **differences)
+    method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    return mixture(fields, "DeepseekV2", "deepseek_v2", topk_method=method, **differences)
+
+
+MIXTURES: dict[str, Translate] = {
+    "deepseek2": _deepseek2,
+    "dots1": _dots1,
+    "ernie4_5-moe": _ernie4_5_moe,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite_moe,
+    "hunyuan-moe": _hunyuan_moe,
+    "llama4": _llama4,
+    "minimax-m2": _minimax_m2,
+    "olmoe": _olmoe,
+    "phimoe": _phimoe,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+}

@@ -1,0 +1,156 @@
+"""Translates what several architectures share."""
+
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError
+from .fields import ModelFields
+
+
+def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
+    """Return `rope_scaling`, None for plain frequencies.
+
+    Raises:
+        CheckpointError: The type of scaling is unknown.
+    """
+    original_length = fields.integer(
+        "rope.scaling.original_context_length", fields.integer("context_length")
+    )
+    if fields.has_tensor("rope_freqs.weight"):
+        divisors = fields.floats("rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": original_length,
+        }
+    if fields.has_tensor("rope_factors_long.weight"):
+        return {
+            "rope_type": "longrope",
+            "short_factor": fields.floats("rope_factors_short.weight"),
+            "long_factor": fields.floats("rope_factors_long.weight"),
+            "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": original_length,
+        }
+    factor = fields.number("rope.scaling.factor", 1.0)
+    kind = fields.text("rope.scaling.type", "none")
+    if kind == "linear" and factor not in (0.0, 1.0):
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original_length,
+        }
+        for name, key in (
+            ("attention_factor", "yarn_attn_factor"),
+            ("beta_fast", "yarn_beta_fast"),
+            ("beta_slow", "yarn_beta_slow"),
+        ):
+            if (value := fields.optional_positive(f"rope.scaling.{key}")) is not None:
+                scaling[name] = value
+        return scaling
+    if kind not in ("none", "linear"):
+        raise CheckpointError(
+            fields.gguf.path, f"the rope scaling type {kind!r} is not supported in GGUF files"
+        )
+    return None
+
+
+def yarn_weight(fields: ModelFields, unit: float) -> float | None:
+    """Return the weight of the logarithm of the factor in the scale of scores, which is stored in this unit."""
+    weight = fields.optional_positive("rope.scaling.yarn_log_multiplier")
+    return None if weight is None else float(str(np.float32(weight / unit)))
+
+
+def layer_types(fields: ModelFields, default_period: int) -> list[str]:
+    """Return the attention type of each layer: full for every ``period``-th layer, sliding for the others."""
+    key = "attention.sliding_window_pattern"
+    pattern = fields.config.get(fields.prefix + key)
+    if isinstance(pattern, np.ndarray):
+        sliding = pattern.astype(bool).tolist()
+    else:
+        period = fields.integer(key, default_period)
+        sliding = [bool((i + 1) % period) for i in range(fields.num_layers)]
+    return ["sliding_attention" if x else "full_attention" for x in sliding]
+
+
+def family(
+    fields: ModelFields, model_type: str, architecture: str, **differences: Any
+) -> dict[str, Any]:
+    """Return the fields of a family without its own keys. Its rotary embedding may cover a part of a head."""
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    has_biases = fields.has_tensor("blk.0.attn_output.bias")
+    return {
+        "model_type": model_type,
+        "architectures": [architecture],
+        "partial_rotary_factor": rotary_dim / fields.head_dim,
+        "use_bias": has_biases,
+        "bias": has_biases,
+        "logit_scale": fields.positive("logit_scale", 1.0),
+        "sliding_window": fields.optional_integer("attention.sliding_window"),
+    } | differences
+
+
+def expert_fields(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of a mixture of experts, which most families name alike."""
+    size = fields.optional_integer("expert_feed_forward_length")
+    if size is None:
+        size = fields.integer("feed_forward_length")
+    num_shared = fields.integer("expert_shared_count", 0, minimum=0)
+    shared = fields.integer("expert_shared_feed_forward_length", num_shared * size, minimum=0)
+    return {
+        "num_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "moe_intermediate_size": size,
+        "n_shared_experts": shared // size,
+        "shared_expert_intermediate_size": shared,
+        "shared_intermediate_size": shared,
+        "first_k_dense_replace": fields.integer("leading_dense_block_count", 0, minimum=0),
+        "n_group": fields.integer("expert_group_count", 1),
+        "topk_group": fields.integer("expert_group_used_count", 1),
+        "norm_topk_prob": fields.boolean("expert_weights_norm", False),
+        "routed_scaling_factor": fields.positive("expert_weights_scale", 1.0),
+    }
+
+
+def mixture(
+    fields: ModelFields, architecture: str, model_type: str, **differences: Any
+) -> dict[str, Any]:
+    """Return the fields of a family with experts."""
+    names = {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]}
+    return expert_fields(fields) | names | differences
+
+
+def latent_attention(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of latent attention."""
+    rotary_dim = fields.integer("rope.dimension_count")
+    # In files of the later form, the plain keys are those of the latent vector that all heads share.
+    key_length = fields.integer(
+        "attention.key_length_mla", fields.integer("attention.key_length"), minimum=rotary_dim + 1
+    )
+    default = fields.integer("embedding_length") // fields.num_heads
+    value_length = fields.integer("attention.value_length", default)
+    return {
+        "q_lora_rank": fields.optional_integer("attention.q_lora_rank"),
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_length - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "v_head_dim": fields.integer("attention.value_length_mla", value_length),
+        "attention_bias": fields.has_tensor("blk.0.attn_kv_a_mqa.bias"),
+    }
+
+
+def granite(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of dense Granite models, which the others also have."""
+    return {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "attention_multiplier": fields.positive("attention.scale", fields.head_dim**-0.5),
+        "embedding_multiplier": fields.positive("embedding_scale", 1.0),
+        "residual_multiplier": fields.positive("residual_scale", 1.0),
+        "logits_scaling": fields.positive("logit_scale", 1.0),
+    }

@@ -1,0 +1,226 @@
+"""Translates the metadata of models with recurrent layers."""
+
+from typing import Any
+
+from .fields import ModelFields, Translate
+from .parts import expert_fields, granite, latent_attention, mixture
+
+
+def _lfm2(fields: ModelFields) -> dict[str, Any]:
+    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
+    return {
+        "model_type": "lfm2",
+        "architectures": ["Lfm2ForCausalLM"],
+        "layer_types": ["full_attention" if x else "conv" for x in attends],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": fields.integer("shortconv.l_cache"),
+        "conv_bias": any(
+            fields.has_tensor(f"blk.{i}.shortconv.conv.bias") for i in range(len(attends))
+        ),
+    }
+
+
+def _lfm2_moe(fields: ModelFields) -> dict[str, Any]:
+    has_correction = any(
+        fields.has_tensor(f"blk.{i}.exp_probs_b.bias") for i in range(fields.num_layers)
+    )
+    return _lfm2(fields) | mixture(
+        fields,
+        "Lfm2Moe",
+        "lfm2_moe",
+        num_dense_layers=fields.integer("leading_dense_block_count", 0, minimum=0),
+        norm_topk_prob=True,
+        use_expert_bias=has_correction,
+    )
+
+
+def _mamba2(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of Mamba-2 layers."""
+    num_heads = fields.integer("ssm.time_step_rank")
+    size = fields.integer("ssm.inner_size")
+
+    def has_bias(module: str) -> bool:
+        return any(fields.has_tensor(f"blk.{i}.{module}.bias") for i in range(fields.num_layers))
+
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": size // num_heads,
+        "mamba_d_ssm": size,
+        "mamba_n_groups": fields.integer("ssm.group_count"),
+        "mamba_d_state": fields.integer("ssm.state_size"),
+        "mamba_d_conv": fields.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": has_bias("ssm_conv1d"),
+        "mamba_proj_bias": has_bias("ssm_in"),
+    }
+
+
+def _bamba(fields: ModelFields, attends: list[bool]) -> dict[str, Any]:
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    return _mamba2(fields) | {
+        "model_type": "bamba",
+        "architectures": ["BambaForCausalLM"],
+        "layers_block_type": ["attention" if x else "mamba" for x in attends],
+        "partial_rotary_factor": rotary_dim / fields.head_dim,
+        "attention_bias": any(
+            fields.has_tensor(f"blk.{i}.attn_q.bias") for i in range(len(attends))
+        ),
+    }
+
+
+def _granite_hybrid(fields: ModelFields) -> dict[str, Any]:
+    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
+    if fields.boolean("rope.scaling.finetuned", False):
+        return _bamba(fields, attends)
+    shared = fields.largest("feed_forward_length")
+    experts: dict[str, Any] = {"num_local_experts": 0}
+    if fields.optional_integer("expert_count"):
+        experts = expert_fields(fields)
+        experts["num_local_experts"] = experts["num_experts"]
+        experts["intermediate_size"] = experts["moe_intermediate_size"]
+        shared = experts["shared_intermediate_size"]
+    else:
+        shared = fields.integer("expert_shared_feed_forward_length", shared)
+    return {
+        **granite(fields),
+        **_mamba2(fields),
+        **experts,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention" if x else "mamba" for x in attends],
+        "position_embedding_type": "nope",
+        "shared_intermediate_size": shared,
+    }
+
+
+def _falcon_h1(fields: ModelFields) -> dict[str, Any]:
+    # The multipliers are in the weights.
+    return _mamba2(fields) | {
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_rms_norm": fields.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": fields.has_tensor("blk.0.ssm_out.bias"),
+    }
+
+
+def _nemotron_h(fields: ModelFields) -> dict[str, Any]:
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    attention, mlp = (
+        fields.of_layers(name) for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+
+    def has_bias(*modules: str) -> bool:
+        return any(
+            fields.has_tensor(f"blk.{i}.{module}.bias")
+            for i in range(num_layers)
+            for module in modules
+        )
+
+    kinds = []
+    for i in range(num_layers):
+        if attention[i]:
+            kinds.append("attention")
+        elif not mlp[i]:
+            kinds.append("mamba")
+        else:
+            kinds.append("moe" if fields.has_tensor(f"blk.{i}.ffn_gate_inp.weight") else "mlp")
+    mamba = _mamba2(fields)
+    config: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": fields.num_layers - num_layers,
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+        "hidden_act": "relu2",
+        "mlp_bias": has_bias("ffn_down", "ffn_down_shexp"),
+        "attention_bias": has_bias("attn_q"),
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": mamba["mamba_proj_bias"],
+    }
+    if "moe" in kinds:
+        experts = expert_fields(fields)
+        config |= experts | {
+            "n_routed_experts": experts["num_experts"],
+            "moe_shared_expert_intermediate_size": experts["shared_expert_intermediate_size"],
+            "moe_latent_size": fields.optional_integer("moe_latent_size"),
+        }
+    return config
+
+
+def _kimi_linear(fields: ModelFields) -> dict[str, Any]:
+    attends = [count > 0 for count in fields.of_layers("attention.head_count_kv")]
+    return mixture(
+        fields,
+        "KimiLinear",
+        "kimi_linear",
+        **latent_attention(fields),
+        layer_types=["full_attention" if x else "linear_attention" for x in attends],
+        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+        # The file has one number of heads for layers of both kinds.
+        linear_num_heads=fields.num_heads,
+        linear_head_dim=fields.integer("kda.head_dim"),
+        linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),
+    )
+
+
+def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of Qwen's models with gated delta nets."""
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    interval = fields.integer("full_attention_interval", 4)
+    recurrent = [bool((i + 1) % interval) for i in range(num_layers)]
+    if fields.get("attention.recurrent_layers") is not None:
+        recurrent = [bool(x) for x in fields.of_layers("attention.recurrent_layers")[:num_layers]]
+    num_heads = fields.integer("ssm.time_step_rank")
+    return {
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": fields.num_layers - num_layers,
+        "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent],
+        "linear_num_key_heads": fields.integer("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": fields.integer("ssm.state_size"),
+        "linear_value_head_dim": fields.integer("ssm.inner_size") // num_heads,
+        "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
+        "partial_rotary_factor": fields.integer("rope.dimension_count", fields.head_dim)
+        / fields.head_dim,
+    }
+
+
+def _qwen3_next(fields: ModelFields) -> dict[str, Any]:
+    experts = mixture(fields, "Qwen3Next", "qwen3_next", norm_topk_prob=True)
+    return _gated_delta_net(fields) | experts | {"linear_has_split_projections": True}
+
+
+def _qwen3_5(fields: ModelFields) -> dict[str, Any]:
+    config = _gated_delta_net(fields)
+    return config | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "linear_has_tiled_heads": (
+            config["linear_num_key_heads"] != config["linear_num_value_heads"]
+        ),
+    }
+
+
+def _qwen3_5_moe(fields: ModelFields) -> dict[str, Any]:
+    experts = mixture(fields, "Qwen3_5Moe", "qwen3_5_moe_text", norm_topk_prob=True)
+    return _qwen3_5(fields) | experts
+
+
+RECURRENT: dict[str, Translate] = {
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granite_hybrid,
+    "kimi-linear": _kimi_linear,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+    "qwen35": _qwen3_5,
+    "qwen35moe": _qwen3_5_moe,
+    "qwen3next": _qwen3_next,
+}

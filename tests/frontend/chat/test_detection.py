@@ -1,0 +1,90 @@
+"""Formats are chosen from what the chat template shows."""
+
+from __future__ import annotations
+
+import pytest
+from engine.frontend.chat import ChatTemplate, choose_formats
+from engine.protocol.config.frontend import FrontendConfig
+
+TEMPLATE = (
+    "{%% if tools %%}{{ tools | tojson }}{%% endif %%}"
+    "{%% for message in messages %%}<|{{ message.role }}|>{{ message.content }}"
+    "{%% for call in message.tool_calls or [] %%}{%% set f = call.function %%}%s{%% endfor %%}"
+    "{%% endfor %%}{%% if add_generation_prompt %%}<|assistant|>{%% endif %%}"
+)
+TAGS = "{% for k, v in f.arguments.items() %}"
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
+    "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
+    "qwen3_coder": "<tool_call>\n<function={{ f.name }}>\n"
+    + TAGS
+    + "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function={{ f.name }}>\n"
+    + TAGS
+    + "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+    "glm45": "<tool_call>{{ f.name }}\n"
+    + TAGS
+    + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ f.name }}">\n'
+    + TAGS
+    + '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+    "{{ f.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ f.name }}\n```json\n"
+    "{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "gemma4": "<|tool_call>call:{{ f.name }}{{ '{' }}"
+    + TAGS
+    + '{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
+    "functiongemma": "<start_function_call>call:{{ f.name }}{{ '{' }}"
+    + TAGS
+    + "{{ k }}:<escape>{{ v }}<escape>{% endfor %}}<end_function_call>",
+    "lfm2": "<|tool_call_start|>[{{ f.name }}("
+    + TAGS
+    + "{{ k }}='{{ v }}'{% endfor %})]<|tool_call_end|>",
+    "openai": "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>",
+    "llama4_pythonic": "<|python_start|>[{{ f.name }}()]<|python_end|>",
+}
+
+
+def chosen(source: str, **options) -> tuple[str | None, str | None]:
+    formats = choose_formats(FrontendConfig(**options), ChatTemplate(source))
+    assert str(formats).startswith(f"tool calls: {formats.tool_calls.name or 'none'} (")
+    return formats.tool_calls.name, formats.reasoning.name
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tool_calls_are_parsed_as_the_template_writes_them(name: str) -> None:
+    assert chosen(TEMPLATE % CALLS[name])[0] == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("<think>", "qwen3"),
+        ("<|channel|>analysis", "openai_gptoss"),
+        ("[THINK]", "mistral"),
+        ("<|channel>thought", "gemma4"),
+        ("no marks", None),
+    ],
+)
+def test_reasoning_is_parsed_as_the_template_marks_it(text: str, name: str | None) -> None:
+    assert chosen(text + "{{ messages[0].content }}")[1] == name
+
+
+def test_explicit_formats_and_none_replace_the_detected_ones() -> None:
+    source = "<think>" + TEMPLATE % CALLS["hermes"]
+    assert chosen(source) == ("hermes", "qwen3")
+    assert chosen(source, tool_call_parser="glm45", reasoning_parser="mistral") == (
+        "glm45",
+        "mistral",
+    )
+    assert chosen(source, tool_call_parser="none", reasoning_parser="none") == (None, None)
+
+
+def test_no_format_is_chosen_for_a_template_without_tools() -> None:
+    assert chosen("{{ messages[0].content }}<tool_call>") == (None, None)
+    assert choose_formats(FrontendConfig(), None).call_format is None

@@ -1,0 +1,131 @@
+"""A client in its own process that reads streams all the time and reports their longest pause.
+
+`python stream_monitor.py HOST PORT` reads commands from standard input, one a line, and answers each with a line of
+JSON: `begin` starts an interval; `end` waits for one more event of every stream and reports the interval.
+
+A timer in the same process measures how late the operating system runs it. Only the part of a pause that exceeds this
+delay counts as the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Final
+
+NUM_STREAMS: Final = 3
+MAX_TOKENS: Final = 400
+TIMER_S: Final = 0.005
+NEXT_EVENT_S: Final = 30.0
+
+
+class StreamMonitor:
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._last_event = [time.monotonic()] * NUM_STREAMS
+        self._num_events = [0] * NUM_STREAMS
+        self._texts: dict[int, str] = {}
+        self._pause_s = 0.0
+        self._lateness_s = 0.0
+        self._broken: list[str] = []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        commands = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+        streams = [asyncio.create_task(self._read_streams(number)) for number in range(NUM_STREAMS)]
+        timer = asyncio.create_task(self._run_timer())
+        while command := (await commands.readline()).decode().strip():
+            if command == "begin":
+                self._begin()
+                print("{}", flush=True)
+            else:
+                print(json.dumps(await self._end()), flush=True)
+        for task in (*streams, timer):
+            task.cancel()
+
+    def _begin(self) -> None:
+        self._last_event = [time.monotonic()] * NUM_STREAMS
+        self._num_events = [0] * NUM_STREAMS
+        self._pause_s = self._lateness_s = 0.0
+        self._broken = []
+
+    async def _end(self) -> dict[str, object]:
+        counts = list(self._num_events)
+        deadline = time.monotonic() + NEXT_EVENT_S
+        while time.monotonic() < deadline and any(
+            after <= before for after, before in zip(self._num_events, counts, strict=True)
+        ):
+            await asyncio.sleep(TIMER_S)
+        for last in self._last_event:
+            self._pause_s = max(self._pause_s, time.monotonic() - last)
+        return {
+            "pause_s": self._pause_s,
+            "lateness_s": self._lateness_s,
+            "num_events": sum(self._num_events),
+            "broken": self._broken,
+        }
+
+    async def _run_timer(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(TIMER_S)
+            self._lateness_s = max(self._lateness_s, time.monotonic() - began - TIMER_S)
+
+    async def _read_streams(self, number: int) -> None:
+        while True:
+            try:
+                text = await self._read_stream(number)
+                if text != self._texts.setdefault(number, text):
+                    self._broken.append(f"stream {number} got other tokens")
+            except (OSError, EOFError, ValueError) as error:
+                self._broken.append(f"stream {number}: {error!r}")
+                await asyncio.sleep(0.1)
+
+    async def _read_stream(self, number: int) -> str:
+        """Return the text of one whole stream."""
+        reader, writer = await asyncio.open_connection(*self._address)
+        body = json.dumps(
+            {
+                "prompt": [number + 10],
+                "seed": number,
+                "max_tokens": MAX_TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        parts = []
+        try:
+            writer.write((head + body).encode())
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise ValueError(f"status {status!r}, {await reader.read(2000)!r}")
+            while line := await reader.readline():
+                if not line.startswith(b"data: "):
+                    continue
+                self._count_event(number)
+                if line.startswith(b"data: [DONE]"):
+                    return "".join(parts)
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(str(event["error"]))
+                parts += [choice["text"] for choice in event["choices"]]
+        finally:
+            writer.close()
+        raise EOFError("the stream ended without [DONE]")
+
+    def _count_event(self, number: int) -> None:
+        now = time.monotonic()
+        self._pause_s = max(self._pause_s, now - self._last_event[number])
+        self._last_event[number] = now
+        self._num_events[number] += 1
+
+
+if __name__ == "__main__":
+    asyncio.run(StreamMonitor(sys.argv[1], int(sys.argv[2])).run())

@@ -1,0 +1,135 @@
+"""Rows with LoRA adapters get the same results natively as in torch, whatever shares the batch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.layers.rope import RopeSpec
+from engine.workers.layers.spec import LayerSpec, ModelSpec
+from engine.workers.loaders.checkpoint import Checkpoint
+from engine.workers.models.decoder import Decoder
+from engine.workers.models.lora import LoraAdapters
+from safetensors.torch import save_file
+from support.batches import Scheduled, attention_batch, positions
+from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
+from support.random_checkpoints import random_checkpoint
+
+torch.set_num_threads(1)
+
+SPECS = {
+    "llama": small_spec(),
+    "biases": small_spec(qkv_bias=True, attention_output_bias=True, mlp_bias=True),
+    "interleaved": small_spec(
+        rope_order="interleaved", layers=(LayerSpec(RopeSpec(10_000.0, 24)), LayerSpec(None))
+    ),
+    "fused": small_spec(activation="gelu_tanh"),
+}
+RANKS = {"small": 3, "large": 40, "attention": 16}
+NAMES = ["", *RANKS]
+NUM_SLOTS = 70
+
+
+def write_adapters(directory: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    """Write an adapter of every rank, and return their directories by name."""
+    paths = {}
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for tensor in checkpoint.names():
+            module = tensor.removesuffix(".weight")
+            kind = "self_attn" if name == "attention" else ""
+            if not module.endswith("_proj") or kind not in module:
+                continue
+            rows, columns = checkpoint.shape(tensor)
+            for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                values = torch.randn(shape, generator=generator) * 0.3
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
+        path = directory / name
+        path.mkdir()
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, path / "adapter_model.safetensors")
+        paths[name] = str(path)
+    return paths
+
+
+def open_adapters(paths: dict[str, str]) -> LoraAdapters:
+    loras = LoraAdapters(paths, max_rank=64, num_slots=NUM_SLOTS)
+    for slot in range(NUM_SLOTS):
+        loras.set_slot(slot, NAMES[slot * 7 % 5 % len(NAMES)])
+    return loras
+
+
+def logits(decoder: NativeDecoder | Decoder, slots: list[int], length: int) -> torch.Tensor:
+    """Return the logits of each token of new sequences in these slots."""
+    scheduled, tokens = [], []
+    for slot in slots:
+        blocks = [1 + 2 * slot, 2 + 2 * slot]
+        scheduled.append(Scheduled(0, length, blocks))
+        tokens += [(slot * 31 + i * 7) % decoder.spec.vocab_size for i in range(length)]
+    batch = attention_batch(scheduled, BLOCK_SIZE)
+    shape = decoder.attention.kv_cache_shape(2 * NUM_SLOTS + 1)
+    caches = [torch.zeros(shape, dtype=decoder.attention.dtype) for _ in decoder.spec.layers]
+    metadata = [decoder.attention.build(batch, each) for each in decoder.spec.windows_by_group]
+    assert decoder.loras is not None
+    decoder.loras.begin_step(np.repeat(np.array(slots, np.int32), length))
+    hidden = decoder.forward(torch.tensor(tokens), positions(scheduled), caches, metadata)
+    return decoder.compute_logits(hidden)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_adapters_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
+    spec = SPECS[name]
+    checkpoint = random_checkpoint(tmp_path, spec, fused=name == "fused")
+    paths = write_adapters(tmp_path, checkpoint)
+    native = native_decoder(spec, checkpoint, loras=open_adapters(paths))
+    in_torch = torch_decoder(spec, checkpoint, loras=open_adapters(paths))
+    base = native_decoder(spec, checkpoint, loras=LoraAdapters({}, 64, NUM_SLOTS))
+    slots = list(range(20))
+    found, expected = (logits(each, slots, 5) for each in (native, in_torch))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    plain = logits(base, slots, 5)
+    for slot in slots:
+        rows = slice(5 * slot, 5 * slot + 5)
+        has_adapter = native.loras is not None and native.loras.number_by_slot[slot] >= 0
+        assert torch.equal(found[rows], plain[rows]) != has_adapter
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        (None, torch.float32),
+        (None, torch.bfloat16),
+        ("int8", torch.float32),
+        ("int4", torch.bfloat16),
+    ],
+)
+def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
+    tmp_path: Path, quantization: str | None, dtype: torch.dtype
+) -> None:
+    spec: ModelSpec = SPECS["biases"]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    paths = write_adapters(tmp_path, checkpoint)
+    decoder = native_decoder(
+        spec, checkpoint, dtype=dtype, quantization=quantization, loras=open_adapters(paths)
+    )
+    for length in (1, 9):
+        together = logits(decoder, list(range(NUM_SLOTS)), length)
+        for slot in (0, 1, 2, 3, 69):
+            alone = logits(decoder, [slot], length)
+            assert torch.equal(together[length * slot : length * (slot + 1)], alone)
+    errors = []
+    for each in (paths, {}):
+        loras = LoraAdapters(each, 64, NUM_SLOTS), LoraAdapters(each, 64, NUM_SLOTS)
+        for slot, name in enumerate(each):
+            loras[0].set_slot(slot, name)
+            loras[1].set_slot(slot, name)
+        exact = logits(torch_decoder(spec, checkpoint, loras=loras[0]), [0, 1, 2], 9)
+        decoder = native_decoder(
+            spec, checkpoint, dtype=dtype, quantization=quantization, loras=loras[1]
+        )
+        errors.append((logits(decoder, [0, 1, 2], 9) - exact).norm() / exact.norm())
+    assert errors[0] < 3 * errors[1]

@@ -1,0 +1,79 @@
+"""LoRA adapters in PEFT's format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.protocol.errors import CheckpointError
+from engine.workers.loaders.peft_adapter import PEFTAdapter
+from safetensors.torch import save_file
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def write(path: Path, suffix: str = "lora_A.weight", down_rank: int = 4, **config: Any) -> Path:
+    tensors = {
+        f"base_model.model.{MODULE}.{suffix}": torch.ones(down_rank, 6),
+        f"base_model.model.{MODULE}.lora_B.weight": torch.ones(5, 4),
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **config}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 2.0),
+        ({"use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"k_proj": 1, "self_attn.q_proj": 6}}, 1.5),
+        ({"r": 2, "rank_pattern": {r"layers\.\d+\..*q_proj": 4}}, 2.0),
+        ({"r": 4, "alpha_pattern": {"j_proj": 1}, "modules_to_save": None}, 2.0),
+    ],
+)
+def test_the_scale_is_that_of_the_module(
+    tmp_path: Path, config: dict[str, Any], scale: float
+) -> None:
+    adapter = PEFTAdapter(write(tmp_path, **config), 16)
+    assert list(adapter.modules()) == [MODULE]
+    low = adapter.read(MODULE)
+    assert low.down_RI.shape == (4, 6)
+    assert torch.equal(low.up_OR, torch.full((5, 4), scale))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": 8}, "has rank 4, but the config says 8"),
+        ({"down_rank": 3}, r"shapes \[3, 6\] and \[5, 4\], which do not fit"),
+        ({"alpha_pattern": {"(": 1}}, r"alpha_pattern '\('"),
+        ({"suffix": "lora_embedding_A"}, "lora_embedding_A' is not supported"),
+        ({"suffix": "lora_B.bias"}, "lora_B.bias' is not supported"),
+    ],
+)
+def test_other_adapters_are_refused_with_the_reason(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        PEFTAdapter(write(tmp_path, **config), 16).read(MODULE)
+
+
+def test_the_rank_has_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="at most 3 is allowed; raise --max-lora-rank"):
+        PEFTAdapter(write(tmp_path), 3).read(MODULE)
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    (write(tmp_path) / "adapter_model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        PEFTAdapter(tmp_path, 16)

@@ -1,0 +1,83 @@
+"""Every classification head gives the logits of transformers, for texts and for pairs of texts."""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+from support.decoders import Runner, load_decoder, load_native_decoder
+
+torch.set_num_threads(1)
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "num_labels": 3,
+    "pad_token_id": 1,
+}
+DISTILBERT = {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6}
+MODELS = {
+    "BertForSequenceClassification": ({}, 0),
+    "RobertaForSequenceClassification": ({}, 0),
+    "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
+    "DistilBertForSequenceClassification": (DISTILBERT, 0),
+    "LlamaForSequenceClassification": ({"num_labels": 1}, -1),
+    "Qwen2ForSequenceClassification": ({"num_key_value_heads": 2}, -1),
+    "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),
+}
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_those_of_transformers(name, load, tmp_path):
+    differences, row = MODELS[name]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = model_class.config_class(**SMALL | differences)
+    reference = model_class._from_config(config, attn_implementation="eager").eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path, max_model_len=200)
+    rng = random.Random(1)
+    for request, (first, second) in enumerate(((1, 0), (7, 5), (90, 63))):
+        prompt = [rng.randrange(2, SMALL["vocab_size"]) for _ in range(first + second)]
+        types = [0] * first + [1] * second
+        ids, options = prompt, {}
+        if model.spec.tells_segments:
+            ids = [i + SMALL["vocab_size"] * t for i, t in zip(prompt, types, strict=True)]
+            options = {"token_type_ids": torch.tensor([types])}
+        hidden = Runner(model, 3).hidden({request: ids})
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt]), **options).logits[0]
+        found = model.score_head(hidden[row].float())
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [[5], [9, 7], [9, 7, 11]])
+def test_the_logits_of_tokens_are_scores(tied, tokens, load, tmp_path):
+    config = transformers.Qwen3Config(
+        **SMALL | {"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    )
+    torch.manual_seed(0)
+    reference = transformers.Qwen3ForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    names = [f"token {i}" for i in tokens]
+    fields |= {"classifier_from_token": names, "classifier_token_ids": tokens}
+    file.write_text(json.dumps(fields))
+    model = load(tmp_path, max_model_len=200)
+    prompt = list(range(2, 60))
+    found = model.score_head(Runner(model, 1).hidden({0: prompt})[-1].float())
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt])).logits[0, -1][tokens]
+    expected = logits[1:] - logits[:1] if len(tokens) == 2 else logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

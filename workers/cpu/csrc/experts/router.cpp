@@ -1,0 +1,98 @@
+#include "experts/router.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace engine {
+
+namespace {
+
+// Keeps the division by a sum of scores finite, as in the DeepSeek models.
+constexpr float kSmallestSum = 1e-20f;
+
+bool is_better(float score, float other) { return std::isnan(score) ? !std::isnan(other) : score > other; }
+
+int best_of(const float* scores, int n) {
+  int best = 0;
+  for (int i = 1; i < n; i++)
+    if (is_better(scores[i], scores[best])) best = i;
+  return best;
+}
+
+void softmax(float* x, int n) {
+  const float largest = *std::max_element(x, x + n);
+  float sum = 0;
+  for (int i = 0; i < n; i++) sum += x[i] = std::exp(x[i] - largest);
+  for (int i = 0; i < n; i++) x[i] /= sum;
+}
+
+float group_score(const float* scores, int n, int num_best) {
+  const int best = best_of(scores, n);
+  if (num_best == 1 || n == 1) return scores[best];
+  int second = best == 0 ? 1 : 0;
+  for (int i = second + 1; i < n; i++)
+    if (i != best && is_better(scores[i], scores[second])) second = i;
+  return scores[best] + scores[second];
+}
+
+// Sets the scores of experts outside of the best groups to minus infinity.
+void keep_best_groups(const Router& router, float* scores) {
+  const int size = router.num_experts / router.num_groups;
+  std::vector<float> group_scores(router.num_groups);
+  for (int g = 0; g < router.num_groups; g++)
+    group_scores[g] = group_score(scores + g * size, size, router.num_best);
+  std::vector<bool> is_kept(router.num_groups);
+  for (int i = 0; i < router.num_chosen_groups; i++) {
+    const int group = best_of(group_scores.data(), router.num_groups);
+    is_kept[group] = true;
+    group_scores[group] = -INFINITY;
+  }
+  for (int g = 0; g < router.num_groups; g++)
+    if (!is_kept[g]) std::fill_n(scores + g * size, size, -INFINITY);
+}
+
+// Each choice is by the remaining logits. Its weight is its part of a softmax over those of them that are near it.
+void mix_sparsely(const Router& router, const float* logits, int32_t* experts, float* weights) {
+  std::vector<float> left(logits, logits + router.num_experts);
+  for (int i = 0; i < router.num_chosen; i++) {
+    const int best = experts[i] = best_of(left.data(), router.num_experts);
+    const float largest = left[best];
+    float sum = 0;
+    for (int e = 0; e < router.num_experts; e++) {
+      const float distance = (largest - logits[e]) / std::max(std::abs(logits[e]), largest);
+      if (!(distance > 2 * router.mixer_noise)) sum += std::exp(left[e] - largest);
+    }
+    weights[i] = 1.0f / sum;
+    left[best] = -INFINITY;
+  }
+}
+
+}  // namespace
+
+void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights) {
+  if (router.scoring == Scoring::sparse_mixer) return mix_sparsely(router, logits, experts, weights);
+  const int n = router.num_experts;
+  float* scores = logits;
+  if (router.scoring == Scoring::softmax)
+    softmax(scores, n);
+  else
+    for (int i = 0; i < n; i++) scores[i] = 1.0f / (1.0f + std::exp(-scores[i]));
+  std::vector<float> choice(scores, scores + n);
+  if (router.correction)
+    for (int i = 0; i < n; i++) {
+      choice[i] += router.correction[i];
+      if (std::isnan(choice[i])) scores[i] = choice[i];
+    }
+  if (router.num_groups > 1) keep_best_groups(router, choice.data());
+  float sum = 0;
+  for (int i = 0; i < router.num_chosen; i++) {
+    experts[i] = best_of(choice.data(), n);
+    choice[experts[i]] = -INFINITY;
+    sum += weights[i] = scores[experts[i]];
+  }
+  const float divisor = router.renormalizes ? sum + kSmallestSum : 1.0f;
+  for (int i = 0; i < router.num_chosen; i++) weights[i] = weights[i] / divisor * router.scale;
+}
+
+}  // namespace engine

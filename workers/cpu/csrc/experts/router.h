@@ -1,0 +1,26 @@
+// The choice of a token's experts in a mixture of experts.
+#pragma once
+
+#include <cstdint>
+
+namespace engine {
+
+enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2 };
+
+// How logits become a choice; `ExpertsSpec` in workers/layers/spec.py explains the fields.
+struct Router {
+  int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
+  Scoring scoring;
+  int32_t renormalizes;
+  int32_t num_groups, num_chosen_groups;
+  int32_t num_best;  // how many of a group's experts its score is the sum of: 1 or 2
+  float scale;
+  float mixer_noise;
+  const float* correction;  // [num_experts], or null
+};
+
+// Chooses the token's experts, the best one first and of equal ones the first, and their weights. Replaces the logits
+// by scores. A NaN is better than any number, so that damage reaches the token's result.
+void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights);
+
+}  // namespace engine

@@ -1,0 +1,185 @@
+#include "program/experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace engine {
+
+namespace {
+
+// Rows that a tile has at most.
+constexpr int kRowBlock = 64;
+// With this many choices tiles are cut smaller, so that all threads end at about the same time.
+constexpr int kManyChoices = 64;
+
+// The logit of the shared experts' gate follows those of the experts.
+float shared_factor(const Router& router, const float* logits) {
+  return 1.0f / (1.0f + std::exp(-logits[router.num_experts]));
+}
+
+}  // namespace
+
+void Experts::add_op(const Op& op) {
+  if (op.kind != OpKind::gated_experts) return;
+  divisions_.resize(op.layer + 1);
+  most_chosen_ = std::max(most_chosen_, op.experts->router.num_chosen);
+  most_elements_ = std::max(most_elements_, op.experts->down[0].k);
+  largest_output_ = std::max(largest_output_, op.experts->size);
+}
+
+void Experts::reserve(int rows) {
+  const size_t choices = size_t(rows) * most_chosen_;
+  chosen_.resize(choices);
+  weights_.resize(choices);
+  places_.resize(choices);
+  activations_.reserve(choices * (sizeof(float) * most_elements_ + 64));
+  outputs_.reserve(choices * sizeof(float) * largest_output_);
+}
+
+void Experts::route(const Op& op, const Rows& rows, int row) {
+  const Router& router = op.experts->router;
+  const size_t first = size_t(row) * router.num_chosen;
+  choose_experts(router, rows.router_logits(row), &chosen_[first], &weights_[first]);
+}
+
+int Experts::begin_gated(const Op& op, int rows) {
+  const ExpertLayer& layer = *op.experts;
+  Division& division = divisions_[op.layer];
+  const int num_chosen = layer.router.num_chosen, choices = rows * num_chosen;
+  division.serial = next_serial_;
+  next_serial_ += choices;
+  std::vector<int>& starts = division.starts;
+  starts.assign(layer.count + 1, 0);
+  const auto is_own = [&](int expert) { return expert >= layer.first && expert < layer.first + layer.count; };
+  for (int i = 0; i < choices; i++)
+    if (is_own(chosen_[i])) starts[chosen_[i] - layer.first + 1]++;
+  for (int e = 0; e < layer.count; e++) starts[e + 1] += starts[e];
+  division.rows.resize(starts[layer.count]);
+  next_.assign(starts.begin(), starts.end() - 1);
+  if (layer.scales_inputs) division.factors.resize(starts[layer.count]);
+  for (int i = 0; i < choices; i++) {
+    places_[i] = is_own(chosen_[i]) ? next_[chosen_[i] - layer.first]++ : -1;
+    if (places_[i] < 0) continue;
+    division.rows[places_[i]] = i / num_chosen;
+    if (!layer.scales_inputs) continue;
+    division.factors[places_[i]] = weights_[i];
+    weights_[i] = 1.0f;
+  }
+  divide(layer.gate, division, division.gated);
+  divide(layer.down, division, division.output);
+  return int(division.gated.size());
+}
+
+// Divides the columns of the experts that have rows.
+void Experts::divide(const PackedWeight* weights, const Division& division, std::vector<ExpertTile>& tiles) const {
+  const std::vector<int>& starts = division.starts;
+  const int count = int(starts.size()) - 1, choices = starts[count];
+  int used = 0;
+  for (int e = 0; e < count; e++) used += starts[e + 1] > starts[e];
+  tiles.clear();
+  if (!used) return;
+  const int tiles_per_thread = choices < kManyChoices ? kTilesPerThread : 2 * kTilesPerThread;
+  const int at_least = (tiles_per_thread * num_threads_ + used - 1) / used;
+  for (int e = 0; e < count; e++) {
+    const int num_rows = starts[e + 1] - starts[e], blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+    if (!blocks) continue;
+    const int columns = column_tiles(weights[e], (at_least + blocks - 1) / blocks, (num_rows + blocks - 1) / blocks);
+    for (int i = 0; i < columns; i++) {
+      const int begin = column_bound(weights[e], i, columns), end = column_bound(weights[e], i + 1, columns);
+      for (int block = 0; block < blocks && begin < end; block++) {
+        const int first = num_rows * block / blocks;
+        tiles.push_back({e, starts[e] + first, num_rows * (block + 1) / blocks - first, begin, end});
+      }
+    }
+  }
+}
+
+// Most of the time threads take tiles in turn, those of the first products, those of the second ones, and then those of
+// the operations that follow.
+const uint8_t* Experts::weights_after(const Op& op, const Tile& tile) const {
+  const ExpertLayer& layer = *op.experts;
+  const Division& division = division_of(op);
+  size_t index = tile.index + num_threads_;
+  if (op.kind == OpKind::gated_experts) {
+    if (index < division.gated.size()) {
+      const ExpertTile& next = division.gated[index];
+      return weights_at(layer.gate[next.expert], next.begin);
+    }
+    index -= division.gated.size();
+  }
+  if (index < division.output.size()) {
+    const ExpertTile& next = division.output[index];
+    return weights_at(layer.down[next.expert], next.begin);
+  }
+  return products_.weights_from(&op + 1, int(index - division.output.size()));
+}
+
+// Returns the activations of a tile's rows, one after the other.
+const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const {
+  const int* of_choices = division_of(op).rows.data() + at.first;
+  const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
+  const uint8_t* first = rows.activations(0, of_choices[0], row_bytes);
+  // An expert has each row at most once and in ascending order, so these rows follow each other.
+  if (of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1) return first;
+  // A thread computes several tiles of the same rows, most of the time one after the other.
+  const int64_t serial = division_of(op).serial + at.first;
+  if (scratch.gathered_serial == serial) return scratch.gathered.bytes();
+  scratch.gathered_serial = serial;
+  scratch.gathered.reserve(kRowBlock * row_bytes);
+  for (int i = 0; i < at.num_rows; i++)
+    std::memcpy(scratch.gathered.bytes() + i * row_bytes, rows.activations(0, of_choices[i], row_bytes), row_bytes);
+  return scratch.gathered.bytes();
+}
+
+void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) const {
+  const ExpertLayer& layer = *op.experts;
+  const ExpertTile& at = division_of(op).gated[tile.index];
+  const PackedWeight& gate = layer.gate[at.expert];
+  const size_t biases = size_t(at.expert) * gate.n;
+  const GatedWeights weights = {&gate, layer.up ? &layer.up[at.expert] : nullptr, layer.gate_biases ? layer.gate_biases + biases : nullptr,
+                                layer.up_biases ? layer.up_biases + biases : nullptr, 1.0f, nullptr,
+                                layer.scales_inputs ? division_of(op).factors.data() + at.first : nullptr};
+  scratch.readahead.next_weights = weights_after(op, tile);
+  const uint8_t* x = gathered_rows(op, at, rows, scratch);
+  float* elements = products_.gated_sums(weights, op.input_kind, x, at.num_rows, at.begin, at.end, scratch);
+  scratch.readahead.next_weights = nullptr;
+  if (!tile.commit()) return;
+  const int size = at.end - at.begin;
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, gate.n);
+  uint8_t* out = activations_.bytes() + at.first * row_bytes + activation_offset(op.activation_kind, at.begin);
+  for (int r = 0; r < at.num_rows; r++, elements += size, out += row_bytes)
+    quantize_rows(op.activation_kind, elements, size, 1, size, out);
+}
+
+void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
+  const ExpertLayer& layer = *op.experts;
+  const ExpertTile& at = division_of(op).output[tile.index];
+  const PackedWeight& weight = layer.down[at.expert];
+  const float* bias = layer.down_biases ? layer.down_biases + size_t(at.expert) * weight.n : nullptr;
+  const uint8_t* x = activations_.bytes() + at.first * activation_row_bytes(op.input_kind, weight.k);
+  scratch.readahead.next_weights = weights_after(op, tile);
+  const float* sums = products_.sums(weight, bias, op.input_kind, x, at.num_rows, at.begin, at.end, scratch);
+  scratch.readahead.next_weights = nullptr;
+  if (!tile.commit()) return;
+  const int size = at.end - at.begin;
+  for (int r = 0; r < at.num_rows; r++, sums += size) std::copy_n(sums, size, output_of(at.first + r) + at.begin);
+}
+
+void Experts::combine(const Op& op, const Rows& rows, int row) const {
+  const ExpertLayer& layer = *op.experts;
+  const int size = layer.size, num_chosen = layer.router.num_chosen;
+  float* sum = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
+  if (!layer.adds_block)
+    std::fill_n(sum, size, 0.0f);
+  else if (layer.has_shared_gate)
+    model_.rows.scale(sum, shared_factor(layer.router, rows.router_logits(row)), size);
+  for (size_t i = size_t(row) * num_chosen; i < size_t(row + 1) * num_chosen; i++)
+    if (places_[i] >= 0) model_.rows.add_scaled(sum, output_of(places_[i]), weights_[i], size);
+  if (op.target == LinearTarget::residual)
+    model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
+  else if (op.target == LinearTarget::part)
+    std::copy_n(sum, size, ranks_.own_part(row));
+}
+
+}  // namespace engine

@@ -1,0 +1,79 @@
+// Mixtures of experts: which tokens of the slice each expert has, and its products with them.
+//
+// The choices of a slice's tokens are ordered by expert, so that the weights of an expert are read once for all its
+// tokens. Threads share tiles of columns of all experts. A token adds up its experts' outputs in the order in which it
+// chose them, so its result does not depend on the other tokens.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "program/model.h"
+#include "program/products.h"
+#include "program/ranks.h"
+#include "program/rows.h"
+#include "program/scratch.h"
+#include "runtime/buffer.h"
+#include "runtime/threads.h"
+
+namespace engine {
+
+class Experts {
+ public:
+  Experts(const Model& model, const Ranks& ranks, const Products& products, int num_threads)
+      : model_(model), ranks_(ranks), products_(products), num_threads_(num_threads) {}
+
+  void add_op(const Op& op);
+  // Returns whether any layer has experts.
+  bool are_any() const { return most_chosen_ > 0; }
+  void reserve(int rows);
+
+  // Chooses the experts of a row.
+  void route(const Op& op, const Rows& rows, int row);
+  // Orders the choices of `rows` rows by expert, and divides the layer's products into tiles. Returns the number of
+  // tiles of the first ones; it may be 0 if other ranks have all chosen experts.
+  int begin_gated(const Op& op, int rows);
+  int begin_output(const Op& op) const { return int(division_of(op).output.size()); }
+  void run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) const;
+  void run_output(const Op& op, Tile& tile, Scratch& scratch) const;
+  // Adds up the outputs of a row's experts.
+  void combine(const Op& op, const Rows& rows, int row) const;
+
+ private:
+  // Choices [first, first + num_rows) in their order by expert, and columns of a matrix of that expert.
+  struct ExpertTile {
+    int expert, first, num_rows, begin, end;
+  };
+  // It stays as it is until the layer begins again, because a thread may still compute a tile that another one has
+  // written.
+  struct Division {
+    int64_t serial;           // of its first choice; no choice of another division has the same
+    std::vector<int> starts;  // of each expert's choices, and the end of the last one's
+    std::vector<int> rows;    // of each choice
+    std::vector<float> factors;  // on the input of each choice, if weights multiply inputs
+    std::vector<ExpertTile> gated, output;
+  };
+
+  const Division& division_of(const Op& op) const { return divisions_[op.layer]; }
+  void divide(const PackedWeight* weights, const Division& division, std::vector<ExpertTile>& tiles) const;
+  const uint8_t* weights_after(const Op& op, const Tile& tile) const;
+  const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
+  float* output_of(int choice) const { return outputs_.floats() + size_t(choice) * largest_output_; }
+
+  const Model& model_;
+  const Ranks& ranks_;
+  const Products& products_;
+  const int num_threads_;
+  int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // of all layers
+  std::vector<Division> divisions_;          // of each layer
+  // Of each row and choice: the expert, its weight, and the choice's place in the order by expert or -1.
+  std::vector<int32_t> chosen_;
+  std::vector<float> weights_;
+  std::vector<int> places_;
+  std::vector<int> next_;  // place of each expert
+  int64_t next_serial_ = 0;
+  // Of the choices, ordered by expert.
+  Buffer activations_, outputs_;
+};
+
+}  // namespace engine

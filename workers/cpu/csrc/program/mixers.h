@@ -1,0 +1,83 @@
+// The recurrent layers of a program.
+//
+// A block of the cache holds the state after the last computed of its tokens. A recurrence is computed in segments of
+// tokens at fixed positions: the state has the recurrent part at the start of the last segment, and the inputs since
+// then and before it as many as the convolution reads. So a token is always computed by the same operations, however a
+// prompt is divided into steps and slices.
+//
+// Work is divided by sequence, and by channel or head. Tiles are committed before they are computed, because they
+// change the state in place: each is computed once.
+#pragma once
+
+#include <vector>
+
+#include "program/model.h"
+#include "program/ranks.h"
+#include "program/rows.h"
+#include "program/step.h"
+#include "runtime/buffer.h"
+#include "runtime/threads.h"
+
+namespace engine {
+
+class Mixers {
+ public:
+  Mixers(const Model& model, const Ranks& ranks, const Slice& slice, int num_threads)
+      : model_(model), ranks_(ranks), slice_(slice), num_threads_(num_threads) {}
+
+  void add_op(const Op& op);
+  bool are_any() const { return are_any_; }
+  // No thread may compute anything of the slice before.
+  void begin_slice();
+
+  // Returns the number of tiles of a short convolution, a convolution or a scan, or 0 after computing it in this thread.
+  int begin(const Op& op, const Rows& rows);
+  void run(const Op& op, Tile& tile, const Rows& rows, Buffer& memory);
+  // Shares the sum of squares of a row, gated if the gate is before the norm.
+  void share_squares(const Op& op, const Rows& rows, int row) const;
+  // Writes the activations of a row, from the outputs of a scan.
+  void gate(const Op& op, const Rows& rows, int row) const;
+
+ private:
+  // The tokens of a sequence in the slice.
+  struct Sequence {
+    int index, first_row, num_rows;
+    int position;     // of the first one
+    int num_earlier;  // tokens of its segment before it
+    int first_convolved;  // the row in `convolved_` of the first token of its segment
+  };
+  // The state that a sequence has before the slice, or null, and that after it. They may be the same.
+  struct State {
+    const float* source;
+    float* target;
+  };
+  // The inputs of some channels, by the number of tokens since the start of the sequence's first segment.
+  class Inputs;
+
+  void norm(const Op& op, float* out, int row) const;
+  void gate_before_norm(const Mixer& mixer, const Rows& rows, int row) const;
+  void run_part(const Op& op, int part, const Rows& rows, Buffer& memory);
+  State state(const Op& op, const Sequence& sequence) const;
+  void convolve_shortly(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows,
+                        Buffer& memory) const;
+  void convolve(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows, Buffer& memory) const;
+  void scan(const Op& op, const Sequence& sequence, int begin, int end, const Rows& rows, Buffer& memory) const;
+  void scan_mamba2(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
+                   const Rows& rows, Buffer& memory) const;
+  void scan_delta_net(const Mixer& mixer, const Sequence& sequence, const State& state, int begin, int end,
+                      const Rows& rows, Buffer& memory) const;
+
+  const Model& model_;
+  const Ranks& ranks_;
+  const Slice& slice_;
+  const int num_threads_;
+  bool are_any_ = false;
+  int segment_ = 1, channels_ = 0;
+  std::vector<Sequence> sequences_;
+  int num_parts_ = 1;  // of each sequence, in the current operation
+  // The inputs of all segments, convolved, [tokens, channels].
+  Buffer convolved_;
+  Buffer own_memory_;
+};
+
+}  // namespace engine

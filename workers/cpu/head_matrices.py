@@ -1,0 +1,60 @@
+"""A layer's matrices with one for each query head, read from a checkpoint for native code."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ..layers.spec import LatentSpec, ModelSpec
+from ..models.latent_attention import has_split_expansions, read_expansions, skip_other_heads
+from . import library
+from .library import NotSupportedNatively
+from .weights import ActivationKind, NativeWeightReader, PackedWeight
+
+
+class HeadMatrices:
+    """The matrices of this rank's query heads, which take the same format of activations.
+
+    Keeps the matrices that native code takes the `address` of alive.
+
+    Raises:
+        NotSupportedNatively: The matrices take different formats.
+    """
+
+    def __init__(self, matrices: Sequence[PackedWeight]) -> None:
+        kinds = {matrix.activation_kind for matrix in matrices}
+        if len(kinds) > 1:
+            raise NotSupportedNatively(
+                "the matrices of a layer's heads are stored in formats for different activations: "
+                f"{', '.join(sorted(kind.name for kind in kinds))}"
+            )
+        self.activation_kind: ActivationKind = kinds.pop()
+        self._matrices = matrices
+        self._array = (library.PackedWeight * len(matrices))(*matrices)
+
+    @property
+    def address(self) -> int:
+        """The address of the array of matrices."""
+        return ctypes.addressof(self._array)
+
+
+def read_head_matrices(
+    spec: ModelSpec, latent: LatentSpec, weights: NativeWeightReader, prefix: str, heads: range
+) -> tuple[HeadMatrices, HeadMatrices]:
+    """Return what turns these heads' plain queries into queries of latent vectors, and latent vectors into values."""
+    if has_split_expansions(weights, prefix):
+        keys = [
+            weights.packed(f"{prefix}k_b_proj.{head}.weight", latent.kv_rank, latent.plain_dim)
+            for head in heads
+        ]
+        values = [
+            weights.packed(f"{prefix}v_b_proj.{head}.weight", latent.value_dim, latent.kv_rank)
+            for head in heads
+        ]
+        skip_other_heads(spec, weights, prefix, heads)
+    else:
+        keys_HPC, values_HVC = read_expansions(spec, latent, weights, prefix, heads)
+        name = f"{prefix}kv_b_proj.weight"
+        keys = [weights.pack_tensor(name, keys_PC.T) for keys_PC in keys_HPC]
+        values = [weights.pack_tensor(name, values_VC) for values_VC in values_HVC]
+    return HeadMatrices(keys), HeadMatrices(values)

@@ -1,0 +1,290 @@
+"""A recurrent layer, read from a checkpoint for native code.
+
+Shapes: F channels, K taps of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...protocol.checkpoint.recurrent_layers import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba2,
+    RecurrentLayer,
+    ShortConvolution,
+)
+from ..layers.spec import ModelSpec
+from ..models.mixers import gated_delta_net, kimi_delta_attention, mamba2, short_convolution
+from ..models.mixers.mixer import elements, segments
+from ..models.weights import Rows
+from ..parallel.shard import ModelShard
+from ..parallel.tensor_parallel import TensorParallel
+from . import library
+from .library import NotSupportedNatively
+from .weights import NativeWeightReader, PackedWeight
+
+Floats = NDArray[np.float32]
+
+_KINDS = {ShortConvolution: 0, Mamba2: 1, GatedDeltaNet: 2, KimiDeltaAttention: 3}
+_MOST_TAPS = 16
+
+
+class NativeMixer(library.Mixer):
+    """The parameters of a recurrent layer but its matrices; native code takes its address.
+
+    Keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix. Products of its
+    result, in order, are `second_products`: the columns to multiply, the matrix, and the first column of the product.
+    `shares` has each rank's columns of the last matrix, which has `num_columns` in all. With `shares_norm` the norm of
+    the outputs is over the heads of all ranks.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: RecurrentLayer,
+        weights: NativeWeightReader,
+        prefix: str,
+        shard: ModelShard,
+    ) -> None:
+        if layer.kernel > _MOST_TAPS:
+            raise NotSupportedNatively(
+                f"convolutions of more than {_MOST_TAPS} tokens are not supported natively, only "
+                f"in torch: {layer.kernel}"
+            )
+        self._weights, self._prefix = weights, prefix
+        self.shares_norm = False
+        self.second_products: list[tuple[range, PackedWeight, int]] = []
+        self._arrays: list[Floats] = []
+        tensor_parallel = shard.tensor_parallel
+        self.norm_eps = spec.norm_eps
+        match layer:
+            case ShortConvolution():
+                fields = self._short_convolution(layer, tensor_parallel)
+            case Mamba2():
+                fields = self._mamba2(layer, tensor_parallel)
+            case GatedDeltaNet():
+                fields = self._gated_delta_net(layer, tensor_parallel)
+            case KimiDeltaAttention():
+                fields = self._kimi_delta_attention(layer, tensor_parallel)
+        super().__init__(
+            kind=_KINDS[type(layer)],
+            channels=layer.state_size(tensor_parallel.size).channels,
+            kernel=layer.kernel,
+            segment=layer.segment,
+            **fields,
+        )
+
+    def _short_convolution(
+        self, layer: ShortConvolution, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        channels, part = layer.channels, tensor_parallel.part(layer.channels)
+        self.projection = _merged(
+            short_convolution.projection_rows(layer, self._prefix, tensor_parallel)
+        )
+        self.has_projection_bias = self.has_output_bias = layer.has_bias
+        self.num_columns, self.shares = channels, tensor_parallel.parts(channels)
+        rows = [Rows(f"{self._prefix}conv1d", channels, part)]
+        return {
+            "num_convolved": len(part),
+            **self._convolution(rows, layer.kernel, layer.has_bias),
+        }
+
+    def _mamba2(self, layer: Mamba2, tensor_parallel: TensorParallel) -> dict[str, Any]:
+        self.shares_norm = tensor_parallel.size > 1 and layer.norm_groups == 1
+        if 1 < layer.norm_groups < tensor_parallel.size:
+            raise NotSupportedNatively(
+                f"the native CPU backend does not support {layer.norm_groups} norms in "
+                f"--tensor-parallel-size {tensor_parallel.size}"
+            )
+        prefix, size = self._prefix, layer.num_heads * layer.head_dim
+        states = layer.num_groups * layer.state_size_per_head
+        heads, groups = (
+            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_groups)
+        )
+        own = elements(heads, layer.head_dim)
+        own_states = elements(groups, layer.state_size_per_head)
+        projection = mamba2.projection_rows(layer, prefix, tensor_parallel)
+        self.projection = _merged(projection)
+        self.has_projection_bias = layer.projection_bias
+        self.has_output_bias = layer.output_bias
+        self._share_heads(layer.num_heads, layer.head_dim, tensor_parallel)
+        channels = segments(
+            f"{prefix}conv1d", [size, states, states], [own, own_states, own_states]
+        )
+        multipliers = None
+        if layer.multipliers:
+            counts = [len(rows.part) for rows in projection]
+            multipliers = np.repeat(np.array(layer.multipliers, np.float32), counts)
+        norm = None
+        if layer.norm_groups:
+            norm = self._weights.read_elements(f"{prefix}norm.weight", size).numpy()
+            norm = norm[own.start : own.stop]
+        return {
+            "num_convolved": len(own) + 2 * len(own_states),
+            "num_heads": len(heads),
+            "num_groups": len(groups),
+            "key_dim": layer.state_size_per_head,
+            "value_dim": layer.head_dim,
+            "norm_groups": -(-layer.norm_groups // tensor_parallel.size),
+            "gates_before_norm": layer.gates_before_norm,
+            "min_step": layer.min_step,
+            "max_step": layer.max_step,
+            "multipliers": self._address(multipliers),
+            "skip": self._address(self._weights.vector(f"{prefix}D", layer.num_heads, heads)),
+            "norm": self._address(norm),
+            **self._convolution(channels, layer.kernel, layer.conv_bias),
+            **self._decay(layer.num_heads, heads),
+        }
+
+    def _gated_delta_net(
+        self, layer: GatedDeltaNet, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        prefix = self._prefix
+        heads, key_heads = (
+            tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
+        )
+        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
+        self.projection = _merged(
+            gated_delta_net.projection_rows(layer, self._weights, prefix, tensor_parallel)
+        )
+        self.has_projection_bias = self.has_output_bias = False
+        self._share_heads(layer.num_heads, layer.value_dim, tensor_parallel)
+        if layer.norm_eps is not None:
+            self.norm_eps = layer.norm_eps
+        key_size, value_size = (
+            layer.num_key_heads * layer.key_dim,
+            layer.num_heads * layer.value_dim,
+        )
+        channels = gated_delta_net.convolution_rows(
+            self._weights, prefix, [key_size, key_size, value_size], [keys, keys, values]
+        )
+        return {
+            "num_convolved": 2 * len(keys) + len(values),
+            "num_heads": len(heads),
+            "num_groups": len(key_heads),
+            "key_dim": layer.key_dim,
+            "value_dim": layer.value_dim,
+            "norm_groups": len(heads),
+            "gates_before_norm": False,
+            "has_tiled_heads": layer.has_tiled_heads,
+            "strength": 2.0 if layer.has_negative_eigenvalues else 1.0,
+            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", layer.value_dim)),
+            **self._convolution(channels, layer.kernel, False),
+            **self._decay(layer.num_heads, heads),
+        }
+
+    def _kimi_delta_attention(
+        self, layer: KimiDeltaAttention, tensor_parallel: TensorParallel
+    ) -> dict[str, Any]:
+        prefix, dim, size = self._prefix, layer.head_dim, layer.num_heads * layer.head_dim
+        heads = tensor_parallel.part(layer.num_heads)
+        own = elements(heads, dim)
+        self.projection = kimi_delta_attention.projection_rows(layer, prefix, tensor_parallel)
+        self.has_projection_bias = self.has_output_bias = False
+        self._share_heads(layer.num_heads, dim, tensor_parallel)
+        # What gates and steps are made of is where steps and gates will be. So gates, which come last, are made first.
+        first_step = 3 * len(own) + len(heads)
+        for name, of_low_rank, first_column in (
+            ("g_b_proj", range(first_step + dim, first_step + 2 * dim), first_step + len(own)),
+            ("f_b_proj", range(first_step, first_step + dim), first_step),
+        ):
+            (weight,) = self._weights.packed_together([Rows(f"{prefix}{name}", size, own)], dim)
+            self.second_products.append((of_low_rank, weight, first_column))
+        channels = [Rows(f"{prefix}{each}_conv1d", size, own) for each in "qkv"]
+        a_H = self._weights.read_elements(f"{prefix}A_log", layer.num_heads).numpy()
+        return {
+            "num_convolved": 3 * len(own),
+            "num_heads": len(heads),
+            "num_groups": len(heads),
+            "key_dim": dim,
+            "value_dim": dim,
+            "norm_groups": len(heads),
+            "gates_before_norm": False,
+            "strength": 1.0,
+            "norm": self._address(self._weights.vector(f"{prefix}norm.weight", dim)),
+            "decay": self._address(-np.exp(a_H[heads.start : heads.stop])),
+            "step_bias": self._address(self._weights.vector(f"{prefix}dt_bias", size, own)),
+            **self._convolution(channels, layer.kernel, False),
+        }
+
+    def _share_heads(self, count: int, size: int, tensor_parallel: TensorParallel) -> None:
+        self.num_columns = count * size
+        self.shares = [elements(heads, size) for heads in tensor_parallel.parts(count)]
+
+    def _convolution(self, rows: Sequence[Rows], kernel: int, has_bias: bool) -> dict[str, Any]:
+        """Return the taps and biases of the channels in these rows."""
+        reader, bias = self._weights, None
+        taps_FK = torch.cat(
+            [
+                _part(
+                    reader.read_elements(f"{each.name}.weight", each.total * kernel).unflatten(
+                        0, (each.total, kernel)
+                    ),
+                    each,
+                )
+                for each in rows
+            ]
+        )
+        if has_bias:
+            bias = torch.cat(
+                [
+                    _part(reader.read_elements(f"{each.name}.bias", each.total), each)
+                    for each in rows
+                ]
+            ).numpy()
+        return {
+            "taps": self._address(taps_FK.T.contiguous().numpy()),
+            "bias": self._address(bias),
+        }
+
+    def _decay(self, count: int, heads: range) -> dict[str, Any]:
+        decay = -np.exp(self._weights.vector(f"{self._prefix}A_log", count, heads))
+        step_bias = self._weights.vector(f"{self._prefix}dt_bias", count, heads)
+        return {"decay": self._address(decay), "step_bias": self._address(step_bias)}
+
+    def _address(self, vector: Floats | None) -> int | None:
+        if vector is None:
+            return None
+        self._arrays.append(np.ascontiguousarray(vector, np.float32))
+        return self._arrays[-1].ctypes.data
+
+
+def _part(x: Tensor, rows: Rows) -> Tensor:
+    return x[rows.part.start : rows.part.stop]
+
+
+def _merged(rows: Sequence[Rows]) -> list[Rows]:
+    """Return the same rows, those of a module that follow each other as one."""
+    merged = []
+    for _, group in groupby(rows, key=lambda each: (each.name, each.total)):
+        of_module = list(group)
+        index = torch.cat(
+            [each.select(torch.arange(each.part.start, each.part.stop)) for each in of_module]
+        )
+        part = range(int(index.min()), int(index.max()) + 1)
+        order = None if torch.equal(index, torch.tensor(part)) else index - part.start
+        merged.append(Rows(of_module[0].name, of_module[0].total, part, order))
+    return merged
+
+
+def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
+    """Return the outputs of a mixer's first matrix and the inputs of its last one in one of `ranks` workers."""
+    channels = layer.state_size(ranks).channels
+    match layer:
+        case ShortConvolution():
+            return 3 * channels, channels
+        case Mamba2():
+            inner = layer.num_heads // ranks * layer.head_dim
+        case GatedDeltaNet():
+            inner = layer.num_heads // ranks * layer.value_dim
+        case KimiDeltaAttention():
+            inner = layer.num_heads // ranks * layer.head_dim
+    return channels + inner, inner

@@ -1,0 +1,129 @@
+"""Pooled hidden states of prompts, collected chunk by chunk and sent with the step that ends the prompt.
+
+Shapes: T tokens of a step, R rows that end their prompt or sample, P pooled ones among them, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...protocol.arrays import BoolArray, Int32Array, float32_bytes, int32_bytes, int32_view
+from ...protocol.pooling_params import PoolingKind
+from ...protocol.worker_messages import ModelRunnerOutput, NewRequestData, RowVector
+from ..batch import StepPlan
+from ..device.transfers import Download
+from ..models.score_head import ScoreHead
+
+_NOT_FINITE: Final = "the model's output for this input is not finite"
+
+
+class Pooled:
+    """The vectors of one step, float32 [P, D], which may still be on the device. `is_pooled_R` marks their rows."""
+
+    def __init__(
+        self, slots_P: Int32Array, vectors_PD: torch.Tensor, is_pooled_R: BoolArray
+    ) -> None:
+        self._slots_P = slots_P
+        self._vectors_PD = vectors_PD
+        self._is_pooled_R = is_pooled_R
+
+    def fetch(self, download: Download) -> None:
+        """Start copying the vectors to the host."""
+        self._vectors_PD = download.copy(self._vectors_PD)
+
+    def add_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Add the vectors to the output of a step, and token 0 for each of their rows."""
+        tokens_R = np.zeros(len(self._is_pooled_R), np.int32)
+        tokens_R[~self._is_pooled_R] = int32_view(output.sampled_token_ids)
+        output.sampled_token_ids = int32_bytes(tokens_R)
+        vectors_PD = self._vectors_PD.numpy()
+        for slot, vector_D in zip(self._slots_P.tolist(), vectors_PD, strict=True):
+            if np.isfinite(vector_D).all():
+                output.pooled.append(RowVector(slot, float32_bytes(vector_D)))
+            else:
+                output.failed_slots.append((slot, _NOT_FINITE))
+        return output
+
+
+class Pooling:
+    """Collects the hidden states of the requests with pooling parameters.
+
+    With `score_head` the vectors are the scores of its classes.
+    """
+
+    def __init__(self, score_head: ScoreHead | None = None) -> None:
+        self._score_head = score_head
+        self._kinds: dict[int, PoolingKind] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+        """The first token's hidden state [D], or the sum of all so far."""
+
+    def add_request(self, slot: int, kind: PoolingKind) -> None:
+        """Pool the prompt of `slot`."""
+        self._kinds[slot] = kind
+
+    def remove_request(self, slot: int) -> None:
+        """Drop the hidden states of a slot."""
+        self._kinds.pop(slot, None)
+        self._parts.pop(slot, None)
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a slot has a request that is pooled."""
+        return bool(self._kinds)
+
+    def find(self, slots_R: Int32Array) -> BoolArray:
+        """Return which of the slots are pooled."""
+        return np.fromiter((slot in self._kinds for slot in slots_R.tolist()), np.bool_)
+
+    def collect(self, plan: StepPlan, hidden_TD: torch.Tensor) -> Pooled | None:
+        """Read a step's hidden states. Return the vectors of the prompts that end, or None if there are none."""
+        if not self._kinds:
+            return None
+        is_pooled_R = self.find(plan.slots_S[plan.sampling_rows])
+        ending = set(plan.sampling_rows[is_pooled_R].tolist())
+        slots: list[int] = []
+        vectors: list[torch.Tensor] = []
+        for row, slot in enumerate(plan.slots_S.tolist()):
+            if slot in self._kinds:
+                start, stop = plan.query_start_loc[row : row + 2].tolist()
+                is_first = plan.num_computed_S[row] == 0
+                vector_D = self._add_chunk(slot, hidden_TD[start:stop], is_first=is_first)
+                if row in ending:
+                    slots.append(slot)
+                    vectors.append(self._finish(slot, vector_D, int(plan.seq_lens_S[row])))
+        if not slots:
+            return None
+        return Pooled(np.array(slots, np.int32), torch.stack(vectors), is_pooled_R)
+
+    def _add_chunk(self, slot: int, hidden_TD: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+        kind = self._kinds[slot]
+        if kind is PoolingKind.LAST:
+            return hidden_TD[-1]
+        if kind is PoolingKind.MEAN:
+            # In float64 the order of the sum, which depends on the chunks, is lost in the rounding.
+            part_D = hidden_TD.double().sum(0)
+            self._parts[slot] = part_D if is_first else self._parts[slot] + part_D
+        elif is_first:
+            # The next step may overwrite the hidden states.
+            self._parts[slot] = hidden_TD[0].clone()
+        return self._parts[slot]
+
+    def _finish(self, slot: int, vector_D: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        if self._kinds[slot] is PoolingKind.MEAN:
+            vector_D = vector_D / num_tokens
+        self._parts.pop(slot, None)
+        vector_D = vector_D.float()
+        return vector_D if self._score_head is None else self._score_head(vector_D)
+
+
+def mark_second_segments(new_requests: Sequence[NewRequestData], vocab_size: int) -> None:
+    """Add `vocab_size` to the ids of tokens of the second type, as the embedding of the model expects."""
+    for new in new_requests:
+        if new.pooling_params is not None and new.pooling_params.second_segment:
+            token_ids = int32_view(new.token_ids).copy()
+            token_ids[new.pooling_params.second_segment :] += vocab_size
+            new.token_ids = int32_bytes(token_ids)

@@ -1,0 +1,133 @@
+"""Reads LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+Shapes: R rank, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...protocol.checkpoint.config_fields import ConfigFields
+from ...protocol.errors import CheckpointError
+
+_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_REFUSED: Final = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+)
+"""Fields that change what an adapter computes; each must be absent, false or empty."""
+
+_CHANGES_BASE: Final = ("pissa", "olora", "corda")
+"""Values of `init_lora_weights` whose adapters are trained for another base model than the stored one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The change of a module: its output for x [T, I] grows by `x @ down_RI.T @ up_OR.T`."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+
+
+class PEFTAdapter:
+    """A LoRA adapter of a rank up to `max_rank`.
+
+    Raises:
+        CheckpointError: The adapter is damaged, of another kind, or of a higher rank.
+    """
+
+    def __init__(self, path: Path, max_rank: int) -> None:
+        self.path = path
+        self._fields = ConfigFields.read(path / "adapter_config.json")
+        self._max_rank = max_rank
+        self._verify_kind()
+        file = path / "adapter_model.safetensors"
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                file, f"the adapter's weights are missing or damaged ({error})"
+            ) from error
+        self._file = opened
+        self._tensors: dict[str, dict[str, str]] = {}
+        for name in opened.keys():  # noqa: SIM118 - not a mapping
+            match = _TENSOR.fullmatch(name)
+            if match is None:
+                raise CheckpointError(
+                    file,
+                    f"the tensor {name!r} is not supported; only lora_A and lora_B of linear modules are",
+                )
+            self._tensors.setdefault(match["module"], {})[match["side"]] = name
+
+    def modules(self) -> Collection[str]:
+        """Return the names of the changed modules, such as "model.layers.0.mlp.up_proj"."""
+        return self._tensors.keys()
+
+    def read(self, module: str) -> LowRank:
+        """Return the change of a module in float32, with the adapter's scale in `up_OR`."""
+        names = self._tensors[module]
+        if len(names) != 2:
+            raise self.error(f"the module {module} has lora_{min(names)} alone; it needs A and B")
+        down_RI, up_OR = (self._file.get_tensor(names[side]).float() for side in "AB")
+        if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
+            raise self.error(
+                f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
+                "which do not fit each other"
+            )
+        rank = int(self._number("r", "rank_pattern", module))
+        if len(down_RI) != rank:
+            raise self.error(f"{module} has rank {len(down_RI)}, but the config says {rank}")
+        if rank > self._max_rank:
+            raise self.error(
+                f"{module} has rank {rank}, but at most {self._max_rank} is allowed; raise --max-lora-rank"
+            )
+        alpha = self._number("lora_alpha", "alpha_pattern", module)
+        is_stabilized = self._fields.boolean("use_rslora", False)
+        return LowRank(down_RI, up_OR * (alpha / (math.sqrt(rank) if is_stabilized else rank)))
+
+    def error(self, problem: str) -> CheckpointError:
+        """Return an error about the adapter."""
+        return CheckpointError(self.path, problem)
+
+    def _verify_kind(self) -> None:
+        fields = self._fields
+        if (kind := fields.text("peft_type")) != "LORA":
+            raise fields.error(f"peft_type {kind!r} is not supported; only LORA is")
+        if (bias := fields.text("bias", "none")) != "none":
+            raise fields.error(f"bias {bias!r} is not supported; only 'none' is")
+        for name in _REFUSED:
+            if value := fields.get(name):
+                raise fields.error(
+                    f"{name} {value!r} is not supported; merge the adapter into the model"
+                )
+        start = fields.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+            raise fields.error(
+                f"init_lora_weights {start!r} changes the base model; convert the adapter to plain LoRA with PEFT"
+            )
+
+    def _number(self, name: str, patterns_name: str, module: str) -> float:
+        """Return the number for a module: that of the first pattern that its name ends with, or the default."""
+        patterns = self._fields.section(patterns_name)
+        for pattern in () if patterns is None else patterns.config:
+            try:
+                is_match = re.fullmatch(rf"(.*\.)?({pattern})", module)
+            except re.error as error:
+                raise self._fields.error(f"{patterns_name} {pattern!r}: {error}") from error
+            if is_match and patterns is not None:
+                return patterns.positive(pattern)
+        return self._fields.positive(name)

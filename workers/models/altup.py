@@ -1,0 +1,180 @@
+"""Layers with alternating updates: a token has several hidden states, of which each layer computes one (Gemma 3n).
+
+Shapes: T tokens of a step, D hidden size, N streams, which are a token's hidden states, P elements of a token's input
+of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend
+from ..layers.layers import LayerKernels, RMSNorm
+from ..layers.rope import RotaryTables
+from ..layers.spec import AltUpSpec, LayerSpec, ModelSpec
+from ..parallel.shard import ModelShard
+from .attention import Attention
+from .mlp import MLP
+from .per_layer_inputs import PerLayerBlock
+from .weights import WeightReader
+
+_SMALLEST_SQUARE = 1e-5
+
+
+class Streams:
+    """Makes the streams of the embeddings, or one hidden state of the streams, by a product for each further stream.
+
+    The products get the root mean square of the first stream.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        altup: AltUpSpec,
+        weights: WeightReader,
+        name: str,
+        kernels: LayerKernels,
+    ) -> None:
+        size = spec.hidden_size
+        self._size = size
+        self._products = [
+            kernels.linear(weights.read_matrix(f"{name}.{i}.weight", size, size))
+            for i in range(altup.num_streams - 1)
+        ]
+
+    def expand(self, x_TD: Tensor) -> Tensor:
+        """Return the streams [T, N * D] of embeddings."""
+        target_T1 = _square_mean(x_TD).sqrt()
+        others = [_with_magnitude(multiply(x_TD), target_T1) for multiply in self._products]
+        return torch.cat((x_TD, *others), -1)
+
+    def reduce(self, x_TE: Tensor) -> Tensor:
+        """Return the mean [T, D] of the streams [T, N * D] after their products."""
+        first_TD, *others = x_TE.unflatten(-1, (-1, self._size)).unbind(1)
+        target_T1 = _square_mean(first_TD).sqrt()
+        products = [
+            _with_magnitude(multiply(x_TD.contiguous()), target_T1)
+            for multiply, x_TD in zip(self._products, others, strict=True)
+        ]
+        return torch.stack((first_TD, *products)).mean(0)
+
+
+def _square_mean(x_TD: Tensor) -> Tensor:
+    return x_TD.float().square().mean(-1, keepdim=True)
+
+
+def _with_magnitude(x_TD: Tensor, target_T1: Tensor) -> Tensor:
+    own_T1 = _square_mean(x_TD).clamp(min=_SMALLEST_SQUARE).sqrt()
+    return (x_TD.float() * (target_T1 / own_T1)).to(x_TD.dtype)
+
+
+class AltUpLayer:
+    """Predicts the streams, computes attention and MLP of one, and corrects all of them by its error."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        altup: AltUpSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        attention: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        def norm(name: str) -> RMSNorm:
+            weight_D = weights.read_vector(f"{prefix}{name}.weight", hidden)
+            return kernels.norm(weight_D, spec.norm_eps)
+
+        hidden, count, rank = spec.hidden_size, altup.num_streams, altup.laurel_rank
+        self.rope = layer.rope
+        self.cache_groups = layer.cache_groups
+        self._altup = altup
+        self._attention = Attention(
+            spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
+        )
+        self._mlp = MLP(
+            spec,
+            weights,
+            f"{prefix}mlp.",
+            shard,
+            kernels,
+            spec.intermediate_size,
+            layer.activation_sparsity,
+        )
+        self._attention_input_norm = norm("input_layernorm")
+        self._attention_output_norm = norm("post_attention_layernorm")
+        self._mlp_input_norm = norm("pre_feedforward_layernorm")
+        self._mlp_output_norm = norm("post_feedforward_layernorm")
+        self._laurel_norm = norm("laurel.post_laurel_norm")
+        self._router_norm = norm("altup.router_norm")
+        self._router_scale = 1 / hidden
+        self._router, self._predict, self._correct = (
+            kernels.linear(weights.read(f"{prefix}altup.{name}.weight", rows, columns))
+            for name, rows, columns in (
+                ("modality_router", count, hidden),
+                ("prediction_coefs", count * count, count),
+                ("correction_coefs", count, count),
+            )
+        )
+        self._left, self._right = (
+            kernels.linear(weights.read_matrix(f"{prefix}laurel.{name}.weight", rows, columns))
+            for name, rows, columns in (
+                ("linear_left", rank, hidden),
+                ("linear_right", hidden, rank),
+            )
+        )
+        self._output_scale_D = weights.read(f"{prefix}altup.correct_output_scale", hidden)
+        self._per_layer: PerLayerBlock | None = None
+        if spec.per_layer_inputs is not None:
+            self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        block_TD: Tensor | None,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+        inputs_TP: Tensor | None,
+    ) -> None:
+        """Replace the streams `x_TE`, [T, N * D]. There is never a block to be added, and none is returned."""
+        active, count = self._altup.active, self._altup.num_streams
+        x_TND = x_TE.unflatten(-1, (count, -1))
+        factors_TNN = self._predict(self._modalities(x_TND[:, active])).unflatten(-1, (count, -1))
+        predicted_TND = torch.bmm(factors_TNN, x_TND) + x_TND
+        predicted_TD = predicted_TND[:, active].contiguous()
+        computed_TD = self._computed(predicted_TD, positions_T, tables, caches)
+        factors_TN = self._correct(self._modalities(computed_TD)) + 1
+        error_TD = computed_TD - predicted_TD
+        corrected_TND = predicted_TND + error_TD.unsqueeze(1) * factors_TN.unsqueeze(2)
+        if self._per_layer is not None and inputs_TP is not None:
+            output_TD = corrected_TND[:, active].contiguous()
+            if self._altup.scales_output:
+                output_TD = output_TD * self._output_scale_D
+            corrected_TND[:, 1:] += self._per_layer.forward(output_TD, inputs_TP).unsqueeze(1)
+        x_TND.copy_(corrected_TND)
+
+    def _computed(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+    ) -> Tensor:
+        """Return the active stream after attention and MLP."""
+        normed_TD = self._attention_input_norm(x_TD)
+        laurel_TD = normed_TD + self._laurel_norm(self._right(self._left(normed_TD)))
+        attended_TD = self._attention.forward(normed_TD, positions_T, tables, *caches[0])
+        x_TD = x_TD + self._attention_output_norm(attended_TD)
+        x_TD = (x_TD + laurel_TD) * 0.5**0.5
+        return x_TD + self._mlp_output_norm(self._mlp.forward(self._mlp_input_norm(x_TD)))
+
+    def _modalities(self, x_TD: Tensor) -> Tensor:
+        """Return the inputs [T, N] of the products that give the factors of streams."""
+        normed_TD = self._router_norm(x_TD.contiguous()) * self._router_scale
+        return self._router(normed_TD).float().tanh().to(x_TD.dtype)

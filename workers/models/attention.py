@@ -1,0 +1,302 @@
+"""The attention block of a decoder layer.
+
+Shapes: T tokens of a step, D hidden size, H query heads and G key/value heads of this shard, K head dimension,
+Q rows of heads in a group: its queries, key and value; R rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend, AttentionLayer
+from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
+from ..layers.rope import RotaryTables, apply_rotary
+from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
+from ..parallel.parallel_layers import RowParallelLinear
+from ..parallel.shard import ModelShard
+from .weights import Rows, WeightReader
+
+
+class Attention:
+    """Fused query, key and value projection, norms, rotation, attention, output projection."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        self._backend = backend.for_layer(spec, shard)
+        self._head_dim = spec.head_dim
+        self._query_scaling = layer.query_scaling
+        self._rotates_before_norm = spec.rotates_before_norm
+        self._is_gated = spec.gates_attention
+        heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
+        kv_scales = None
+        if backend.dtype == torch.float8_e4m3fn:
+            source = prefix if layer.kv_source is None else f"layers.{layer.kv_source}.self_attn."
+            kv_scales = weights.read_kv_scales(source, spec.num_kv_heads, kv_heads)
+        self._layer = AttentionLayer(
+            spec.attention_scale,
+            layer.window,
+            spec.attention_softcap,
+            kv_scales,
+            _alibi_slopes(spec, heads, weights.device),
+            weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
+            if spec.has_sinks
+            else None,
+        )
+        self._stores = layer.kv_source is None
+        self._has_value_projection = layer.has_value_projection
+        self._num_heads = len(heads)
+        self._num_kv_heads = len(kv_heads) if self._stores else 0
+        rows = qkv_rows(spec, layer, weights, prefix, shard)
+        qkv = kernels.linear(
+            weights.read_matrix_rows(rows, spec.hidden_size),
+            weights.read_biases(rows) if spec.qkv_bias else None,
+        )
+        self.qkv = weights.adapt_rows(qkv, rows, spec.hidden_size)
+        query_size = spec.num_heads * spec.head_dim
+        self._output = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}o_proj.weight",
+                spec.hidden_size,
+                query_size,
+                part=_elements(spec, heads),
+                dim=1,
+            ),
+            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
+            if spec.attention_output_bias
+            else None,
+            shard.tensor_parallel,
+            kernels,
+            adapt=lambda linear: weights.adapt_columns(
+                linear, f"{prefix}o_proj", spec.hidden_size, query_size, _elements(spec, heads)
+            ),
+        )
+        self._head_norm: HeadNorm | None = None
+        self._full_norm: FullNorm | None = None
+        if spec.qk_norm == "full":
+            self._full_norm = FullNorm(spec, weights, prefix, shard)
+        elif spec.qk_norm is not None and not (spec.qk_norm == "unit" and layer.rope is None):
+            self._head_norm = head_norm(spec, layer, weights, prefix, shard)
+        self._value_norm: HeadNorm | None = None
+        if spec.has_value_norm:
+            ones_GK = torch.ones(len(kv_heads), spec.head_dim, device=weights.device)
+            self._value_norm = HeadNorm(ones_GK, spec.norm_eps)
+        # The backend's kernels fuse only a root-mean-square norm before the rotation.
+        self._has_separate_norm = self._head_norm is not None and (
+            spec.rotates_before_norm or isinstance(self._head_norm, HeadLayerNorm)
+        )
+
+    def forward(
+        self,
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+    ) -> Tensor:
+        """Return the attention output [T, D] of a layer."""
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        qkv_THK = self.qkv(x).unflatten(-1, (-1, self._head_dim))
+        num_values = num_kv_heads if self._has_value_projection else 0
+        sizes = [num_heads + num_kv_heads, num_values, *[num_heads] * self._is_gated]
+        qk_THK, v_TGK, *gate_THK = qkv_THK.split(sizes, 1)
+        if not self._has_value_projection:
+            v_TGK = qk_THK[:, num_heads:]
+        if self._value_norm is not None and self._stores:
+            v_TGK = self._value_norm(v_TGK)
+        if self._full_norm is not None:
+            qk_THK = self._full_norm(qk_THK)
+        head_norm = self._head_norm
+        if head_norm is not None and self._has_separate_norm:
+            if self._rotates_before_norm and tables is not None:
+                qk_THK, tables = apply_rotary(qk_THK, tables), None
+            qk_THK, head_norm = head_norm(qk_THK), None
+        if self._query_scaling is not None:
+            qk_THK = self._scaled(qk_THK, positions_T, self._query_scaling)
+        if self._stores:
+            attended_THK = self._backend.forward_projected(
+                qk_THK, v_TGK, head_norm, tables, kv_cache, attn_metadata, self._layer
+            )
+        else:
+            q_THK = qk_THK if head_norm is None else head_norm(qk_THK)
+            q_THK = q_THK if tables is None else apply_rotary(q_THK, tables)
+            attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
+        if gate_THK:
+            attended_THK = attended_THK * torch.sigmoid(gate_THK[0])
+        return self._output(attended_THK.flatten(1))
+
+    def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
+        """Return the queries and keys with the queries scaled by their position."""
+        steps_T = ((positions_T + scaling.offset) / scaling.length).floor()
+        factor_T11 = (1 + scaling.beta * steps_T.log1p()).view(-1, 1, 1)
+        q_THK, k_TGK = qk_THK.split((self._num_heads, self._num_kv_heads), 1)
+        return torch.cat(((q_THK * factor_T11).to(q_THK.dtype), k_TGK), 1)
+
+
+def qkv_rows(
+    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
+) -> list[Rows]:
+    """Return the rows of the projection to this rank's queries, keys, values and gates, in this order."""
+    heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
+    order_K = _rope_order(spec, layer)
+    if spec.has_grouped_qkv:
+        group = spec.num_heads // spec.num_kv_heads
+        size = (group + 2) * spec.head_dim
+        rows_GQK = torch.arange(len(kv_heads) * size).view(len(kv_heads), group + 2, -1)
+        queries = rows_GQK[:, :group, order_K].flatten(0, 1)
+        first = heads.start - kv_heads.start * group
+        order = torch.cat(
+            (
+                queries[first : first + len(heads)].flatten(),
+                rows_GQK[:, group, order_K].flatten(),
+                rows_GQK[:, group + 1].flatten(),
+            )
+        )
+        part = range(kv_heads.start * size, kv_heads.stop * size)
+        return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
+    query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    queries_part, keys_part = _elements(spec, heads), _elements(spec, kv_heads)
+    if spec.gates_attention:
+        part = range(2 * queries_part.start, 2 * queries_part.stop)
+        queries, gates = torch.arange(len(part)).view(-1, 2, spec.head_dim).unbind(1)
+        return [
+            Rows(f"{prefix}q_proj", 2 * query_size, part, queries.flatten()),
+            *(Rows(f"{prefix}{name}", kv_size, keys_part) for name in ("k_proj", "v_proj")),
+            Rows(f"{prefix}q_proj", 2 * query_size, part, gates.flatten()),
+        ]
+    rows = weights.rows(
+        prefix,
+        ["q_proj", "k_proj", "v_proj"],
+        [query_size, kv_size, kv_size],
+        [queries_part, keys_part, keys_part],
+    )
+    if layer.kv_source is not None:
+        return rows[:1]
+    if not layer.has_value_projection:
+        return rows[:2]
+    if spec.rope_order == "half":
+        return rows
+    query_rows, key_rows, value_rows = rows
+    return [
+        *(
+            replace(
+                each,
+                order=torch.arange(len(each.part)).view(-1, spec.head_dim)[:, order_K].flatten(),
+            )
+            for each in (query_rows, key_rows)
+        ),
+        value_rows,
+    ]
+
+
+def _rope_order(spec: ModelSpec, layer: LayerSpec) -> Tensor:
+    """Return the stored row of each row of a head in the order that rotation needs."""
+    if layer.rope is None:
+        return torch.arange(spec.head_dim)
+    rotary_dim = layer.rope.rotary_dim
+    return torch.cat((rotary_order(spec, rotary_dim), torch.arange(rotary_dim, spec.head_dim)))
+
+
+def rotary_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
+    """Return the stored row of each rotated row in the order that rotation needs."""
+    rows_R = torch.arange(rotary_dim)
+    if spec.rope_order == "interleaved":
+        return rows_R.view(-1, 2).T.flatten()
+    return rows_R.roll(rotary_dim // 2) if spec.rope_order == "swapped" else rows_R
+
+
+def _elements(spec: ModelSpec, heads: range) -> range:
+    return range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+
+
+def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor | None:
+    if not spec.alibi_slopes:
+        return None
+    return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
+
+
+def head_norm(
+    spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
+) -> HeadNorm:
+    """Return a norm over every query head and every key head."""
+    order_K = _rope_order(spec, layer).to(weights.device)
+
+    def read(kind: str) -> Tensor:
+        parts = []
+        norms = [("q_norm", spec.num_heads, shard.heads(spec))]
+        if layer.kv_source is None:
+            norms.append(("k_norm", spec.num_kv_heads, shard.kv_heads(spec)))
+        for name, count, heads in norms:
+            if not spec.has_norm_weights or spec.qk_norm == "unit":
+                part_HK = torch.ones(len(heads), spec.head_dim, device=weights.device)
+            elif spec.qk_norm == "each head":
+                part_HK = _read_each_head(weights, f"{prefix}{name}.", kind, count, heads, spec)
+            else:
+                one_K = weights.read_vector(f"{prefix}{name}.{kind}", spec.head_dim)
+                part_HK = one_K.expand(len(heads), -1)
+            parts.append(part_HK[:, order_K])
+        return torch.cat(parts)
+
+    weight_HK = read("weight") + spec.norm_weight_offset
+    if spec.norm_kind == "rms":
+        return HeadNorm(weight_HK, spec.norm_eps)
+    return HeadLayerNorm(weight_HK, spec.norm_eps, read("bias") if spec.qk_norm_bias else None)
+
+
+def _read_each_head(
+    weights: WeightReader, prefix: str, kind: str, count: int, heads: range, spec: ModelSpec
+) -> Tensor:
+    """Return the parameters of these heads' norms [H, K], which are one tensor or one for each head."""
+    if not weights.has(f"{prefix}0.{kind}"):
+        all_HK = weights.read_float32(f"{prefix}{kind}", count, spec.head_dim)
+        return all_HK[heads.start : heads.stop]
+    all_HK = torch.stack(
+        [weights.read_vector(f"{prefix}{i}.{kind}", spec.head_dim) for i in range(count)]
+    )
+    return all_HK[heads.start : heads.stop]
+
+
+class FullNorm:
+    """Norms over all query heads together and over all key heads together, across ranks."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
+    ) -> None:
+        self._shard = shard
+        self._spec = spec
+        self._num_heads = (len(shard.heads(spec)), len(shard.kv_heads(spec)))
+        self._q_norm, self._k_norm = (
+            RMSNorm(
+                weights.read_vector(f"{prefix}{name}.weight", heads * spec.head_dim)
+                + spec.norm_weight_offset,
+                spec.norm_eps,
+            )
+            for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
+        )
+
+    def __call__(self, qk_THK: Tensor) -> Tensor:
+        """Return the normed queries and keys of this rank, [T, H + G, K]."""
+        q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
+        q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
+        k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
+        return torch.cat((q_THK, k_TGK), 1)
+
+    def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
+        """Norm all heads of the model, and return this rank's."""
+        tensor_parallel = self._shard.tensor_parallel
+        # If several ranks have the same heads, the heads of one of them are enough.
+        step = max(1, tensor_parallel.size // num_heads)
+        all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
+        own = tensor_parallel.part(num_heads)
+        return norm(all_THK.flatten(1)).view_as(all_THK)[:, own.start : own.stop]

@@ -1,0 +1,248 @@
+"""A mixture of experts in place of a layer's MLP.
+
+Shapes: T tokens of a step, D hidden size, E experts, e those of this rank, C experts that a token chooses,
+A = T * C choices, ordered by expert, F intermediate size, L size of the experts' inputs, which may be D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layers.layers import LayerKernels, Linear, RMSNorm
+from ..layers.spec import ExpertsSpec, ModelSpec
+from ..parallel.shard import ModelShard
+from ..quantization.matrix import Weight
+from .mlp import MLP
+from .weights import WeightReader
+
+_SMALLEST_SUM = 1e-20
+"""Keeps the division by a sum of scores finite, as in the DeepSeek models."""
+
+
+class Router:
+    """Chooses the experts of each token, in float32."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        weights: WeightReader,
+        prefix: str,
+        kernels: LayerKernels,
+    ) -> None:
+        self._spec = spec
+        num_experts = spec.num_experts
+        self._multiply = kernels.router_linear(
+            weights.read_float32(f"{prefix}weight", num_experts, hidden_size)
+        )
+        self._bias_E = (
+            weights.read_vector(f"{prefix}bias", num_experts) if spec.has_router_bias else None
+        )
+        self._scale_E = (
+            weights.read_vector(f"{prefix}per_expert_scale", num_experts)
+            if spec.has_expert_scales
+            else None
+        )
+        self._correction_E = None
+        if spec.has_correction_bias:
+            self._correction_E = weights.read_elements(
+                f"{prefix}e_score_correction_bias", num_experts
+            )
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts, int64 [T, C], and their weights, float32 [T, C]."""
+        spec = self._spec
+        logits_TE = self._multiply(x_TD)
+        if self._bias_E is not None:
+            logits_TE = logits_TE + self._bias_E
+        if spec.scoring == "sparse mixer":
+            return self._mixed(logits_TE)
+        scores_TE = logits_TE.softmax(-1) if spec.scoring == "softmax" else logits_TE.sigmoid()
+        choice_TE = scores_TE if self._correction_E is None else scores_TE + self._correction_E
+        if spec.num_groups > 1:
+            choice_TE = self._within_best_groups(choice_TE)
+        experts_TC = choice_TE.topk(spec.num_experts_per_token, -1).indices
+        weights_TC = scores_TE.gather(-1, experts_TC)
+        if spec.renormalizes:
+            weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        if self._scale_E is not None:
+            weights_TC = weights_TC * self._scale_E[experts_TC]
+        return experts_TC, weights_TC * spec.scale
+
+    def _mixed(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts and weights of the sparse mixer."""
+        experts, weights, left_TE = [], [], logits_TE
+        for _ in range(self._spec.num_experts_per_token):
+            best_T1, expert_T1 = left_TE.max(-1, keepdim=True)
+            distance_TE = (best_T1 - logits_TE) / logits_TE.abs().clamp(min=best_T1)
+            near_TE = left_TE.masked_fill(distance_TE > 2 * self._spec.mixer_noise, -torch.inf)
+            experts.append(expert_T1)
+            weights.append(near_TE.softmax(-1).gather(-1, expert_T1))
+            left_TE = left_TE.scatter(-1, expert_T1, -torch.inf)
+        return torch.cat(experts, -1), torch.cat(weights, -1)
+
+    def _within_best_groups(self, choice_TE: Tensor) -> Tensor:
+        """Return the scores with those of experts outside of the best groups at minus infinity."""
+        spec = self._spec
+        groups = choice_TE.unflatten(-1, (spec.num_groups, -1))
+        num_best = 1 if spec.group_score == "best" else 2
+        group_scores = groups.topk(num_best, -1).values.sum(-1)
+        best = group_scores.topk(spec.num_groups_per_token, -1).indices
+        is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(is_outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+class Experts:
+    """The router, the experts of this rank, and the shared experts.
+
+    Ranks have a part of the intermediate elements of every expert, or with expert parallelism whole experts.
+    """
+
+    gate_up = None
+    """A norm before it rounds for no product, since the router needs the exact values."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        self._spec = experts
+        self._kernels = kernels
+        self._tensor_parallel = shard.tensor_parallel
+        self._router = Router(experts, spec.hidden_size, weights, f"{prefix}gate.", kernels)
+        self._placement = placement = shard.placement(experts)
+        self._to_latent: Linear | None = None
+        self._from_latent: Linear | None = None
+        size = experts.latent_size or spec.hidden_size
+        if experts.latent_size:
+            self._to_latent, self._from_latent = (
+                kernels.linear(
+                    weights.read_matrix(f"{prefix}{name}.weight", rows, columns),
+                    weights.read(f"{prefix}{name}.bias", rows) if spec.mlp_bias else None,
+                )
+                for name, rows, columns in (
+                    ("to_latent", size, spec.hidden_size),
+                    ("from_latent", spec.hidden_size, size),
+                )
+            )
+        names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        gate_up: list[Weight] = []
+        down: list[Weight] = []
+        gate_up_biases: list[Tensor] = []
+        down_biases: list[Tensor] = []
+        for expert in placement.experts:
+            name = f"{prefix}experts.{expert}."
+            rows = weights.rows(
+                name,
+                names,
+                [experts.intermediate_size] * len(names),
+                [placement.elements] * len(names),
+            )
+            gate_up.append(weights.read_matrix_rows(rows, size))
+            down.append(
+                weights.read_matrix(
+                    f"{name}down_proj.weight",
+                    size,
+                    experts.intermediate_size,
+                    part=placement.elements,
+                    dim=1,
+                )
+            )
+            if experts.has_biases:
+                gate_up_biases.append(weights.read_biases(rows))
+                down_biases.append(weights.read(f"{name}down_proj.bias", size))
+        weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
+        self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
+        # One rank of those that share an expert adds its bias.
+        self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
+        self._activation = (
+            kernels.gated_activation(spec.activation)
+            if spec.has_gate
+            else kernels.activation(spec.activation)
+        )
+        self._shared: MLP | None = None
+        self._shared_gate_1D: Tensor | None = None
+        if num_shared := experts.shared_intermediate_size:
+            self._shared = MLP(
+                spec, weights, f"{prefix}shared_experts.", shard, kernels, num_shared
+            )
+            if experts.has_shared_gate:
+                self._shared_gate_1D = weights.read(
+                    f"{prefix}shared_expert_gate.weight", 1, spec.hidden_size
+                )
+
+    def forward(self, x_TD: Any, router_x_TD: Any = None) -> Tensor:
+        """Return the output [T, D] of the chosen and the shared experts.
+
+        `router_x_TD` is the router's input, by default that of the experts.
+        """
+        experts_TC, weights_TC = self._router(x_TD if router_x_TD is None else router_x_TD)
+        num_own = len(self._placement.experts)
+        expert_A = (experts_TC - self._placement.experts.start).flatten()
+        if self._placement.elsewhere:
+            is_elsewhere_A = (expert_A < 0) | (expert_A >= num_own)
+            # Choices of other ranks' experts come last, where no expert computes them.
+            expert_A = expert_A.masked_fill(is_elsewhere_A, num_own)
+            weights_TC = weights_TC.masked_fill(is_elsewhere_A.view_as(weights_TC), 0.0)
+        sorted_A, order_A = expert_A.sort(stable=True)
+        bounds_e = torch.arange(num_own, device=x_TD.device)
+        ends_e = torch.searchsorted(sorted_A, bounds_e, right=True, out_int32=True)
+        x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
+        x_AL = x_TL[order_A // self._spec.num_experts_per_token]
+        if self._spec.scales_inputs:
+            x_AL = (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype)
+            weights_TC = weights_TC.sign()
+        y_AL = self._down(self._activation(self._gate_up(x_AL, ends_e)), ends_e)
+        y_TL = self._tensor_parallel.sum(self._kernels.combine(y_AL, order_A, weights_TC))
+        y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
+        return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
+
+    def _shared_output(self, x_TD: Tensor) -> Tensor:
+        assert self._shared is not None
+        y_TD = self._shared.forward(x_TD)
+        if self._shared_gate_1D is None:
+            return y_TD
+        return y_TD.mul_(F.linear(x_TD, self._shared_gate_1D).sigmoid())
+
+
+class ExpertsBesideMLP:
+    """Experts that read the same hidden states as the layer's MLP, and norms around both.
+
+    The router's input has a norm with weights divided by the square root of the hidden size.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        size = spec.hidden_size
+        self._experts = Experts(spec, experts, weights, f"{prefix}beside.", shard, kernels)
+        router_weight_D = weights.read_vector(f"{prefix}beside.router_scale", size)
+        self._router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
+        self._mlp_output_norm, self._input_norm, self._output_norm = (
+            kernels.norm(weights.read_vector(f"{prefix}{name}.weight", size), spec.norm_eps)
+            for name in (
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            )
+        )
+
+    def forward(self, mlp_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """Return the sum of the MLP's output `mlp_TD` and that of the experts for the hidden states `x_TD`."""
+        y_TD = self._experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
+        total_TD: Tensor = self._mlp_output_norm(mlp_TD) + self._output_norm(y_TD)
+        return total_TD

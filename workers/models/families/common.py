@@ -1,0 +1,135 @@
+"""What the families' mappings share: the form of a family, and a Llama model to differ from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from ....protocol.checkpoint.classification import TOKEN_IDS, read_num_labels
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.rope import RopeSpec
+from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling, ScoreHeadSpec
+
+
+class Family(NamedTuple):
+    """A supported architecture, its `model_type`, and the function from its config to its spec."""
+
+    architecture: str
+    model_type: str
+    read_spec: Callable[[ConfigFields], ModelSpec]
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+
+
+def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
+    """Return the spec of a Llama model with `differences`."""
+    num_heads, head_size = fields.integer("num_attention_heads"), head_dim(fields)
+    activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
+    if activation not in _ACTIVATIONS:
+        raise fields.error(
+            f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    llama: dict[str, Any] = {
+        "model_type": fields.get("model_type"),
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", num_heads),
+        "head_dim": head_size,
+        "layers": layers,
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "attention_scale": head_size**-0.5,
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
+        "activation": _ACTIVATIONS[activation],
+    }
+    return ModelSpec(**llama | differences)
+
+
+def with_score_head(
+    spec: ModelSpec,
+    fields: ConfigFields,
+    *,
+    output: str,
+    dense: str | None = None,
+    activation: Literal["tanh", "relu"] = "tanh",
+    output_bias: bool = False,
+) -> ModelSpec:
+    """Return a spec with a classification head instead of the output projection.
+
+    Args:
+        spec: The spec of the model without the head.
+        fields: The model's config.
+        output: A regular expression for the start of the names of the head's output projection.
+        dense: The same for the product before it; None for a head without one.
+        activation: The activation between them.
+        output_bias: Whether the output projection has a bias.
+    """
+    head = ScoreHeadSpec(
+        read_num_labels(fields),
+        dense is not None,
+        activation,
+        output_bias,
+        tuple(fields.token_ids(TOKEN_IDS)),
+        spec.tie_word_embeddings,
+    )
+    names = [(output, "score_head.output.")]
+    if dense is not None:
+        names.insert(0, (dense, "score_head.dense."))
+    return replace(
+        spec,
+        score_head=head,
+        tensor_names=(*names, *spec.tensor_names),
+        # There is no other head.
+        tie_word_embeddings=True,
+        head_bias=False,
+    )
+
+
+def head_dim(fields: ConfigFields) -> int:
+    """Return the head dimension, by default the hidden size divided by the number of heads."""
+    default = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return fields.integer("head_dim", default)
+
+
+def uniform_layers(
+    fields: ConfigFields,
+    rope: RopeSpec | None,
+    window: int | None = None,
+    query_scaling: QueryScaling | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Return equal layers."""
+    return (LayerSpec(rope, window, query_scaling=query_scaling),) * fields.layer_count(
+        "num_hidden_layers"
+    )
+
+
+def sliding_layers(fields: ConfigFields, default: Callable[[int], bool]) -> list[bool]:
+    """Return whether each layer has a window; `default` applies if the config does not say."""
+    num_layers = fields.layer_count("num_hidden_layers")
+    layer_types = fields.per_layer("layer_types", num_layers)
+    if layer_types is None:
+        return [default(i) for i in range(num_layers)]
+    for layer_type in layer_types:
+        if layer_type not in ("sliding_attention", "full_attention"):
+            raise fields.error(f"the layer type {layer_type!r} is not supported")
+    return [layer_type == "sliding_attention" for layer_type in layer_types]
+
+
+def attention_biases(fields: ConfigFields) -> dict[str, bool]:
+    """Return the differences of a spec whose `attention_bias` applies to all projections of the attention."""
+    bias = fields.boolean("attention_bias", False)
+    return {"qkv_bias": bias, "attention_output_bias": bias}

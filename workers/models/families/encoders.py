@@ -1,0 +1,157 @@
+"""Families of bidirectional encoders, which embed text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import ModelSpec, NormNames
+from .common import Family, base_spec, uniform_layers, with_score_head
+
+_BERT_NAMES = (
+    (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
+    (r"\.gamma$", ".weight"),
+    (r"\.beta$", ".bias"),
+    (r"embeddings\.position_ids$", ""),
+    (r"embeddings\.word_embeddings\.", "embed_tokens."),
+    (r"embeddings\.position_embeddings\.", "embed_positions."),
+    (r"embeddings\.token_type_embeddings\.", "embed_token_types."),
+    (r"embeddings\.LayerNorm\.", "embed_norm."),
+    (r"encoder\.layer\.", "layers."),
+    (r"\.attention\.self\.query\.", ".self_attn.q_proj."),
+    (r"\.attention\.self\.key\.", ".self_attn.k_proj."),
+    (r"\.attention\.self\.value\.", ".self_attn.v_proj."),
+    (r"\.attention\.output\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.output\.LayerNorm\.", ".attention_norm."),
+    (r"\.intermediate\.dense\.", ".mlp.up_proj."),
+    (r"\.output\.dense\.", ".mlp.down_proj."),
+    (r"\.output\.LayerNorm\.", ".mlp_norm."),
+)
+
+
+_DISTILBERT_NAMES = (
+    (
+        r"^(.*\.)?(vocab_(transform|layer_norm|projector)|pre_classifier|classifier|qa_outputs)\..*",
+        "",
+    ),
+    (r"embeddings\.word_embeddings\.", "embed_tokens."),
+    (r"embeddings\.position_embeddings\.", "embed_positions."),
+    (r"embeddings\.LayerNorm\.", "embed_norm."),
+    (r"transformer\.layer\.", "layers."),
+    (r"\.attention\.([qkv])_lin\.", r".self_attn.\1_proj."),
+    (r"\.attention\.out_lin\.", ".self_attn.o_proj."),
+    (r"\.sa_layer_norm\.", ".attention_norm."),
+    (r"\.ffn\.lin1\.", ".mlp.up_proj."),
+    (r"\.ffn\.lin2\.", ".mlp.down_proj."),
+    (r"\.output_layer_norm\.", ".mlp_norm."),
+)
+
+
+def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of a BERT model with `differences`."""
+    bert: dict[str, Any] = {
+        "is_causal": False,
+        "norms": NormNames(None, "attention_norm", None, "mlp_norm"),
+        "norms_stream": True,
+        "norm_kind": "layer",
+        "norm_bias": True,
+        "has_final_norm": False,
+        "has_embedding_norm": True,
+        "has_gate": False,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        # The head is not used.
+        "tie_word_embeddings": True,
+        "tensor_names": _BERT_NAMES,
+    }
+    return base_spec(fields, uniform_layers(fields, None), **bert | differences)
+
+
+def _bert(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=512
+    )
+    if fields.boolean("is_decoder", False):
+        raise fields.error("is_decoder is not supported for this family; use an encoder")
+    kind = fields.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise fields.error(f"position_embedding_type {kind!r} is not supported; use 'absolute'")
+    return _encoder_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        num_token_types=fields.integer("type_vocab_size", 2),
+    )
+
+
+def _roberta(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-5, type_vocab_size=1)
+    # Positions count from the row after that of padding.
+    offset = fields.integer("pad_token_id", 1, minimum=0) + 1
+    fields = fields.with_values(
+        {"max_position_embeddings": fields.integer("max_position_embeddings", 514) - offset}
+    )
+    return _encoder_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=offset,
+        num_token_types=fields.integer("type_vocab_size"),
+    )
+
+
+def _distilbert(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_values({"rms_norm_eps": 1e-12}).with_defaults(
+        hidden_act="gelu", max_position_embeddings=512
+    )
+    return _encoder_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        tensor_names=_DISTILBERT_NAMES,
+    )
+
+
+def _bert_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _bert(fields),
+        fields,
+        dense=r"^(.*\.)?pooler\.dense\.",
+        output=r"^classifier\.",
+        output_bias=True,
+    )
+
+
+def _roberta_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _roberta(fields),
+        fields,
+        dense=r"^classifier\.dense\.",
+        output=r"^classifier\.out_proj\.",
+        output_bias=True,
+    )
+
+
+def _distilbert_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _distilbert(fields),
+        fields,
+        dense=r"^pre_classifier\.",
+        activation="relu",
+        output=r"^classifier\.",
+        output_bias=True,
+    )
+
+
+FAMILIES = (
+    Family("BertModel", "bert", _bert),
+    Family("BertForMaskedLM", "bert", _bert),
+    Family("BertForSequenceClassification", "bert", _bert_classifier),
+    Family("DistilBertForSequenceClassification", "distilbert", _distilbert_classifier),
+    Family("RobertaForSequenceClassification", "roberta", _roberta_classifier),
+    Family("XLMRobertaForSequenceClassification", "xlm-roberta", _roberta_classifier),
+    Family("DistilBertModel", "distilbert", _distilbert),
+    Family("DistilBertForMaskedLM", "distilbert", _distilbert),
+    Family("RobertaModel", "roberta", _roberta),
+    Family("RobertaForMaskedLM", "roberta", _roberta),
+    Family("XLMRobertaModel", "xlm-roberta", _roberta),
+    Family("XLMRobertaForMaskedLM", "xlm-roberta", _roberta),
+)

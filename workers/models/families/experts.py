@@ -1,0 +1,400 @@
+"""The families with mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.model_dimensions import EXPERT_COUNTS
+from ...layers.spec import Chunk, ExpertsSpec, LayerSpec, ModelSpec, QueryScaling
+from ..weights import TensorNames
+from .common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    sliding_layers,
+    uniform_layers,
+)
+from .llama import granite, llama, qwen_layers
+from .llama_variants import ernie4_5, hunyuan
+from .rope import read_rope
+
+MIXTRAL_NAMES = (
+    (r"\.block_sparse_moe\.e_score", ".mlp.gate.e_score"),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+)
+SHARED_EXPERT_NAMES = ((r"\.shared_expert\.", ".shared_experts."),)
+GRANITE_NAMES = (
+    (r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
+    (r"\.block_sparse_moe\.(\d+)\.input_linear\.", r".mlp.experts.\1.gate_up_proj."),
+    (r"\.block_sparse_moe\.(\d+)\.output_linear\.", r".mlp.experts.\1.down_proj."),
+    (r"\.shared_mlp\.input_linear\.", ".mlp.shared_experts.gate_up_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".mlp.shared_experts.down_proj."),
+)
+
+
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+def with_experts(
+    spec: ModelSpec,
+    experts: ExpertsSpec,
+    has_experts: Callable[[int], bool] = lambda _: True,
+    **differences: Any,
+) -> ModelSpec:
+    """Return the spec with experts in the layers whose index `has_experts` accepts."""
+    layers = tuple(
+        replace(layer, experts=experts) if has_experts(i) else layer
+        for i, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=layers, **differences)
+
+
+def read_experts(
+    fields: ConfigFields,
+    num_experts: int | None = None,
+    num_chosen: int | None = None,
+    *,
+    intermediate_size: str = "moe_intermediate_size",
+    **differences: Any,
+) -> ExpertsSpec:
+    """Return the experts by the names of fields that most families have; the numbers are defaults.
+
+    Raises:
+        CheckpointError: A number is missing, or more experts are to be chosen than there are.
+    """
+    count = fields.integer(_first_of(fields, EXPERT_COUNTS), num_experts)
+    return ExpertsSpec(
+        count,
+        fields.integer(_first_of(fields, _CHOSEN), num_chosen, maximum=count),
+        fields.integer(intermediate_size),
+        **differences,
+    )
+
+
+def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:
+    """Return the first of these names that the config has."""
+    return next((name for name in names if fields.get(name) is not None), names[0])
+
+
+def first_dense(fields: ConfigFields, default: int) -> Callable[[int], bool]:
+    """Return whether a layer has experts: all but the first, of which `default` is the usual number."""
+    first = fields.integer("first_k_dense_replace", default, minimum=0)
+    return lambda i: i >= first
+
+
+def has_sparse_step(fields: ConfigFields) -> Callable[[int], bool]:
+    """Return whether a layer has experts, by its index: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", [])
+    return lambda i: i not in dense and (i + 1) % step == 0
+
+
+def _mixtral(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
+    experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size")
+    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
+    layers = uniform_layers(fields, rope, fields.optional_integer("sliding_window"))
+    return with_experts(base_spec(fields, layers), experts, tensor_names=MIXTRAL_NAMES)
+
+
+def _minimax_m2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=128)
+    rotary_dim = fields.integer("rotary_dim", head_dim(fields))
+    fields = fields.with_defaults(partial_rotary_factor=rotary_dim / head_dim(fields))
+    experts = read_experts(
+        fields,
+        256,
+        8,
+        intermediate_size="intermediate_size",
+        scoring="sigmoid",
+        has_correction_bias=True,
+    )
+    rope = read_rope(fields, head_dim(fields), theta=5_000_000.0, partial=True)
+    spec = base_spec(fields, uniform_layers(fields, rope), qk_norm="full")
+    return with_experts(spec, experts, tensor_names=MIXTRAL_NAMES)
+
+
+def _qwen2_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+    )
+    experts = read_experts(
+        fields,
+        60,
+        4,
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
+        has_shared_gate=True,
+    )
+    spec = base_spec(fields, qwen_layers(fields), qkv_bias=fields.boolean("qkv_bias", True))
+    return with_experts(spec, experts, has_sparse_step(fields), tensor_names=SHARED_EXPERT_NAMES)
+
+
+def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(moe_intermediate_size=768, num_key_value_heads=4)
+    experts = read_experts(fields, 128, 8, renormalizes=fields.boolean("norm_topk_prob", False))
+    spec = base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
+    return with_experts(spec, experts, has_sparse_step(fields))
+
+
+def _olmoe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5)
+    if fields.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is not supported; use a model without it")
+    experts = read_experts(
+        fields,
+        64,
+        8,
+        intermediate_size="intermediate_size",
+        renormalizes=fields.boolean("norm_topk_prob", False),
+    )
+    return with_experts(llama(fields, qk_norm="full"), experts)
+
+
+def _granite_moe(fields: ConfigFields) -> ModelSpec:
+    experts = read_experts(
+        fields,
+        8,
+        2,
+        intermediate_size="intermediate_size",
+        shared_intermediate_size=fields.integer("shared_intermediate_size", 0, minimum=0),
+    )
+    return with_experts(granite(fields), experts, tensor_names=GRANITE_NAMES)
+
+
+def deepseek_experts(fields: ConfigFields) -> ExpertsSpec:
+    """Return the experts of DeepSeek-V3, which several families took over."""
+    size = fields.integer("moe_intermediate_size")
+    return read_experts(
+        fields,
+        128,
+        8,
+        scoring="sigmoid",
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        num_groups_per_token=fields.integer("topk_group", 1),
+        group_score="best two",
+        has_correction_bias=True,
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
+    )
+
+
+def _glm4_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(n_shared_experts=1, rms_norm_eps=1e-5)
+    rope = read_rope(
+        fields.with_defaults(partial_rotary_factor=0.5), head_dim(fields), partial=True
+    )
+    spec = base_spec(
+        fields,
+        uniform_layers(fields, rope),
+        qkv_bias=fields.boolean("attention_bias", False),
+        qk_norm="head" if fields.boolean("use_qk_norm", False) else None,
+    )
+    return with_experts(
+        spec,
+        deepseek_experts(fields),
+        first_dense(fields, 1),
+        tensor_names=unused_layers(fields),
+    )
+
+
+def unused_layers(fields: ConfigFields) -> TensorNames:
+    """Return the translation that drops the layers after the last, which predict further tokens."""
+    first = fields.layer_count("num_hidden_layers")
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    count = fields.integer(_first_of(fields, names), 0, minimum=0)
+    unused = "|".join(str(i) for i in range(first, first + count))
+    return ((rf".*\.layers\.({unused})\..*", ""),) if unused else ()
+
+
+def _dots1(fields: ConfigFields) -> ModelSpec:
+    spec = base_spec(fields, _dots1_layers(fields), qk_norm="head", **attention_biases(fields))
+    experts = replace(
+        deepseek_experts(fields), renormalizes=fields.boolean("norm_topk_prob", False)
+    )
+    return with_experts(spec, experts, first_dense(fields, 0))
+
+
+def _dots1_layers(fields: ConfigFields) -> Any:
+    return qwen_layers(
+        fields.with_defaults(
+            use_sliding_window=fields.get("layer_types") is not None, max_window_layers=62
+        )
+    )
+
+
+def _gpt_oss(fields: ConfigFields) -> ModelSpec:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    if fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(rope_parameters=yarn)
+    fields = fields.with_defaults(head_dim=64, rms_norm_eps=1e-5, attention_bias=True)
+    rope, window = read_rope(fields, head_dim(fields), theta=150_000.0), 128
+    window = fields.integer("sliding_window", window)
+    sliding = sliding_layers(fields, lambda i: i % 2 == 0)
+    layers = tuple(LayerSpec(rope, window if slides else None) for slides in sliding)
+    spec = base_spec(
+        fields.with_values({"hidden_act": "silu"}),
+        layers,
+        activation="clamped_swiglu",
+        has_sinks=True,
+        **attention_biases(fields),
+    )
+    experts = read_experts(
+        fields, 128, 4, intermediate_size="intermediate_size", has_router_bias=True, has_biases=True
+    )
+    return with_experts(spec, experts, tensor_names=((r"\.mlp\.router\.", ".mlp.gate."),))
+
+
+def _ernie4_5_moe(fields: ConfigFields) -> ModelSpec:
+    size = fields.integer("moe_intermediate_size", 1536)
+    num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        64,
+        6,
+        has_correction_bias=True,
+        shared_intermediate_size=size * num_shared,
+    )
+    first = fields.integer("moe_layer_start_index", 1, minimum=0)
+    last = fields.get("moe_layer_end_index", -1)
+    interval = fields.integer("moe_layer_interval", 1)
+
+    def has_experts(layer: int) -> bool:
+        is_within = first <= layer and (last == -1 or layer <= last)
+        return is_within and (layer + 1) % interval == 0
+
+    names = ((r"\.moe_statics\.e_score", ".gate.e_score"),)
+    has_biases = fields.boolean("use_bias", False)
+    return with_experts(
+        ernie4_5(fields), experts, has_experts, tensor_names=names, head_bias=has_biases
+    )
+
+
+def _hunyuan_moe(fields: ConfigFields) -> ModelSpec:
+    size = fields.integer("intermediate_size")
+    experts = read_experts(
+        fields,
+        intermediate_size="intermediate_size",
+        shared_intermediate_size=size * fields.integer("num_shared_expert", 1, minimum=0),
+    )
+    spec = hunyuan(fields)
+    names = (
+        *spec.tensor_names,
+        (r"\.mlp\.gate\.wg\.", ".mlp.gate."),
+        (r"\.shared_mlp\.", ".shared_experts."),
+    )
+    return with_experts(spec, experts, tensor_names=names)
+
+
+def _phimoe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
+    rope = read_rope(fields, head_dim(fields))
+    spec = base_spec(
+        fields,
+        uniform_layers(fields, rope, fields.optional_integer("sliding_window")),
+        norm_kind="layer",
+        norm_bias=True,
+        head_bias=fields.boolean("lm_head_bias", False),
+        **attention_biases(fields),
+    )
+    experts = read_experts(
+        fields,
+        16,
+        2,
+        intermediate_size="intermediate_size",
+        scoring="sparse mixer",
+        mixer_noise=fields.number("router_jitter_noise", 0.01),
+    )
+    names = (*MIXTRAL_NAMES, (r"\.mlp\.router\.", ".mlp.gate."))
+    return with_experts(spec, experts, tensor_names=names)
+
+
+def _llama4(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    size = fields.integer("intermediate_size", 8192)
+    rope = read_rope(fields, head_dim(fields), theta=500_000.0)
+    count = fields.layer_count("num_hidden_layers")
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotates = fields.per_layer("no_rope_layers", count) if fields.get("no_rope_layers") else None
+    if rotates is None:
+        rotates = [(i + 1) % interval != 0 for i in range(count)]
+    chunk = fields.optional_integer("attention_chunk_size")
+    kinds = fields.per_layer("layer_types", count)
+    if kinds is None:
+        kinds = ["chunked_attention" if x else "full_attention" for x in rotates]
+    scaling = None
+    if fields.boolean("attn_temperature_tuning", True):
+        scaling = QueryScaling(
+            fields.positive("attn_scale", 0.1), fields.positive("floor_scale", 8192), offset=1
+        )
+    layers = tuple(
+        LayerSpec(
+            rope if has_rope else None,
+            Chunk(chunk) if chunk and kind == "chunked_attention" else None,
+            query_scaling=None if has_rope else scaling,
+        )
+        for has_rope, kind in zip(rotates, kinds, strict=True)
+    )
+    spec = base_spec(
+        fields.with_values({"intermediate_size": fields.integer("intermediate_size_mlp", 16384)}),
+        layers,
+        qk_norm="unit" if fields.boolean("use_qk_norm", True) else None,
+        rotates_before_norm=True,
+        rope_order="interleaved",
+        **attention_biases(fields),
+    )
+    experts = read_experts(
+        fields.with_values({"intermediate_size": size}),
+        16,
+        1,
+        intermediate_size="intermediate_size",
+        scoring="sigmoid",
+        renormalizes=False,
+        scales_inputs=True,
+        shared_intermediate_size=size,
+    )
+    step = fields.integer("interleave_moe_layer_step", 1)
+    chosen = fields.get("moe_layers") or range(step - 1, count, step)
+    names = (
+        (r"\.feed_forward\.router\.", ".mlp.gate."),
+        (r"\.feed_forward\.shared_expert\.", ".mlp.shared_experts."),
+        (r"\.feed_forward\.", ".mlp."),
+    )
+    return with_experts(spec, experts, lambda i: i in chosen, tensor_names=names)
+
+
+FAMILIES = (
+    Family("Llama4ForCausalLM", "llama4_text", _llama4),
+    Family("Llama4ForConditionalGeneration", "llama4", _llama4),
+    Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe),
+    Family("GptOssForCausalLM", "gpt_oss", _gpt_oss),
+    Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe),
+    Family("PhiMoEForCausalLM", "phimoe", _phimoe),
+    Family("PhimoeForCausalLM", "phimoe", _phimoe),
+    Family("Dots1ForCausalLM", "dots1", _dots1),
+    Family("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe),
+    Family("GraniteMoeForCausalLM", "granitemoe", _granite_moe),
+    Family("GraniteMoeSharedForCausalLM", "granitemoeshared", _granite_moe),
+    Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2),
+    Family("MixtralForCausalLM", "mixtral", _mixtral),
+    Family("OlmoeForCausalLM", "olmoe", _olmoe),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+)

@@ -1,0 +1,333 @@
+"""The Gemma families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
+from ...layers.spec import (
+    AltUpSpec,
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    NormNames,
+    PerLayerInputsSpec,
+)
+from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from .llama import llama
+from .rope import read_rope, read_rope_of_layer_type
+
+_NORMS = NormNames(
+    attention_output="post_attention_layernorm",
+    mlp_input="pre_feedforward_layernorm",
+    mlp_output="post_feedforward_layernorm",
+)
+_GEMMA_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
+
+def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
+    return base_spec(
+        fields,
+        layers,
+        attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
+        norm_weight_offset=1.0,
+        norms=_NORMS,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+        **attention_biases(fields),
+        **differences,
+    )
+
+
+def _gemma1(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(tie_word_embeddings=True)
+    # Some configs on the hub name the exact activation, with which the models were not trained.
+    fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh", "hidden_activation": None})
+    return llama(
+        fields, norm_weight_offset=1.0, embedding_scale=fields.integer("hidden_size") ** 0.5
+    )
+
+
+def _gemma2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        **_GEMMA_DEFAULTS, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+    )
+    window = fields.integer("sliding_window")
+    rope = read_rope(fields, head_dim(fields))
+    slides = sliding_layers(fields, lambda i: i % 2 == 0)
+    layers = tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
+    softcap = fields.optional_positive("attn_logit_softcapping")
+    return _gemma(fields, layers, attention_softcap=softcap)
+
+
+def _gemma3(fields: ConfigFields) -> ModelSpec:
+    # The configs on the hub leave out whatever is their class's default.
+    fields = fields.with_defaults(**_GEMMA_DEFAULTS, **DEFAULTS_OF_GEMMA3)
+    local_rope = read_rope_of_layer_type(
+        fields,
+        "sliding_attention",
+        head_dim(fields),
+        theta_field="rope_local_base_freq",
+        theta=10_000.0,
+    )
+    global_rope = read_rope_of_layer_type(
+        fields, "full_attention", head_dim(fields), theta_field="rope_theta", theta=1_000_000.0
+    )
+    period = fields.integer("sliding_window_pattern", 6)
+    slides = sliding_layers(fields, lambda i: (i + 1) % period != 0)
+    local = LayerSpec(local_rope, fields.optional_integer("sliding_window"))
+    layers = tuple(local if sliding else LayerSpec(global_rope) for sliding in slides)
+    # Its configs may name an attn_logit_softcapping, which the models do not have.
+    return _gemma(fields, layers, qk_norm="head")
+
+
+_GEMMA4_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+}
+_GEMMA4_UNIFIED_DEFAULTS = _GEMMA4_DEFAULTS | {
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA3N_DEFAULTS = {
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "intermediate_size": 16_384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "num_kv_shared_layers": 15,
+    "tie_word_embeddings": True,
+}
+
+
+def _gemma_with_shared_layers(
+    fields: ConfigFields, layers: list[LayerSpec], **differences: Any
+) -> ModelSpec:
+    """Return the spec of Gemma 3n or 4: the last layers read the keys and values of the last layer of their kind.
+
+    Checkpoints may have keys and values for those layers, too, which nothing reads.
+    """
+    num_own = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
+    if num_own < 1:
+        raise fields.error(f"num_kv_shared_layers must be less than the {len(layers)} layers")
+    for i, layer in enumerate(layers[num_own:], num_own):
+        sources = [j for j in range(num_own) if layers[j].window == layer.window]
+        if not sources:
+            raise fields.error(
+                f"layer {i} shares keys and values, but none of the first {num_own} layers is of its type"
+            )
+        layers[i] = replace(layer, kv_source=sources[-1])
+    shared = "|".join(str(i) for i in range(num_own, len(layers)))
+    unused = rf".*layers\.(?:{shared})\.self_attn\.[kv]_(?:proj|norm)\..*"
+    names = differences.pop("tensor_names", ())
+    return base_spec(
+        fields,
+        tuple(layers),
+        attention_scale=1.0,
+        qk_norm="head",
+        has_value_norm=True,
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
+        norms=_NORMS,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+        tensor_names=(*names, (unused, "")) if shared else names,
+        **attention_biases(fields),
+        **differences,
+    )
+
+
+def _per_layer_inputs(fields: ConfigFields) -> PerLayerInputsSpec | None:
+    size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+    if not size:
+        return None
+    return PerLayerInputsSpec(size, fields.integer("vocab_size_per_layer_input", 262_144))
+
+
+def _gemma3n(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(**_GEMMA3N_DEFAULTS)
+    num_layers = fields.layer_count("num_hidden_layers")
+    local_rope, global_rope = (
+        read_rope_of_layer_type(fields, kind, head_dim(fields), theta_field=field, theta=theta)
+        for kind, field, theta in (
+            ("sliding_attention", "rope_local_base_freq", 10_000.0),
+            ("full_attention", "rope_theta", 1_000_000.0),
+        )
+    )
+    window = fields.integer("sliding_window")
+    num_sparse = 10 if num_layers > 10 else 0
+    sparsities = fields.per_layer("activation_sparsity_pattern", num_layers)
+    if sparsities is None:
+        sparsities = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
+    for sparsity in sparsities:
+        if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+            raise fields.error(
+                f"activation_sparsity_pattern has {sparsity!r}, which is not in 0..1"
+            )
+    sizes = fields.get("intermediate_size")
+    if isinstance(sizes, list | tuple):
+        sizes = fields.per_layer("intermediate_size", num_layers) or []
+        by_layer = [ConfigFields({"intermediate_size": size}, fields.path) for size in sizes]
+        sizes = [each.integer("intermediate_size") for each in by_layer]
+        fields = fields.with_values({"intermediate_size": max(sizes)})
+    else:
+        sizes = [fields.integer("intermediate_size")] * num_layers
+    layers = [
+        LayerSpec(
+            local_rope if slides else global_rope,
+            window if slides else None,
+            intermediate_size=size,
+            activation_sparsity=float(sparsity),
+        )
+        for slides, size, sparsity in zip(
+            sliding_layers(fields, lambda i: (i + 1) % 5 != 0), sizes, sparsities, strict=True
+        )
+    ]
+    num_streams = fields.integer("altup_num_inputs", 4, minimum=2)
+    altup = AltUpSpec(
+        num_streams,
+        fields.integer("altup_active_idx", 0, minimum=0, maximum=num_streams - 1),
+        fields.boolean("altup_correct_scale", True),
+        fields.integer("laurel_rank", 64),
+    )
+    per_layer_inputs = _per_layer_inputs(fields)
+    if per_layer_inputs is None:
+        raise fields.error("hidden_size_per_layer_input must be a positive integer, it is 0")
+    return _gemma_with_shared_layers(fields, layers, per_layer_inputs=per_layer_inputs, altup=altup)
+
+
+def _gemma4(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(**_GEMMA4_DEFAULTS)
+    num_layers = fields.layer_count("num_hidden_layers")
+    slides = sliding_layers(fields, lambda i: (i + 1) % 6 != 0)
+    # The last layer attends to everything, whatever the config says.
+    slides[-1] = False
+    local_size, num_local = head_dim(fields), fields.integer("num_key_value_heads")
+    shares_projection = fields.boolean("attention_k_eq_v", False)
+    global_fields = _global_layer_fields(fields, slides, shares_projection)
+    global_size = global_fields.integer("head_dim")
+    num_global = global_fields.integer("num_key_value_heads")
+    local_rope = read_rope_of_layer_type(
+        fields, "sliding_attention", local_size, theta_field="rope_local_base_freq", theta=1e4
+    )
+    if fields.get("rope_parameters") is None:
+        # The defaults of transformers.
+        parameters = {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        }
+        fields = fields.with_values({"rope_parameters": parameters})
+    global_rope = read_rope_of_layer_type(
+        fields, "full_attention", global_size, theta_field="rope_theta", theta=1e6
+    )
+    experts = None
+    if fields.boolean("enable_moe_block", False):
+        num_experts = fields.integer("num_experts")
+        experts = ExpertsSpec(
+            num_experts,
+            fields.integer("top_k_experts", maximum=num_experts),
+            fields.integer("moe_intermediate_size"),
+            has_expert_scales=True,
+            has_own_norms=True,
+        )
+    local = LayerSpec(local_rope, fields.integer("sliding_window"), experts=experts)
+    global_ = LayerSpec(
+        global_rope,
+        experts=experts,
+        head_dim=global_size,
+        num_kv_heads=num_global,
+        has_value_projection=not shares_projection,
+    )
+    if (global_size, num_global) == (local_size, num_local):
+        global_ = replace(global_, head_dim=None, num_kv_heads=None)
+    layers = [local if each else global_ for each in slides]
+    if fields.boolean("use_double_wide_mlp", False):
+        num_own = num_layers - fields.integer("num_kv_shared_layers", 0, minimum=0)
+        size = 2 * fields.integer("intermediate_size")
+        layers[num_own:] = [replace(layer, intermediate_size=size) for layer in layers[num_own:]]
+    return _gemma_with_shared_layers(
+        fields,
+        layers,
+        per_layer_inputs=_per_layer_inputs(fields),
+        has_layer_scales=True,
+        tensor_names=(
+            (r"\.router\.proj\.", ".beside.gate."),
+            (r"\.router\.scale$", ".beside.router_scale"),
+            (r"\.router\.", ".beside.gate."),
+            (r"(layers\.\d+)\.experts\.", r"\1.beside.experts."),
+        ),
+    )
+
+
+def _gemma4_unified(fields: ConfigFields) -> ModelSpec:
+    return _gemma4(fields.with_defaults(**_GEMMA4_UNIFIED_DEFAULTS))
+
+
+def _global_layer_fields(
+    fields: ConfigFields, slides: list[bool], shares_projection: bool
+) -> ConfigFields:
+    """Return the head size and the number of key/value heads of the layers with full attention.
+
+    Older configs have fields of their own for them, newer ones a section for each layer.
+    """
+    num_kv_heads = fields.integer("num_key_value_heads")
+    per_layer = fields.section("per_layer_config")
+    if per_layer is None:
+        if shares_projection:
+            num_kv_heads = fields.integer("num_global_key_value_heads", num_kv_heads)
+        size = fields.integer("global_head_dim", 512)
+        return fields.with_values({"head_dim": size, "num_key_value_heads": num_kv_heads})
+    same = {"head_dim": head_dim(fields), "num_key_value_heads": num_kv_heads}
+    found = [same] * len(slides)
+    # Numbers of layers may have leading zeros.
+    for name in per_layer.config:
+        section = per_layer.section(name)
+        if not name.isdecimal() or int(name) >= len(slides) or section is None:
+            raise fields.error(f"per_layer_config has {name!r}, which is no layer with settings")
+        found[int(name)] = {**same, **section.config}
+    global_values = [values for values, is_local in zip(found, slides, strict=True) if not is_local]
+    local_values = [values for values, is_local in zip(found, slides, strict=True) if is_local]
+    if any(values != same for values in local_values) or any(
+        values != global_values[0] for values in global_values
+    ):
+        raise fields.error("per_layer_config must be equal for all layers of a type")
+    if unknown := global_values[0].keys() - same.keys():
+        raise fields.error(f"per_layer_config.{min(unknown)} is not supported")
+    return fields.with_values(global_values[0])
+
+
+FAMILIES = (
+    Family("GemmaForCausalLM", "gemma", _gemma1),
+    Family("Gemma2ForCausalLM", "gemma2", _gemma2),
+    Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    Family("Gemma3ForConditionalGeneration", "gemma3", _gemma3),
+    Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n),
+    Family("Gemma3nForConditionalGeneration", "gemma3n", _gemma3n),
+    Family("Gemma4ForCausalLM", "gemma4_text", _gemma4),
+    Family("Gemma4ForConditionalGeneration", "gemma4", _gemma4),
+    Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
+    Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
+)

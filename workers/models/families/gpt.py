@@ -1,0 +1,248 @@
+"""GPT-2 and the families of its time: layer norms, biases and an MLP without a gate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import ModelSpec, NormNames
+from .common import Family, base_spec, head_dim, uniform_layers
+from .rope import read_rope
+
+_HEAD_NAMES = ((r"(^|\.)embed_out\.", r"\1lm_head."),)
+_GPT2_NAMES = (
+    (r".*\.attn\.(masked_)?bias$", ""),
+    (r"(^|\.)wte\.", r"\1embed_tokens."),
+    (r"(^|\.)wpe\.", r"\1embed_positions."),
+    (r"(^|\.)h\.(\d+)\.", r"\1layers.\2."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"(^|\.)ln_f\.", r"\1norm."),
+    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.mlp\.(c_fc|fc_in)\.", ".mlp.up_proj."),
+    (r"\.mlp\.(c_proj|fc_out)\.", ".mlp.down_proj."),
+)
+_MEGATRON_NAMES = (
+    (r".*\.attention\.(masked_)?bias$", ""),
+    (r"(^|\.)(embed_in|word_embeddings)\.", r"\1embed_tokens."),
+    (r"(^|\.)word_embeddings_layernorm\.", r"\1embed_norm."),
+    (r"(^|\.)h\.(\d+)\.", r"\1layers.\2."),
+    (r"(^|\.)(ln_f|final_layer_norm)\.", r"\1norm."),
+    (r"\.(self_)?attention\.query_key_value\.", ".self_attn.qkv_proj."),
+    (r"\.(self_)?attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+    *_HEAD_NAMES,
+)
+_OPT_NAMES = (
+    (r"\.out_proj\.", ".o_proj."),
+    (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+    (r"(\.\d+)\.final_layer_norm\.", r"\1.post_attention_layernorm."),
+    (r"(^|\.)final_layer_norm\.", r"\1norm."),
+    (r"(\.\d+)\.fc1\.", r"\1.mlp.up_proj."),
+    (r"(\.\d+)\.fc2\.", r"\1.mlp.down_proj."),
+)
+
+
+def alibi_slopes(fields: ConfigFields) -> tuple[float, ...]:
+    """Return the slopes of ALiBi: a geometric series, and every other number of a finer one for the other heads.
+
+    Raises:
+        CheckpointError: There are more heads than the hidden size has elements.
+    """
+    num_heads = fields.integer("num_attention_heads", maximum=fields.integer("hidden_size"))
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return tuple(slopes)
+
+
+def gpt_spec(
+    fields: ConfigFields, *, has_biases: bool = True, has_groups: bool = False, **differences: Any
+) -> ModelSpec:
+    """Return the spec of a model with layer norms and an MLP without a gate, with `differences`.
+
+    With `has_groups`, several query heads may share a key/value head.
+    """
+    gpt: dict[str, Any] = {
+        "has_gate": False,
+        "norm_kind": "layer",
+        "norm_bias": True,
+        "qkv_bias": has_biases,
+        "attention_output_bias": has_biases,
+        "mlp_bias": has_biases,
+    }
+    fields = fields.with_defaults(
+        intermediate_size=4 * fields.integer("hidden_size"), rms_norm_eps=1e-5
+    )
+    if not has_groups:
+        gpt["num_kv_heads"] = fields.integer("num_attention_heads")
+    if "layers" not in differences:
+        gpt["layers"] = uniform_layers(fields, None)
+    return base_spec(fields, **gpt | differences)
+
+
+def _has_grouped_qkv(fields: ConfigFields) -> bool:
+    """Return whether the fused projection is divided by heads; in GGUF files it is not."""
+    return fields.boolean("has_grouped_qkv", True)
+
+
+def _gpt2(fields: ConfigFields) -> ModelSpec:
+    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if fields.boolean(name, False):
+            raise fields.error(f"{name} is not supported; use a model without it")
+    fields = fields.with_defaults(
+        hidden_act="gelu_new", tie_word_embeddings=True, max_position_embeddings=1024
+    )
+    return gpt_spec(
+        fields,
+        attention_scale=_attention_scale(fields),
+        num_positions=fields.integer("max_position_embeddings"),
+        # GGUF files have matrices in the usual order.
+        has_transposed_matrices=fields.boolean("has_transposed_matrices", True),
+        tensor_names=_GPT2_NAMES,
+    )
+
+
+def _attention_scale(fields: ConfigFields) -> float:
+    return head_dim(fields) ** -0.5 if fields.boolean("scale_attn_weights", True) else 1.0
+
+
+def _gpt_bigcode(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, max_position_embeddings=1024
+    )
+    is_multi_query = fields.boolean("multi_query", True)
+    return gpt_spec(
+        fields,
+        attention_scale=_attention_scale(fields),
+        num_kv_heads=1 if is_multi_query else fields.integer("num_attention_heads"),
+        # With one key/value head the rows are those of all queries, the key and the value.
+        has_grouped_qkv=not is_multi_query,
+        num_positions=fields.integer("max_position_embeddings"),
+        tensor_names=_GPT2_NAMES,
+    )
+
+
+def _gptj(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(hidden_act="gelu_new", max_position_embeddings=2048)
+    size = head_dim(fields)
+    rotary_dim = fields.integer("rotary_dim", 64)
+    rope = read_rope(
+        fields.with_values({"partial_rotary_factor": rotary_dim / size}), size, partial=True
+    )
+    return gpt_spec(
+        fields,
+        layers=uniform_layers(fields, rope),
+        rope_order="interleaved",
+        is_parallel=True,
+        norms=NormNames(mlp_input=None),
+        qkv_bias=False,
+        attention_output_bias=False,
+        head_bias=True,
+        tensor_names=_GPT2_NAMES,
+    )
+
+
+def _gpt_neox(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu",
+        partial_rotary_factor=fields.positive("rotary_pct", 0.25),
+        rope_theta=fields.positive("rotary_emb_base", 10_000.0),
+    )
+    rope = read_rope(fields, head_dim(fields), partial=True)
+    has_biases = fields.boolean("attention_bias", True)
+    return gpt_spec(
+        fields,
+        layers=uniform_layers(fields, rope),
+        is_parallel=fields.boolean("use_parallel_residual", True),
+        qkv_bias=has_biases,
+        attention_output_bias=has_biases,
+        has_grouped_qkv=_has_grouped_qkv(fields),
+        tensor_names=_MEGATRON_NAMES,
+    )
+
+
+def _opt(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(hidden_act="relu", tie_word_embeddings=True)
+    hidden_size = fields.integer("hidden_size")
+    if (
+        not fields.boolean("do_layer_norm_before", True)
+        or fields.boolean("_remove_final_layer_norm", False)
+        or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size
+    ):
+        raise fields.error(
+            "OPT models with norms after the blocks are not supported, as in opt-350m"
+        )
+    return gpt_spec(
+        fields,
+        has_biases=fields.boolean("enable_bias", True),
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=2,
+        tensor_names=_OPT_NAMES,
+    )
+
+
+def _bloom(fields: ConfigFields) -> ModelSpec:
+    if fields.boolean("apply_residual_connection_post_layernorm", False):
+        raise fields.error(
+            "apply_residual_connection_post_layernorm is not supported; use a model without it"
+        )
+    fields = fields.with_defaults(
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, max_position_embeddings=2048
+    )
+    return gpt_spec(
+        fields,
+        alibi_slopes=alibi_slopes(fields),
+        has_embedding_norm=True,
+        has_grouped_qkv=_has_grouped_qkv(fields),
+        tensor_names=_MEGATRON_NAMES,
+    )
+
+
+def _falcon(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu", tie_word_embeddings=True, max_position_embeddings=2048
+    )
+    num_heads, size = fields.integer("num_attention_heads"), head_dim(fields)
+    is_new = fields.boolean("new_decoder_architecture", False)
+    is_parallel = is_new or fields.boolean("parallel_attn", True)
+    if is_new:
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    else:
+        num_kv_heads = 1 if fields.boolean("multi_query", True) else num_heads
+    norms = NormNames(mlp_input=None if is_parallel else "post_attention_layernorm")
+    if is_new and fields.integer("num_ln_in_parallel_attn", 2) == 2:
+        norms = NormNames(attention_input="ln_attn", mlp_input="ln_mlp")
+    has_alibi = fields.boolean("alibi", False)
+    slopes = alibi_slopes(fields) if has_alibi else ()
+    return gpt_spec(
+        fields,
+        layers=uniform_layers(fields, None if has_alibi else read_rope(fields, size)),
+        has_biases=fields.boolean("bias", False),
+        num_kv_heads=num_kv_heads,
+        # The models scale the slopes like the products of queries and keys.
+        alibi_slopes=tuple(slope * size**-0.5 for slope in slopes),
+        is_parallel=is_parallel,
+        norms=norms,
+        has_grouped_qkv=_has_grouped_qkv(fields),
+        # GGUF files name the two norms otherwise.
+        tensor_names=(*_MEGATRON_NAMES, (r"\.input_layernorm\.", ".ln_mlp."))
+        if norms.mlp_input == "ln_mlp"
+        else _MEGATRON_NAMES,
+    )
+
+
+FAMILIES = (
+    Family("BloomForCausalLM", "bloom", _bloom),
+    Family("FalconForCausalLM", "falcon", _falcon),
+    Family("GPT2LMHeadModel", "gpt2", _gpt2),
+    Family("GPTBigCodeForCausalLM", "gpt_bigcode", _gpt_bigcode),
+    Family("GPTJForCausalLM", "gptj", _gptj),
+    Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox),
+    Family("OPTForCausalLM", "opt", _opt),
+)

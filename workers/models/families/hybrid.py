@@ -1,0 +1,388 @@
+"""Families whose layers are recurrent, except for some that attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.recurrent_layers import (
+    RecurrentLayer,
+    read_factors,
+    read_recurrent_layer,
+)
+from ...layers.rope import RopeSpec
+from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
+from .common import Family, attention_biases, base_spec, head_dim
+from .experts import (
+    GRANITE_NAMES,
+    MIXTRAL_NAMES,
+    SHARED_EXPERT_NAMES,
+    deepseek_experts,
+    first_dense,
+    has_sparse_step,
+    read_experts,
+    unused_layers,
+    with_experts,
+)
+from .latent import latent_spec
+from .rope import read_rope
+
+_RECURRENT = ("conv", "linear_attention", "mamba")
+_ATTENDING = ("attention", "full_attention")
+_MIXER = (r"\.(mamba|linear_attn)\.", ".mixer.")
+_LFM2_NAMES = (
+    (r"\.conv\.conv\.", ".mixer.conv1d."),
+    (r"\.conv\.", ".mixer."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.([qk])_layernorm\.", r".\1_norm."),
+    (r"\.feed_forward\.w1\.", ".mlp.gate_proj."),
+    (r"\.feed_forward\.w3\.", ".mlp.up_proj."),
+    (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
+    (r"(^|\.)embedding_norm\.", r"\1norm."),
+)
+_BAMBA_NAMES = (
+    _MIXER,
+    (r"\.feed_forward\.", ".mlp."),
+    (r"(^|\.)final_layernorm\.", r"\1norm."),
+)
+_GRANITE_DENSE_NAMES = (
+    (r"\.shared_mlp\.input_linear\.", ".mlp.gate_up_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".mlp.down_proj."),
+)
+
+
+def _recurrent_layer(fields: ConfigFields) -> RecurrentLayer:
+    layer = read_recurrent_layer(fields)
+    assert layer is not None, "the families here have recurrent layers"
+    return layer
+
+
+def _layers(
+    fields: ConfigFields,
+    rope: RopeSpec | None,
+    attends: Callable[[int], bool],
+    names: tuple[str, ...] = ("layer_types", "layers_block_type"),
+) -> tuple[LayerSpec, ...]:
+    """Return layers that either attend or are recurrent; `attends` applies if the config does not say."""
+    count = fields.layer_count("num_hidden_layers")
+    recurrent = LayerSpec(None, recurrent=_recurrent_layer(fields), attends=False)
+    kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
+    if kinds is None:
+        kinds = ["attention" if attends(i) else "mamba" for i in range(count)]
+    for kind in kinds:
+        if kind not in _RECURRENT + _ATTENDING:
+            raise fields.error(f"the layer type {kind!r} is not supported")
+    layers = tuple(LayerSpec(rope) if kind in _ATTENDING else recurrent for kind in kinds)
+    if not any(layer.attends for layer in layers):
+        raise fields.error("no layer attends; models without attention are not supported")
+    return layers
+
+
+def _indices(fields: ConfigFields, name: str) -> list[int] | None:
+    indices = fields.get(name)
+    if indices is not None and not isinstance(indices, list | tuple):
+        raise fields.wrong(name, "a list of layers", indices)
+    return None if indices is None else list(indices)
+
+
+def _lfm2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        tie_word_embeddings=fields.boolean("tie_embedding", True),
+        rms_norm_eps=fields.number("norm_eps", 1e-5),
+    )
+    intermediate_size = fields.integer("block_ff_dim", fields.integer("intermediate_size", 12288))
+    if fields.boolean("block_auto_adjust_ff_dim", True):
+        intermediate_size = intermediate_size * 2 // 3
+        factor = fields.optional_positive("block_ffn_dim_multiplier") or 1.0
+        multiple = fields.integer("block_multiple_of", 256)
+        intermediate_size = -(-int(factor * intermediate_size) // multiple) * multiple
+    attending = _indices(fields, "full_attn_idxs")
+    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
+    return base_spec(
+        fields.with_values({"intermediate_size": intermediate_size}),
+        _layers(fields, rope, lambda i: attending is None or i in attending),
+        norms=NormNames(attention_input="operator_norm", mlp_input="ffn_norm"),
+        qk_norm="head",
+        tensor_names=_LFM2_NAMES,
+    )
+
+
+def _granite_hybrid(fields: ConfigFields) -> ModelSpec:
+    rope = None
+    if fields.get("position_embedding_type") == "rope":
+        rope = read_rope(fields, head_dim(fields))
+    shared_size = fields.integer("shared_intermediate_size", 1024)
+    spec = base_spec(
+        fields.with_values({"intermediate_size": shared_size}),
+        _layers(fields, rope, lambda _: False),
+        attention_scale=fields.positive("attention_multiplier", 1.0),
+        embedding_scale=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
+        **attention_biases(fields),
+    )
+    if not fields.integer("num_local_experts", 8, minimum=0):
+        return replace(spec, tensor_names=(_MIXER, *_GRANITE_DENSE_NAMES))
+    experts = read_experts(
+        fields, 8, 2, intermediate_size="intermediate_size", shared_intermediate_size=shared_size
+    )
+    return with_experts(spec, experts, tensor_names=(_MIXER, *GRANITE_NAMES))
+
+
+def _bamba(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, num_key_value_heads=8, partial_rotary_factor=0.5
+    )
+    attending = _indices(fields, "attn_layer_indices") or []
+    rope = read_rope(fields, head_dim(fields), partial=True)
+    return base_spec(
+        fields,
+        _layers(fields, rope, lambda i: i in attending, ("layers_block_type",)),
+        norms=NormNames(mlp_input="pre_ff_layernorm"),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        tensor_names=_BAMBA_NAMES,
+        **attention_biases(fields),
+    )
+
+
+def _qwen3_5(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    interval = fields.integer("full_attention_interval", 4)
+    rope = read_rope(fields, head_dim(fields), partial=True)
+    return base_spec(
+        fields,
+        _layers(fields, rope, lambda i: (i + 1) % interval == 0),
+        qk_norm="head",
+        norm_weight_offset=1.0,
+        gates_attention=True,
+        tensor_names=(_MIXER, (r"\.in_proj_qkv\.", ".qkv_proj."), *unused_layers(fields)),
+        **attention_biases(fields),
+    )
+
+
+def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_values({"block_auto_adjust_ff_dim": False})
+    first = fields.integer("num_dense_layers", 2, minimum=0)
+    spec = _lfm2(fields.with_defaults(num_key_value_heads=8, tie_embedding=True))
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=1792),
+        32,
+        4,
+        scoring="sigmoid",
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        has_correction_bias=fields.boolean("use_expert_bias", True),
+    )
+    names = (
+        (r"\.feed_forward\.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (r"\.feed_forward\.gate\.", ".mlp.gate."),
+        (r"\.feed_forward\.experts\.(\d+)\.w1\.", r".mlp.experts.\1.gate_proj."),
+        (r"\.feed_forward\.experts\.(\d+)\.w3\.", r".mlp.experts.\1.up_proj."),
+        (r"\.feed_forward\.experts\.(\d+)\.w2\.", r".mlp.experts.\1.down_proj."),
+    )
+    return with_experts(
+        spec, experts, lambda i: i >= first, tensor_names=(*names, *spec.tensor_names)
+    )
+
+
+def _qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 10) -> ModelSpec:
+    fields = fields.with_defaults(
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, num_key_value_heads=2
+    )
+    spec = _qwen3_5(fields)
+    experts = read_experts(
+        fields,
+        num_experts,
+        num_chosen,
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", minimum=0),
+        has_shared_gate=True,
+    )
+    return with_experts(
+        spec,
+        experts,
+        has_sparse_step(fields),
+        tensor_names=(*spec.tensor_names, *SHARED_EXPERT_NAMES),
+    )
+
+
+def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
+    return _qwen3_next(fields.with_defaults(intermediate_size=512), 256, 8)
+
+
+def _falcon_h1(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5, num_key_value_heads=8)
+    biases, head_size = attention_biases(fields), head_dim(fields)
+    attention_input = fields.positive("attention_in_multiplier", 1.0)
+    if biases["qkv_bias"] and attention_input != 1.0:
+        raise fields.error("attention_bias with an attention_in_multiplier is not supported")
+    gate, mlp = read_factors(fields, "mlp_multipliers", 2)
+    layer = LayerSpec(read_rope(fields, head_size), recurrent=_recurrent_layer(fields))
+    # The factors on queries, keys and values are applied to scores and outputs, which are linear in them.
+    return base_spec(
+        fields,
+        (layer,) * fields.layer_count("num_hidden_layers"),
+        norms=NormNames(mlp_input="pre_ff_layernorm"),
+        attention_scale=head_size**-0.5
+        * attention_input**2
+        * fields.positive("key_multiplier", 1.0),
+        attention_multiplier=attention_input * fields.positive("attention_out_multiplier", 1.0),
+        recurrent_multiplier=fields.positive("ssm_out_multiplier", 1.0),
+        gate_multiplier=gate,
+        mlp_multiplier=mlp,
+        embedding_scale=fields.positive("embedding_multiplier", 1.0),
+        logits_divisor=1 / fields.positive("lm_head_multiplier", 1.0),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        tensor_names=_BAMBA_NAMES,
+        **biases,
+    )
+
+
+_NEMOTRON_LAYERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_h(fields: ConfigFields) -> ModelSpec:
+    pattern = fields.get("hybrid_override_pattern")
+    kinds = fields.get("layers_block_type", fields.get("layer_types"))
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_NEMOTRON_LAYERS.get(letter, letter) for letter in pattern]
+    if not kinds or not isinstance(kinds, list):
+        raise fields.error("layers_block_type or hybrid_override_pattern must list the layers")
+    recurrent = LayerSpec(None, recurrent=_recurrent_layer(fields), attends=False, has_mlp=False)
+    layers = []
+    for kind in kinds:
+        if kind in _RECURRENT:
+            layers.append(recurrent)
+        elif kind in _ATTENDING:
+            layers.append(LayerSpec(None, has_mlp=False))
+        elif kind in ("mlp", "moe"):
+            layers.append(LayerSpec(None, attends=False))
+        else:
+            raise fields.error(f"the layer type {kind!r} is not supported")
+    spec = base_spec(
+        fields.with_defaults(
+            head_dim=128,
+            num_key_value_heads=8,
+            intermediate_size=21504,
+            hidden_act=fields.text("mlp_hidden_act", "relu2"),
+            rms_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        ),
+        tuple(layers),
+        norms=NormNames(attention_input="norm", mlp_input="norm"),
+        has_gate=False,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        tensor_names=(
+            (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
+            (r"\.mixer\.(up|down)_proj\.", r".mlp.\1_proj."),
+            (r"\.mixer\.(gate|experts|shared_experts)\.", r".mlp.\1."),
+            (r"\.mixer\.fc1_latent_proj\.", ".mlp.to_latent."),
+            (r"\.mixer\.fc2_latent_proj\.", ".mlp.from_latent."),
+            (r"(^|\.)embeddings\.", r"\1embed_tokens."),
+            (r"(^|\.)norm_f\.", r"\1norm."),
+            (r"mtp\..*", ""),
+            *unused_layers(fields.with_defaults(num_hidden_layers=len(layers))),
+        ),
+    )
+    if "moe" not in kinds:
+        return spec
+    return with_experts(spec, _nemotron_experts(fields), lambda i: kinds[i] == "moe")
+
+
+def _nemotron_experts(fields: ConfigFields) -> ExpertsSpec:
+    experts = deepseek_experts(
+        fields.with_defaults(
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7688,
+        )
+    )
+    return replace(
+        experts,
+        shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
+        latent_size=fields.optional_integer("moe_latent_size") or 0,
+    )
+
+
+def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
+    rope = None
+    parameters = fields.section("rope_parameters")
+    if parameters is not None and parameters.get("rope_theta") is not None:
+        rope = read_rope(fields, head_dim(fields))
+    norms = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    layers = tuple(
+        replace(layer, norms=norms) if layer.attends else layer
+        for layer in _layers(fields, rope, lambda i: i % 4 == 3)
+    )
+    return base_spec(
+        fields,
+        layers,
+        qk_norm="full",
+        tensor_names=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+            (r"\.linear_attn\.([ab])_proj\.", r".mixer.in_proj_\1."),
+            (r"\.linear_attn\.g_proj\.", ".mixer.in_proj_z."),
+            (r"\.linear_attn\.o_proj\.", ".mixer.out_proj."),
+            (r"\.linear_attn\.o_norm\.", ".mixer.norm."),
+            _MIXER,
+        ),
+        **attention_biases(fields),
+    )
+
+
+def _kimi_linear(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        max_position_embeddings=fields.integer("model_max_length", 1_048_576),
+        rms_norm_eps=1e-5,
+        n_group=fields.integer("num_expert_group", 1),
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        num_experts_per_tok=fields.integer("num_experts_per_token", 8),
+        norm_topk_prob=fields.boolean("moe_renormalize", True),
+        routed_scaling_factor=2.446,
+        moe_intermediate_size=1024,
+        num_experts=256,
+    )
+    if not fields.boolean("mla_use_nope", True):
+        raise fields.error("mla_use_nope: false is not supported")
+    own = fields.section("linear_attn_config")
+    attending = None if own is None else _indices(own, "full_attn_layers")
+    # Layers are numbered from 1 there.
+    layers = _layers(
+        fields,
+        None,
+        lambda i: i + 1 in attending if attending is not None else i > 0 and i % 4 == 0,
+        ("layer_types",),
+    )
+    recurrent = "|".join(str(i) for i, layer in enumerate(layers) if not layer.attends)
+    spec = latent_spec(
+        fields,
+        layers=layers,
+        tensor_names=(
+            (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
+            (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
+            (r"\.mixer\.o_norm\.", ".mixer.norm."),
+            *MIXTRAL_NAMES,
+        ),
+    )
+    kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
+    if kinds is not None:
+        return with_experts(spec, deepseek_experts(fields), lambda i: kinds[i] == "sparse")
+    return with_experts(spec, deepseek_experts(fields), first_dense(fields, 1))
+
+
+FAMILIES = (
+    Family("BambaForCausalLM", "bamba", _bamba),
+    Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
+    Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
+    Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
+    Family("Lfm2ForCausalLM", "lfm2", _lfm2),
+    Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
+    Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
+    Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
+    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5),
+    Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
+    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
+    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_moe),
+    Family("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
+)

@@ -1,0 +1,107 @@
+"""The families with multi-head latent attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LatentSpec, ModelSpec
+from .common import Family, attention_biases, base_spec, uniform_layers
+from .experts import deepseek_experts, first_dense, read_experts, unused_layers, with_experts
+from .rope import read_rope
+
+
+def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of a model with latent attention, with `differences`; by default its layers are equal."""
+    latent = LatentSpec(
+        fields.optional_integer("q_lora_rank"),
+        fields.integer("kv_lora_rank"),
+        fields.integer("qk_nope_head_dim"),
+        fields.integer("qk_rope_head_dim"),
+        fields.integer("v_head_dim"),
+    )
+    layers = differences.pop("layers", None)
+    if layers is None:
+        layers = uniform_layers(fields, read_rope(fields, latent.rotary_dim))
+    return base_spec(
+        fields,
+        layers,
+        latent=latent,
+        num_kv_heads=1,
+        head_dim=latent.kv_rank + latent.rotary_dim,
+        attention_scale=(latent.plain_dim + latent.rotary_dim) ** -0.5 * _scale_for_length(fields),
+        **attention_biases(fields),
+        **differences,
+    )
+
+
+def _scale_for_length(fields: ConfigFields) -> float:
+    """Return the factor on scores of a model whose context was extended."""
+    rope = fields.first_section("rope_scaling", "rope_parameters")
+    weight = rope.number("mscale_all_dim", 0.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not weight or kind == "default":
+        return 1.0
+    factor = rope.positive("factor")
+    return 1.0 if factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
+    is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
+    size = fields.integer("moe_intermediate_size", 1407)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        64,
+        renormalizes=fields.boolean("norm_topk_prob", False),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1) if is_grouped else 1,
+        num_groups_per_token=fields.integer("topk_group", 1) if is_grouped else 1,
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 2, minimum=0),
+    )
+    spec = latent_spec(fields, rope_order="interleaved")
+    return with_experts(spec, experts, first_dense(fields, 0))
+
+
+def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
+    is_interleaved = fields.boolean("rope_interleave", True)
+    spec = latent_spec(fields, rope_order="interleaved" if is_interleaved else "half")
+    return with_experts(
+        spec, deepseek_experts(fields), first_dense(fields, 3), tensor_names=unused_layers(fields)
+    )
+
+
+def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, routed_scaling_factor=1.8, n_shared_experts=1, moe_intermediate_size=1536
+    )
+    kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
+    if kinds is not None:
+        # The dense layers come first.
+        fields = fields.with_values({"first_k_dense_replace": kinds.count("dense")})
+    return _deepseek_v3(fields.with_defaults(first_k_dense_replace=1))
+
+
+def _minicpm3(fields: ConfigFields) -> ModelSpec:
+    hidden_size = fields.integer("hidden_size")
+    fields = fields.with_defaults(
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        v_head_dim=hidden_size // fields.integer("num_attention_heads"),
+    )
+    num_layers = fields.layer_count("num_hidden_layers")
+    depth = fields.positive("scale_depth", num_layers**0.5)
+    return latent_spec(
+        fields,
+        embedding_scale=fields.positive("scale_emb", 12.0),
+        residual_multiplier=depth / num_layers**0.5,
+        logits_divisor=hidden_size / fields.integer("dim_model_base", hidden_size),
+    )
+
+
+FAMILIES = (
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
+    Family("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek_v3),
+    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
+    Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
+)

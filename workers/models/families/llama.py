@@ -1,0 +1,165 @@
+"""Llama and the families that differ from it in a few properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
+from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers
+from .rope import read_rope
+
+
+def llama(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of a Llama model, with `differences`."""
+    same: dict[str, Any] = {
+        "mlp_bias": fields.boolean("mlp_bias", False),
+        **attention_biases(fields),
+    }
+    if "layers" not in differences:
+        same["layers"] = uniform_layers(fields, read_rope(fields, head_dim(fields)))
+    return base_spec(fields, **same | differences)
+
+
+def mistral(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Mistral model."""
+    fields = fields.with_defaults(num_key_value_heads=8, sliding_window=4096)
+    rope = read_rope(fields, head_dim(fields))
+    return base_spec(
+        fields, uniform_layers(fields, rope, fields.optional_integer("sliding_window"))
+    )
+
+
+def ministral(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Ministral model, some of whose layers may have windows."""
+    fields = fields.with_defaults(num_key_value_heads=8, sliding_window=4096)
+    rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
+    sliding = sliding_layers(fields, lambda _: window is not None)
+    return base_spec(fields, tuple(LayerSpec(rope, window if x else None) for x in sliding))
+
+
+def ministral3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Ministral 3 model, or of the text part of a Mistral 3 model."""
+    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    rope = read_rope(fields, head_dim(fields))
+    parameters = fields.first_section("rope_parameters", "rope_scaling")
+    scaling = None
+    if beta := parameters.number("llama_4_scaling_beta", 0.0):
+        length = parameters.integer("original_max_position_embeddings")
+        scaling = QueryScaling(beta, length)
+    window = fields.optional_integer("sliding_window")
+    return base_spec(fields, uniform_layers(fields, rope, window, scaling))
+
+
+def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
+    """Return the layers of a Qwen model, which may have windows from some layer on."""
+    rope = read_rope(fields, head_dim(fields))
+    if not fields.boolean("use_sliding_window", False):
+        return uniform_layers(fields, rope)
+    window = fields.integer("sliding_window", 4096)
+    first_sliding = fields.integer("max_window_layers", 28, minimum=0)
+    slides = sliding_layers(fields, lambda i: i >= first_sliding)
+    return tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
+
+
+def qwen2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Qwen2 model."""
+    return base_spec(fields, qwen_layers(fields), qkv_bias=True)
+
+
+def qwen3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Qwen3 model."""
+    fields = fields.with_defaults(head_dim=128)
+    return base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
+
+
+def _without_sections(fields: ConfigFields) -> ConfigFields:
+    """Return the fields without the division of rotary dimensions, which is the same for all positions of a text."""
+    values = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        section = fields.section(name)
+        if section is not None and "mrope" in (section.get("type"), section.get("rope_type")):
+            values[name] = {**section.config, "rope_type": "default"}
+    return fields.with_values(values)
+
+
+def _qwen2_vl(fields: ConfigFields) -> ModelSpec:
+    return qwen2(_without_sections(fields))
+
+
+def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
+    return qwen3(_without_sections(fields))
+
+
+def phi3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Phi-3 model."""
+    fields = fields.with_defaults(rms_norm_eps=1e-5)
+    rope = read_rope(fields, head_dim(fields), partial=True)
+    window = fields.optional_integer("sliding_window")
+    return base_spec(fields, uniform_layers(fields, rope, window))
+
+
+def smollm3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a SmolLM3 model."""
+    fields = fields.with_defaults(tie_word_embeddings=True)
+    num_layers = fields.layer_count("num_hidden_layers")
+    interval = fields.integer("no_rope_layer_interval", 4)
+    has_rope = fields.per_layer("no_rope_layers", num_layers)
+    if has_rope is None:
+        has_rope = [(i + 1) % interval != 0 for i in range(num_layers)]
+    rope = read_rope(fields, head_dim(fields), theta=2_000_000.0)
+    window = None
+    if fields.boolean("use_sliding_window", False):
+        window = fields.optional_integer("sliding_window")
+    sliding = sliding_layers(fields, lambda i: not has_rope[i])
+    layers = tuple(
+        LayerSpec(rope if rotates else None, window if slides else None)
+        for rotates, slides in zip(has_rope, sliding, strict=True)
+    )
+    return base_spec(
+        fields, layers, mlp_bias=fields.boolean("mlp_bias", False), **attention_biases(fields)
+    )
+
+
+def olmo2(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    """Return the spec of an OLMo 2 model, with `differences`."""
+    return llama(
+        fields.with_defaults(rms_norm_eps=1e-5),
+        norms=NormNames(
+            attention_input=None,
+            attention_output="post_attention_layernorm",
+            mlp_input=None,
+            mlp_output="post_feedforward_layernorm",
+        ),
+        qk_norm="full",
+        **differences,
+    )
+
+
+def granite(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a Granite model."""
+    return llama(
+        fields,
+        attention_scale=fields.positive("attention_multiplier", 1.0),
+        embedding_scale=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
+    )
+
+
+FAMILIES = (
+    Family("GraniteForCausalLM", "granite", granite),
+    Family("LlamaForCausalLM", "llama", llama),
+    Family("MinistralForCausalLM", "ministral", ministral),
+    Family("Ministral3ForCausalLM", "ministral3", ministral3),
+    Family("MistralForCausalLM", "mistral", mistral),
+    Family("Mistral3ForConditionalGeneration", "mistral3", ministral3),
+    Family("Olmo2ForCausalLM", "olmo2", olmo2),
+    Family("Phi3ForCausalLM", "phi3", phi3),
+    Family("Qwen2ForCausalLM", "qwen2", qwen2),
+    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", _qwen2_vl),
+    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", _qwen2_vl),
+    Family("Qwen3ForCausalLM", "qwen3", qwen3),
+    Family("Qwen3VLForConditionalGeneration", "qwen3_vl", _qwen3_vl),
+    Family("SmolLM3ForCausalLM", "smollm3", smollm3),
+)

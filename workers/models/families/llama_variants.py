@@ -1,0 +1,174 @@
+"""Families with Llama's layers and norms, and one or more further mechanisms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
+from .llama import llama, olmo2
+from .rope import read_rope, read_rope_of_layer_type
+
+_POST_NORMS = NormNames(
+    attention_input=None,
+    attention_output="post_attention_layernorm",
+    mlp_input=None,
+    mlp_output="post_feedforward_layernorm",
+)
+
+
+def _apertus(fields: ConfigFields) -> ModelSpec:
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 12_000_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    if fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(rope_parameters=llama3)
+    return llama(
+        fields.with_defaults(hidden_act="xielu", rms_norm_eps=1e-5, rope_theta=12_000_000.0),
+        has_gate=False,
+        qk_norm="head",
+        norms=NormNames(attention_input="attention_layernorm", mlp_input="feedforward_layernorm"),
+    )
+
+
+def _arcee(fields: ConfigFields) -> ModelSpec:
+    return llama(fields.with_defaults(hidden_act="relu2", rms_norm_eps=1e-5), has_gate=False)
+
+
+def ernie4_5(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a dense ERNIE 4.5 model."""
+    fields = fields.with_defaults(
+        head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-5, rope_theta=500_000.0
+    )
+    has_biases = fields.boolean("use_bias", False)
+    return base_spec(
+        fields,
+        uniform_layers(fields, read_rope(fields, head_dim(fields))),
+        rope_order="interleaved",
+        qkv_bias=has_biases,
+        attention_output_bias=has_biases,
+        mlp_bias=has_biases,
+    )
+
+
+def _exaone4(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5, sliding_window=4096)
+    rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
+    pattern = fields.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:
+        # One letter for each layer of the pattern, of which "L" has a window.
+        sliding = sliding_layers(fields, lambda i: pattern[i % len(pattern)] == "L")
+    else:
+        period = fields.integer("sliding_window_pattern", 4, minimum=0)
+        sliding = sliding_layers(fields, lambda i: bool(window and period and (i + 1) % period))
+    # In models with windows the other layers have no position encoding.
+    layers = tuple(
+        LayerSpec(rope, window) if slides else LayerSpec(rope if window is None else None)
+        for slides in sliding
+    )
+    return base_spec(fields, layers, norms=_POST_NORMS, qk_norm="head")
+
+
+def _glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    fields = fields.with_defaults(
+        num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5
+    )
+    return base_spec(
+        fields,
+        uniform_layers(fields, read_rope(fields, head_dim(fields), partial=True)),
+        rope_order="interleaved",
+        qkv_bias=fields.boolean("attention_bias", True),
+        **differences,
+    )
+
+
+def _glm4(fields: ConfigFields) -> ModelSpec:
+    norms = NormNames(attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm")
+    return _glm(fields, norms=norms)
+
+
+def _helium(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
+    return base_spec(
+        fields,
+        uniform_layers(fields, read_rope(fields, head_dim(fields))),
+        rope_order="interleaved",
+        qkv_bias=fields.boolean("attention_bias", False),
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+def hunyuan(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a dense Hunyuan model."""
+    scaling = fields.first_section("rope_parameters", "rope_scaling")
+    alpha = scaling.number("alpha", 0.0)
+    if alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
+        # A fixed NTK-aware scaling: the base is that of sequences `alpha` times as long.
+        size = head_dim(fields)
+        if size <= 2:
+            raise fields.error(f"head_dim must be above 2, it is {size}")
+        theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+        theta *= alpha ** (size / (size - 2))
+        parameters = {"rope_type": "default", "rope_theta": theta}
+        fields = fields.with_values({"rope_parameters": parameters, "rope_scaling": None})
+    return llama(
+        fields.with_defaults(rms_norm_eps=1e-5),
+        qk_norm="head",
+        rotates_before_norm=True,
+        tensor_names=((r"\.query_layernorm\.", ".q_norm."), (r"\.key_layernorm\.", ".k_norm.")),
+    )
+
+
+def _nanochat(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(hidden_act="relu2", final_logit_softcapping=15.0)
+    return llama(
+        fields,
+        has_gate=False,
+        has_norm_weights=False,
+        has_embedding_norm=True,
+        # A norm without weights gives the same before and after rotation.
+        qk_norm="head",
+        rope_order="swapped",
+        final_softcap=fields.optional_positive("final_logit_softcapping"),
+        tensor_names=((r"\.mlp\.fc1\.", ".mlp.up_proj."), (r"\.mlp\.fc2\.", ".mlp.down_proj.")),
+    )
+
+
+def _olmo3(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(sliding_window=4096, rope_theta=500_000.0)
+    size, window = head_dim(fields), fields.integer("sliding_window")
+    local_rope, global_rope = (
+        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=500_000.0)
+        for kind in ("sliding_attention", "full_attention")
+    )
+    sliding = sliding_layers(fields, lambda i: bool((i + 1) % 4))
+    layers = tuple(
+        LayerSpec(local_rope, window) if slides else LayerSpec(global_rope) for slides in sliding
+    )
+    return olmo2(fields, layers=layers)
+
+
+def _seed_oss(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, attention_bias=True)
+    return llama(fields, attention_output_bias=fields.boolean("attention_out_bias", False))
+
+
+FAMILIES = (
+    Family("ApertusForCausalLM", "apertus", _apertus),
+    Family("ArceeForCausalLM", "arcee", _arcee),
+    Family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
+    Family("Exaone4ForCausalLM", "exaone4", _exaone4),
+    Family("Glm4ForCausalLM", "glm4", _glm4),
+    Family("GlmForCausalLM", "glm", _glm),
+    Family("HeliumForCausalLM", "helium", _helium),
+    Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
+    Family("NanoChatForCausalLM", "nanochat", _nanochat),
+    Family("Olmo3ForCausalLM", "olmo3", _olmo3),
+    Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
+)

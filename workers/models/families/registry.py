@@ -1,0 +1,93 @@
+"""The registry of model families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.field_names import with_common_names
+from ....protocol.errors import CheckpointError
+from ...layers.spec import ModelSpec
+from . import encoders, experts, gemma, gpt, hybrid, latent, layer_normed, llama, llama_variants
+from .common import Family, with_score_head
+
+FAMILIES = (
+    *encoders.FAMILIES,
+    *experts.FAMILIES,
+    *gemma.FAMILIES,
+    *gpt.FAMILIES,
+    *hybrid.FAMILIES,
+    *latent.FAMILIES,
+    *layer_normed.FAMILIES,
+    *llama.FAMILIES,
+    *llama_variants.FAMILIES,
+)
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+_BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+_UNSUPPORTED = {
+    "use_bidirectional_attention": "bidirectional attention",
+}
+
+
+class UnknownArchitecture(CheckpointError):
+    """Raised for an architecture that no family has."""
+
+
+def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpec:
+    """Return the spec of the model that a Hugging Face config describes.
+
+    Args:
+        config: The content of a config.json.
+        path: The config's file, for error messages.
+
+    Raises:
+        UnknownArchitecture: No family has the architecture.
+        CheckpointError: A field is missing or invalid, or a feature is not supported.
+    """
+    fields = ConfigFields(config, path)
+    family = _family(fields)
+    text_fields = fields.section("text_config")
+    if text_fields is not None:
+        values = {"model_type": family.model_type}
+        # The head belongs to the whole model.
+        if (is_tied := fields.get("tie_word_embeddings")) is not None:
+            values["tie_word_embeddings"] = is_tied
+        fields = text_fields.with_values(values)
+    fields = with_common_names(fields)
+    for name, feature in _UNSUPPORTED.items():
+        # Images' tokens may see each other in models whose text is causal.
+        if (config.get(name) or fields.get(name)) not in (None, False, "vision"):
+            raise fields.error(f"{feature} are not supported ({name} is set); use another model")
+    spec = family.read_spec(fields)
+    if is_classifier(fields) and spec.score_head is None:
+        spec = with_score_head(spec, fields, output=r"^score\.")
+    for num_kv_heads in {spec.for_layer(layer).num_kv_heads for layer in spec.layers}:
+        if spec.num_heads % num_kv_heads:
+            raise fields.error(
+                f"num_attention_heads {spec.num_heads} must be a multiple of "
+                f"num_key_value_heads {num_kv_heads}"
+            )
+    return spec
+
+
+def _family(fields: ConfigFields) -> Family:
+    """Return the family of the architecture if one is given, because classifiers share their model type."""
+    architectures = fields.texts("architectures")
+    if architectures:
+        # Every decoder can have a classification head.
+        known = (name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in architectures)
+        names = (*architectures, *known)
+        found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
+    else:
+        found = _BY_MODEL_TYPE.get(fields.text("model_type", ""))
+    if found is None:
+        named = ", ".join(architectures) or f"of model_type {fields.get('model_type')!r}"
+        raise UnknownArchitecture(
+            fields.path,
+            f"the architecture {named} is not supported; "
+            f"supported are {', '.join(sorted(_BY_ARCHITECTURE))}",
+        )
+    return found

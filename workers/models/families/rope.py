@@ -1,0 +1,162 @@
+"""Reads a `RopeSpec` from a config, in the spelling of transformers 4 or 5."""
+
+import math
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+
+_SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+
+
+def read_rope(
+    fields: ConfigFields, head_dim: int, *, theta: float = 10_000.0, partial: bool = False
+) -> RopeSpec:
+    """Return the rotary embedding that all layers share.
+
+    `theta` is the family's default base. Only families with `partial` rotate less than a whole
+    head. Reads `rope_scaling`, or else `rope_parameters`, and `rope_theta`.
+    """
+    parameters = _scaled(fields, fields.section("rope_parameters"))
+    return _read(
+        fields, parameters, head_dim, fields.positive("rope_theta", theta, above=1), partial
+    )
+
+
+def read_rope_of_layer_type(
+    fields: ConfigFields, layer_type: str, head_dim: int, *, theta_field: str, theta: float
+) -> RopeSpec:
+    """Return the rotary embedding of one layer type of a family that has several.
+
+    Reads, for full attention only, `rope_scaling`, or else `rope_parameters[layer_type]`, and
+    `theta_field`.
+    """
+    nested = fields.section("rope_parameters")
+    parameters = None if nested is None else nested.section(layer_type)
+    if layer_type == "full_attention":
+        parameters = _scaled(fields, parameters)
+    return _read(
+        fields, parameters, head_dim, fields.positive(theta_field, theta, above=1), partial=False
+    )
+
+
+def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFields | None:
+    """Return the scaling. `rope_scaling` overrides `rope_parameters`, because users add it for longer contexts."""
+    scaling = fields.section("rope_scaling")
+    if scaling is None or not scaling.config:
+        return parameters
+    if parameters is None:
+        return scaling
+    # Parameters of the training are kept.
+    kept = {name: parameters.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    return scaling.with_defaults(**kept)
+
+
+def _read(
+    fields: ConfigFields,
+    parameters: ConfigFields | None,
+    head_dim: int,
+    theta: float,
+    partial: bool,
+) -> RopeSpec:
+    if parameters is None:
+        parameters = ConfigFields({}, fields.path)
+    fraction = fields.positive("partial_rotary_factor", 1.0) if partial else 1.0
+    if partial:
+        fraction = parameters.positive("partial_rotary_factor", fraction)
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim > head_dim or rotary_dim % 2:
+        raise fields.error(
+            f"rotary embeddings need an even number of dimensions up to {head_dim}, "
+            f"partial_rotary_factor {fraction} gives {rotary_dim}"
+        )
+    return RopeSpec(
+        theta=parameters.positive("rope_theta", theta, above=1),
+        rotary_dim=rotary_dim,
+        scaling=_read_scaling(fields, parameters, rotary_dim),
+    )
+
+
+def _read_scaling(
+    fields: ConfigFields, parameters: ConfigFields, rotary_dim: int
+) -> RopeScaling | None:
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
+    if fields.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(parameters.positive("factor"))
+    if kind == "dynamic":
+        return DynamicScaling(
+            parameters.positive("factor"), fields.integer("max_position_embeddings")
+        )
+    if kind not in _SUPPORTED:
+        raise fields.error(
+            f"rope_type {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}"
+        )
+    if kind == "proportional":
+        fraction = parameters.number("partial_rotary_factor", 1.0)
+        if fraction > 1:
+            raise fields.error(f"partial_rotary_factor must be at most 1, it is {fraction}")
+        num_frequencies = int(fraction * rotary_dim // 2)
+        return ProportionalScaling(num_frequencies, parameters.positive("factor", 1.0))
+    original_length = fields.integer(
+        "original_max_position_embeddings",
+        parameters.integer(
+            "original_max_position_embeddings", fields.integer("max_position_embeddings"), minimum=2
+        ),
+        minimum=2,
+    )
+    if kind == "llama3":
+        low_freq_factor = parameters.positive("low_freq_factor")
+        return Llama3Scaling(
+            parameters.positive("factor"),
+            low_freq_factor,
+            parameters.positive("high_freq_factor", above=low_freq_factor),
+            original_length,
+        )
+    factor = parameters.optional_positive("factor")
+    if factor is None:
+        factor = fields.integer("max_position_embeddings") / original_length
+    attention_factor = parameters.optional_positive("attention_factor")
+    if kind == "yarn":
+        return YarnScaling(
+            factor,
+            original_length,
+            _yarn_attention_factor(parameters, factor)
+            if attention_factor is None
+            else attention_factor,
+            parameters.positive("beta_fast", 32.0),
+            parameters.positive("beta_slow", 1.0),
+            parameters.boolean("truncate", True),
+        )
+    if attention_factor is None:
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_length))
+    return LongRopeScaling(
+        parameters.positives("short_factor", rotary_dim // 2),
+        parameters.positives("long_factor", rotary_dim // 2),
+        original_length,
+        attention_factor,
+    )
+
+
+def _yarn_attention_factor(parameters: ConfigFields, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator = parameters.optional_number("mscale")
+    denominator = parameters.optional_number("mscale_all_dim")
+    if numerator and denominator:
+        return mscale(numerator) / mscale(denominator)
+    return mscale(1.0)

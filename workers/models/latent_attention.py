@@ -1,0 +1,185 @@
+"""Multi-head latent attention, in the form that attends to the latent vectors themselves.
+
+The matrix that makes a head's keys from latent vectors is applied to its queries instead, and the one that makes its
+values to the sum of latent vectors. So all heads share the cache's one key/value head (DeepSeek-V2, arXiv 2405.04434).
+
+Shapes: T tokens of a step, D hidden size, H heads of this shard, C latent vector, P plain and R rotated elements of a
+head's query, V elements of its value, K = C + R.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend, AttentionLayer
+from ..layers.layers import LayerKernels, Linear, RMSNorm
+from ..layers.rope import RotaryTables, apply_rotary
+from ..layers.spec import LatentSpec, LayerSpec, ModelSpec
+from ..parallel.parallel_layers import RowParallelLinear
+from ..parallel.shard import ModelShard
+from .attention import rotary_order
+from .weights import Rows, WeightReader
+
+
+class LatentAttention:
+    """Latent attention with the interface of `Attention`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        latent: LatentSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        self._latent = latent
+        self._backend = backend
+        self._layer = AttentionLayer(spec.attention_scale, layer.window)
+        heads = shard.heads(spec)
+        self._num_heads = len(heads)
+        self._query_norm: RMSNorm | None = None
+        self._queries: Linear | None = None
+        rows = first_rows(spec, latent, prefix, heads)
+        if latent.query_rank is not None:
+            queries = query_rows(spec, latent, prefix, heads)
+            self._queries = kernels.linear(weights.read_matrix_rows([queries], latent.query_rank))
+            self._query_norm = RMSNorm(
+                weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
+                latent.norm_eps,
+            )
+        self.qkv = kernels.linear(
+            weights.read_matrix_rows(rows, spec.hidden_size),
+            weights.read_biases(rows) if spec.qkv_bias else None,
+        )
+        self._key_norm = RMSNorm(
+            weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), latent.norm_eps
+        )
+        keys_HPC, values_HVC = read_expansions(spec, latent, weights, prefix, heads)
+        self._keys_HPC = keys_HPC.contiguous()
+        self._values_HCV = values_HVC.transpose(1, 2).contiguous()
+        self._output = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}o_proj.weight",
+                spec.hidden_size,
+                spec.num_heads * latent.value_dim,
+                part=range(heads.start * latent.value_dim, heads.stop * latent.value_dim),
+                dim=1,
+            ),
+            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
+            if spec.attention_output_bias
+            else None,
+            shard.tensor_parallel,
+            kernels,
+        )
+
+    def forward(
+        self,
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+    ) -> Tensor:
+        """Return the attention output [T, D] of a layer."""
+        latent = self._latent
+        q, c_TC, k_TR = self.qkv(x).split((self._first_size, latent.kv_rank, latent.rotary_dim), -1)
+        if self._queries is not None and self._query_norm is not None:
+            q = self._queries(self._query_norm(q))
+        q_THP, q_THR = q.unflatten(-1, (self._num_heads, -1)).split(
+            (latent.plain_dim, latent.rotary_dim), -1
+        )
+        rotated_TSR = torch.cat((q_THR, k_TR.unsqueeze(1)), 1)
+        if tables is not None:
+            rotated_TSR = apply_rotary(rotated_TSR, tables)
+        q_THC = _multiply_heads(q_THP, self._keys_HPC)
+        q_THK = torch.cat((q_THC, rotated_TSR[:, : self._num_heads]), -1)
+        c_T1C = self._key_norm(c_TC).unsqueeze(1)
+        k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
+        attended_THC = self._backend.forward_projected(
+            torch.cat((q_THK, k_T1K), 1), k_T1K, None, None, kv_cache, attn_metadata, self._layer
+        )
+        out_THV = _multiply_heads(attended_THC, self._values_HCV)
+        return self._output(out_THV.flatten(1))
+
+    @property
+    def _first_size(self) -> int:
+        """The number of elements before the latent vector: those of the queries, or of the vector they come from."""
+        latent = self._latent
+        return latent.query_rank or self._num_heads * (latent.plain_dim + latent.rotary_dim)
+
+
+def read_expansions(
+    spec: ModelSpec, latent: LatentSpec, weights: WeightReader, prefix: str, heads: range
+) -> tuple[Tensor, Tensor]:
+    """Return the matrices that make these heads' keys [H, P, C] and values [H, V, C] from latent vectors.
+
+    They are stored as one tensor, or as two for each head, of which that of the keys is transposed.
+    """
+    plain, value, rank = latent.plain_dim, latent.value_dim, latent.kv_rank
+    if not has_split_expansions(weights, prefix):
+        size = plain + value
+        expand_HOC = weights.read(
+            f"{prefix}kv_b_proj.weight",
+            spec.num_heads * size,
+            rank,
+            part=range(heads.start * size, heads.stop * size),
+        ).unflatten(0, (len(heads), size))
+        keys_HPC, values_HVC = expand_HOC.split((plain, value), 1)
+        return keys_HPC, values_HVC
+    names = [(f"{prefix}k_b_proj.{head}.", f"{prefix}v_b_proj.{head}.") for head in heads]
+    keys = [weights.read(f"{name}weight", rank, plain).T for name, _ in names]
+    values = [weights.read(f"{name}weight", value, rank) for _, name in names]
+    skip_other_heads(spec, weights, prefix, heads)
+    return torch.stack(keys), torch.stack(values)
+
+
+def has_split_expansions(weights: WeightReader, prefix: str) -> bool:
+    """Return whether the matrices of keys and values are separate for each head, as in GGUF files."""
+    return weights.has(f"{prefix}k_b_proj.0.weight")
+
+
+def skip_other_heads(spec: ModelSpec, weights: WeightReader, prefix: str, heads: range) -> None:
+    """Do not expect the separate matrices of other ranks' heads to be read."""
+    others = [head for head in range(spec.num_heads) if head not in heads]
+    weights.skip([f"{prefix}{kind}_b_proj.{head}." for kind in "kv" for head in others])
+
+
+def first_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> list[Rows]:
+    """Return the rows of the projections of hidden states, in the order that rotation needs.
+
+    The first are those to these heads' queries, or to the vector from which queries are made. The others are those to
+    the latent vector and the rotated key.
+    """
+    if latent.query_rank is None:
+        first = query_rows(spec, latent, prefix, heads)
+    else:
+        first = Rows(f"{prefix}q_a_proj", latent.query_rank, range(latent.query_rank))
+    order_R = rotary_order(spec, latent.rotary_dim)
+    order_K = torch.cat((torch.arange(latent.kv_rank), latent.kv_rank + order_R))
+    return [first, Rows(f"{prefix}kv_a_proj_with_mqa", len(order_K), range(len(order_K)), order_K)]
+
+
+def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
+    """Return the rows of the projection to these heads' queries."""
+    order_R = rotary_order(spec, latent.rotary_dim)
+    size = latent.plain_dim + latent.rotary_dim
+    order_Q = torch.cat((torch.arange(latent.plain_dim), latent.plain_dim + order_R))
+    rows_HQ = torch.arange(len(heads) * size).view(len(heads), size)[:, order_Q]
+    name = "q_proj" if latent.query_rank is None else "q_b_proj"
+    part = range(heads.start * size, heads.stop * size)
+    return Rows(f"{prefix}{name}", spec.num_heads * size, part, rows_HQ.flatten())
+
+
+def _multiply_heads(x_THI: Tensor, weight_HIO: Tensor) -> Tensor:
+    """Return each head's product with its own matrix, [T, H, O]."""
+    x_HTI = x_THI.transpose(0, 1)
+    if len(x_THI) == 1:
+        # A product with a single row sums in another order, so the row is doubled.
+        return torch.bmm(x_HTI.expand(-1, 2, -1), weight_HIO)[:, :1].transpose(0, 1)
+    return torch.bmm(x_HTI, weight_HIO).transpose(0, 1)

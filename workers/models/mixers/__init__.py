@@ -1,0 +1,44 @@
+"""Layers that mix tokens through a recurrent state instead of attention."""
+
+from __future__ import annotations
+
+from ....protocol.checkpoint.recurrent_layers import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba2,
+    RecurrentLayer,
+    ShortConvolution,
+)
+from ...layers.layers import LayerKernels
+from ...layers.spec import ModelSpec
+from ...parallel.shard import ModelShard
+from ..weights import WeightReader
+from .gated_delta_net import GatedDeltaNetMixer
+from .kimi_delta_attention import KimiDeltaAttentionMixer
+from .mamba2 import Mamba2Mixer
+from .mixer import Mixer
+from .short_convolution import ShortConvolutionMixer
+from .states import StateBatch
+
+
+def make_mixer(
+    spec: ModelSpec,
+    layer: RecurrentLayer,
+    weights: WeightReader,
+    prefix: str,
+    shard: ModelShard,
+    kernels: LayerKernels,
+) -> Mixer:
+    """Return the recurrent part of a layer."""
+    match layer:
+        case ShortConvolution():
+            return ShortConvolutionMixer(spec, layer, weights, prefix, shard, kernels)
+        case Mamba2():
+            return Mamba2Mixer(spec, layer, weights, prefix, shard, kernels)
+        case GatedDeltaNet():
+            return GatedDeltaNetMixer(spec, layer, weights, prefix, shard, kernels)
+        case KimiDeltaAttention():
+            return KimiDeltaAttentionMixer(spec, layer, weights, prefix, shard, kernels)
+
+
+__all__ = ["Mixer", "StateBatch", "make_mixer"]

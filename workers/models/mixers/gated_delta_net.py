@@ -1,0 +1,159 @@
+"""The gated delta net (Yang et al., 2024, arXiv 2412.06464): a delta rule with one decay per head and token.
+
+Shapes: T tokens of a step, D hidden size, N segments, C tokens of a segment, H value heads and G key heads of this
+shard, K key dimension, V value dimension, F channels of an input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.checkpoint.recurrent_layers import GatedDeltaNet
+from ....protocol.errors import ConfigError
+from ...layers.layers import LayerKernels
+from ...layers.spec import ModelSpec
+from ...parallel.parallel_layers import RowParallelLinear
+from ...parallel.shard import ModelShard
+from ...parallel.tensor_parallel import TensorParallel
+from ..weights import Rows, WeightReader
+from .delta_rule import delta_rule, unit
+from .mixer import CausalConvolution, Mixer, elements, segments
+from .states import StateBatch, StateCache
+
+
+class GatedDeltaNetMixer(Mixer):
+    """Linear attention with the delta rule and one decay per head and token."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: GatedDeltaNet,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        tensor_parallel = shard.tensor_parallel
+        self._layer = layer
+        hidden, num_heads = spec.hidden_size, layer.num_heads
+        heads, key_heads = (
+            tensor_parallel.part(count) for count in (num_heads, layer.num_key_heads)
+        )
+        keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
+        self._num_heads, self._num_key_heads = len(heads), len(key_heads)
+        key_size, value_size = layer.num_key_heads * layer.key_dim, num_heads * layer.value_dim
+        sizes, parts = [key_size, key_size, value_size], [keys, keys, values]
+        rows = projection_rows(layer, weights, prefix, tensor_parallel)
+        self.projection = kernels.linear(weights.read_matrix_rows(rows, hidden))
+        self._conv = CausalConvolution(
+            torch.cat(
+                [
+                    weights.read(f"{row.name}.weight", row.total, 1, layer.kernel, part=row.part)
+                    for row in convolution_rows(weights, prefix, sizes, parts)
+                ]
+            ),
+            None,
+        )
+        self._a_H = -weights.read_vector(f"{prefix}A_log", num_heads, heads).exp()
+        self._step_bias_H = weights.read_vector(f"{prefix}dt_bias", num_heads, heads)
+        self._norm_V = weights.read_vector(f"{prefix}norm.weight", layer.value_dim)
+        self._norm_eps = spec.norm_eps if layer.norm_eps is None else layer.norm_eps
+        self._output = RowParallelLinear(
+            weights.read_matrix(f"{prefix}out_proj.weight", hidden, value_size, part=values, dim=1),
+            None,
+            tensor_parallel,
+            kernels,
+        )
+        self._size = layer.state_size(tensor_parallel.size)
+
+    def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
+        """See `Mixer.forward`."""
+        layer, num_heads = self._layer, self._num_heads
+        key_size, value_size = self._num_key_heads * layer.key_dim, num_heads * layer.value_dim
+        inputs_TF, gate_TX = self.projection(x).split((self._size.channels, value_size), -1)
+        dtype = inputs_TF.dtype
+        cache = StateCache(memory, self._size, dtype)
+        inputs_NXF = cache.all_inputs(inputs_TF, batch)[batch.inputs_of_segments]
+        qkv_NXF, strength_NXH, step_NXH = inputs_NXF.split(
+            (2 * key_size + value_size, num_heads, num_heads), -1
+        )
+        qkv_NCF = F.silu(self._conv(qkv_NXF)).to(dtype).float()
+        q_NCX, k_NCX, v_NCX = qkv_NCF.split((key_size, key_size, value_size), -1)
+        window = layer.kernel - 1
+        strength_NCH = strength_NXH[:, window:].sigmoid().float()
+        if layer.has_negative_eigenvalues:
+            strength_NCH = strength_NCH * 2.0
+        step_NCH = F.softplus(step_NXH[:, window:].float() + self._step_bias_H) * self._a_H
+        y_NHCV = delta_rule(
+            self._heads(unit(q_NCX, layer.key_dim) * layer.key_dim**-0.5),
+            self._heads(unit(k_NCX, layer.key_dim)),
+            v_NCX.unflatten(-1, (num_heads, -1)).transpose(1, 2),
+            strength_NCH.transpose(1, 2).unsqueeze(-1),
+            step_NCH.transpose(1, 2).cumsum(-1).unsqueeze(-1),
+            cache,
+            batch,
+        )
+        y_THV = y_NHCV.transpose(1, 2).flatten(0, 1)[batch.tokens].to(dtype).float()
+        y_THV = torch.rms_norm(y_THV, (layer.value_dim,), self._norm_V, self._norm_eps)
+        gate_THV = F.silu(gate_TX.float()).unflatten(-1, (num_heads, -1))
+        return self._output((y_THV * gate_THV).to(dtype).flatten(1))
+
+    def _heads(self, x_NCGK: Tensor) -> Tensor:
+        """Return queries or keys [N, H, C, K] of every value head."""
+        repeats = self._num_heads // self._num_key_heads
+        if self._layer.has_tiled_heads:
+            return x_NCGK.repeat(1, 1, repeats, 1).transpose(1, 2)
+        return x_NCGK.repeat_interleave(repeats, 2).transpose(1, 2)
+
+
+def projection_rows(
+    layer: GatedDeltaNet, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
+) -> list[Rows]:
+    """Return this rank's rows of queries, keys, values, strengths, steps and gates."""
+    if layer.has_tiled_heads and tensor_parallel.size > 1:
+        raise ConfigError(
+            "GGUF files of this model have an order of heads that --tensor-parallel-size cannot divide; "
+            "use --pipeline-parallel-size or safetensors"
+        )
+    heads, key_heads = (
+        tensor_parallel.part(count) for count in (layer.num_heads, layer.num_key_heads)
+    )
+    keys, values = elements(key_heads, layer.key_dim), elements(heads, layer.value_dim)
+    key_size, value_size = layer.num_key_heads * layer.key_dim, layer.num_heads * layer.value_dim
+    repeats = layer.num_heads // layer.num_key_heads
+    if layer.is_interleaved:
+        sizes = [layer.key_dim] * 2 + [repeats * layer.value_dim] * 2
+        *qkv, gate = _interleaved_rows(f"{prefix}in_proj_qkvz", layer, sizes, key_heads)
+    else:
+        sizes = [key_size, key_size, value_size]
+        qkv = weights.rows(prefix, ["q_proj", "k_proj", "v_proj"], sizes, [keys, keys, values])
+        gate = Rows(f"{prefix}in_proj_z", value_size, values)
+    if layer.has_interleaved_steps:
+        steps = _interleaved_rows(f"{prefix}in_proj_ba", layer, [repeats] * 2, key_heads)
+    else:
+        steps = [Rows(f"{prefix}in_proj_{each}", layer.num_heads, heads) for each in "ba"]
+    return [*qkv, *steps, gate]
+
+
+def convolution_rows(
+    weights: WeightReader, prefix: str, sizes: list[int], parts: list[range]
+) -> list[Rows]:
+    """Return the rows of the convolutions of queries, keys and values, which may be stored as one."""
+    if not weights.has(f"{prefix}q_conv1d.weight"):
+        return segments(f"{prefix}conv1d", sizes, parts)
+    names = (f"{prefix}{each}_conv1d" for each in "qkv")
+    return [Rows(*each) for each in zip(names, sizes, parts, strict=True)]
+
+
+def _interleaved_rows(
+    name: str, layer: GatedDeltaNet, sizes: list[int], key_heads: range
+) -> list[Rows]:
+    """Return the rows of matrices of which each key head has `sizes` rows, stored key head by key head."""
+    size = sum(sizes)
+    stored = torch.arange(len(key_heads) * size).view(-1, size).split(sizes, 1)
+    total, part = size * layer.num_key_heads, elements(key_heads, size)
+    return [Rows(name, total, part, order.flatten()) for order in stored]

@@ -1,0 +1,114 @@
+"""Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692): a delta rule with a decay per key element.
+
+Shapes: T tokens of a step, D hidden size, N segments, C tokens of a segment, H heads of this shard, K key dimension,
+V value dimension, F channels of an input, W inputs before a segment that the convolution reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....protocol.checkpoint.recurrent_layers import KimiDeltaAttention
+from ...layers.layers import LayerKernels
+from ...layers.spec import ModelSpec
+from ...parallel.parallel_layers import RowParallelLinear
+from ...parallel.shard import ModelShard
+from ...parallel.tensor_parallel import TensorParallel
+from ..weights import Rows, WeightReader
+from .delta_rule import delta_rule, unit
+from .mixer import CausalConvolution, Mixer, elements
+from .states import StateBatch, StateCache
+
+
+class KimiDeltaAttentionMixer(Mixer):
+    """Linear attention with the delta rule. The decays and the gates of outputs are projections of low rank."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: KimiDeltaAttention,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        self._layer = layer
+        hidden, dim = spec.hidden_size, layer.head_dim
+        heads = shard.tensor_parallel.part(layer.num_heads)
+        own, size = elements(heads, dim), layer.num_heads * dim
+        self._num_heads = len(heads)
+        rows = projection_rows(layer, prefix, shard.tensor_parallel)
+        self.projection = kernels.linear(weights.read_matrix_rows(rows, hidden))
+        self._decay, self._gate = (
+            kernels.linear(weights.read_matrix(f"{prefix}{name}.weight", size, dim, part=own))
+            for name in ("f_b_proj", "g_b_proj")
+        )
+        self._conv = CausalConvolution(
+            torch.cat(
+                [
+                    weights.read(f"{prefix}{each}_conv1d.weight", size, 1, layer.kernel, part=own)
+                    for each in "qkv"
+                ]
+            ),
+            None,
+        )
+        a_H = weights.read_elements(f"{prefix}A_log", layer.num_heads)
+        self._a_H1 = -a_H[heads.start : heads.stop].exp().unsqueeze(-1)
+        self._step_bias_X = weights.read_vector(f"{prefix}dt_bias", size, own)
+        self._norm_V = weights.read_vector(f"{prefix}norm.weight", dim)
+        self._norm_eps = spec.norm_eps
+        self._output = RowParallelLinear(
+            weights.read_matrix(f"{prefix}out_proj.weight", hidden, size, part=own, dim=1),
+            None,
+            shard.tensor_parallel,
+            kernels,
+        )
+        self._size = layer.state_size(shard.tensor_parallel.size)
+
+    def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
+        """See `Mixer.forward`."""
+        layer, num_heads = self._layer, self._num_heads
+        size = num_heads * layer.head_dim
+        qkv_and_strength_TX, decay_TX, gate_TX = self.projection(x).split(
+            (3 * size + num_heads, layer.head_dim, layer.head_dim), -1
+        )
+        dtype = gate_TX.dtype
+        inputs_TF = torch.cat((qkv_and_strength_TX, self._decay(decay_TX.contiguous())), -1)
+        cache = StateCache(memory, self._size, dtype)
+        inputs_NXF = cache.all_inputs(inputs_TF, batch)[batch.inputs_of_segments]
+        qkv_NXF, strength_NXH, step_NXF = inputs_NXF.split((3 * size, num_heads, size), -1)
+        q_NCX, k_NCX, v_NCX = F.silu(self._conv(qkv_NXF)).to(dtype).float().chunk(3, -1)
+        window = layer.kernel - 1
+        strength_NCH = strength_NXH[:, window:].sigmoid().float()
+        step_NCX = F.softplus(step_NXF[:, window:].float() + self._step_bias_X)
+        step_NCHK = step_NCX.unflatten(-1, (num_heads, -1)) * self._a_H1
+        y_NHCV = delta_rule(
+            unit(q_NCX, layer.head_dim).transpose(1, 2) * layer.head_dim**-0.5,
+            unit(k_NCX, layer.head_dim).transpose(1, 2),
+            v_NCX.unflatten(-1, (num_heads, -1)).transpose(1, 2),
+            strength_NCH.transpose(1, 2).unsqueeze(-1),
+            step_NCHK.transpose(1, 2).cumsum(-2),
+            cache,
+            batch,
+        )
+        y_THV = y_NHCV.transpose(1, 2).flatten(0, 1)[batch.tokens].to(dtype).float()
+        y_THV = torch.rms_norm(y_THV, (layer.head_dim,), self._norm_V, self._norm_eps)
+        gate_THV = self._gate(gate_TX.contiguous()).float().sigmoid().unflatten(-1, (num_heads, -1))
+        return self._output((y_THV * gate_THV).to(dtype).flatten(1))
+
+
+def projection_rows(
+    layer: KimiDeltaAttention, prefix: str, tensor_parallel: TensorParallel
+) -> list[Rows]:
+    """Return this rank's rows of queries, keys, values, strengths, and of what steps and gates are made of."""
+    heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
+    size, own = layer.num_heads * dim, elements(heads, dim)
+    return [
+        *(Rows(f"{prefix}{each}_proj", size, own) for each in "qkv"),
+        Rows(f"{prefix}b_proj", layer.num_heads, heads),
+        *(Rows(f"{prefix}{each}_a_proj", dim, range(dim)) for each in "fg"),
+    ]

@@ -1,0 +1,71 @@
+"""The parts that recurrent layers have in common.
+
+Shapes: N segments, C tokens of a segment, W inputs before it that the convolution reads, F channels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layers.layers import Linear
+from ..weights import Rows, WeightReader
+from .states import StateBatch
+
+
+class Mixer(ABC):
+    """A layer that mixes tokens through a state. `projection` is its first product."""
+
+    projection: Linear
+
+    @abstractmethod
+    def forward(self, x: Any, memory: Tensor, batch: StateBatch) -> Tensor:
+        """Update the requests' states, and return the output [T, D].
+
+        Args:
+            x: The layer's input.
+            memory: The blocks of the layer, uint8 [blocks, bytes].
+            batch: The step's plan for the layer's group.
+        """
+
+
+class CausalConvolution:
+    """A convolution of each channel over the last tokens, in float32."""
+
+    def __init__(self, weight_F1K: Tensor, bias_F: Tensor | None) -> None:
+        self._taps = weight_F1K.float().squeeze(1).T.contiguous().unbind()
+        self._bias_F = None if bias_F is None else bias_F.float()
+
+    def __call__(self, x_NXF: Tensor) -> Tensor:
+        """Return the outputs of the last C of W + C inputs, float32 [N, C, F]."""
+        x_NXF = x_NXF.float()
+        length = x_NXF.shape[1] - len(self._taps) + 1
+        y_NCF = x_NXF[:, :length] * self._taps[0]
+        for i, tap_F in enumerate(self._taps[1:], 1):
+            y_NCF.addcmul_(x_NXF[:, i : i + length], tap_F)
+        return y_NCF if self._bias_F is None else y_NCF.add_(self._bias_F)
+
+
+def read_parts(
+    weights: WeightReader, name: str, shape: Sequence[int], parts: Sequence[range]
+) -> Tensor:
+    """Return rows of a tensor."""
+    return torch.cat([weights.read(name, *shape, part=part) for part in parts])
+
+
+def segments(name: str, sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:
+    """Return this rank's rows of a module whose outputs are several projections one after another."""
+    total, start, rows = sum(sizes), 0, []
+    for size, part in zip(sizes, parts, strict=True):
+        rows.append(Rows(name, total, range(start + part.start, start + part.stop)))
+        start += size
+    return rows
+
+
+def elements(heads: range, size: int) -> range:
+    """Return the elements of these heads of `size` elements."""
+    return range(heads.start * size, heads.stop * size)

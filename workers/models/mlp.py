@@ -1,0 +1,91 @@
+"""The feed-forward block of a decoder layer.
+
+Shapes: T tokens of a step, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layers.layers import XIELU, LayerKernels
+from ..layers.spec import ModelSpec
+from ..parallel.parallel_layers import RowParallelLinear
+from ..parallel.shard import ModelShard
+from .weights import WeightReader
+
+
+class MLP:
+    """Feed-forward block with `intermediate` elements, gated or not."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: WeightReader,
+        prefix: str,
+        shard: ModelShard,
+        kernels: LayerKernels,
+        intermediate: int,
+        sparsity: float = 0.0,
+    ) -> None:
+        self._tensor_parallel, self._intermediate = shard.tensor_parallel, intermediate
+        # The standard deviations above the mean that this part of a normal distribution is below.
+        self._threshold = NormalDist().inv_cdf(sparsity) if sparsity else None
+        self._gate_multiplier, self._multiplier = spec.gate_multiplier, spec.mlp_multiplier
+        hidden = spec.hidden_size
+        part = shard.tensor_parallel.part(intermediate)
+        names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        rows = weights.rows(prefix, names, [intermediate] * len(names), [part] * len(names))
+        gate_up = kernels.linear(
+            weights.read_matrix_rows(rows, hidden),
+            weights.read_biases(rows) if spec.mlp_bias else None,
+        )
+        self.gate_up = weights.adapt_rows(gate_up, rows, hidden)
+        self._down = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1
+            ),
+            weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
+            shard.tensor_parallel,
+            kernels,
+            adapt=lambda linear: weights.adapt_columns(
+                linear, f"{prefix}down_proj", hidden, intermediate, part
+            ),
+        )
+        if spec.activation == "xielu":
+            self._activation: Callable[[Tensor], Any] = read_xielu(weights, f"{prefix}act_fn.")
+        elif spec.has_gate:
+            self._activation = kernels.gated_activation(spec.activation, self._down)
+        else:
+            self._activation = kernels.activation(spec.activation)
+
+    def forward(self, x: Any) -> Tensor:
+        """Return the MLP's output [T, D]."""
+        gate_up_T2F = self.gate_up(x)
+        if self._gate_multiplier != 1.0:
+            gate_up_T2F[:, : gate_up_T2F.shape[1] // 2] *= self._gate_multiplier
+        if self._threshold is not None:
+            gate_TF = gate_up_T2F[:, : gate_up_T2F.shape[1] // 2]
+            gate_TF.copy_(self._sparse(gate_TF, self._threshold))
+        y_TD = self._down(self._activation(gate_up_T2F))
+        return y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier)
+
+    def _sparse(self, gate_TF: Tensor, threshold: float) -> Tensor:
+        """Return the gates above their mean plus `threshold` standard deviations, less that; 0 for the others."""
+        x_TF, count = gate_TF.float(), self._intermediate
+        mean_T1 = self._tensor_parallel.sum(x_TF.sum(-1, keepdim=True)) / count
+        squares_T1 = self._tensor_parallel.sum((x_TF - mean_T1).square().sum(-1, keepdim=True))
+        return F.relu(x_TF - mean_T1 - threshold * (squares_T1 / count).sqrt())
+
+
+def read_xielu(weights: WeightReader, prefix: str) -> XIELU:
+    """Return the activation with the trained numbers of one layer."""
+    alpha_p, alpha_n = (
+        weights.read_vector(f"{prefix}{name}", 1) for name in ("alpha_p", "alpha_n")
+    )
+    beta, eps = (weights.read_float32(f"{prefix}{name}") for name in ("beta", "eps"))
+    return XIELU(alpha_p, alpha_n, beta, eps)

@@ -1,0 +1,92 @@
+"""What decoders in torch have in common: sampling from their logits.
+
+Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...protocol.arrays import Int32Array
+from ..attention import AttentionBackend
+from ..batch import PersistentBatch
+from ..layers.layers import LayerKernels
+from ..layers.spec import ModelSpec
+from ..parallel.shard import ModelShard
+from ..sampling import SamplerOutput, TorchSampler
+from .lora import LoraAdapters
+from .score_head import ScoreHead
+
+
+class TorchDecoder(ABC):
+    """A model, or a shard of it, with its weights on one device."""
+
+    loras: LoraAdapters | None = None
+    """The adapters that requests may use."""
+
+    score_head: ScoreHead | None = None
+    """The model's classification head."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        attention: AttentionBackend,
+        shard: ModelShard,
+        hidden_dtype: torch.dtype,
+        kernels: LayerKernels,
+    ) -> None:
+        self.spec = spec
+        self.attention = attention
+        self.shard = shard
+        self.hidden_dtype = hidden_dtype
+        self.kernels = kernels
+
+    @abstractmethod
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
+        """Fill the KV caches and return the hidden states [T, D] in `hidden_dtype`; those of the last stage are normed.
+
+        Args:
+            inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
+                overwritten.
+            positions_T: Integer positions.
+            kv_caches: One tensor for each layer of the shard.
+            attn_metadata: The attention backend's metadata for each KV-cache group.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return the logits [S, V] in float32."""
+
+    def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
+        self._sampler = TorchSampler(
+            batch.num_slots, self.spec.vocab_size, batch.device, self.kernels.choose_tokens
+        )
+        self._batch = batch
+        return self._sampler
+
+    def forward_and_sample(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+        rows_S: Int32Array,
+        slots_S: Int32Array,
+    ) -> SamplerOutput:
+        """Run `forward`, and sample from the logits of its rows `rows_S`."""
+        hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
+        hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
+        logits_SV = self.compute_logits(hidden_SD)
+        return self._sampler.sample(logits_SV, slots_S, self._batch.num_tokens[slots_S])

@@ -1,0 +1,333 @@
+"""A decoder of any family that the installed transformers has, with Engine's paged attention and sampler.
+
+Families without a spec of their own run as transformers' module. Its attention interface calls Engine's attention,
+which keeps the keys and values; the module sees the tokens of all requests of a step as one sequence.
+
+Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads, G key/value heads, K head dimension,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...protocol.errors import CheckpointError, ConfigError
+from ..attention import AttentionBackend, AttentionLayer
+from ..batch import AttentionBatch
+from ..layers.layers import LayerKernels
+from ..layers.spec import LayerSpec, ModelSpec
+from ..parallel.shard import ModelShard
+from .torch_decoder import TorchDecoder
+
+_ATTENTION = "engine"
+"""The name of Engine's attention in transformers' configs."""
+
+_SELF_CHECK_TOKENS = 12
+_SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenLayer:
+    """The arguments with which a layer calls the attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def has_transformers() -> bool:
+    """Return whether the package is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+class TransformersModel:
+    """A module of transformers, without weights, and the `ModelSpec` that its calls of the attention show.
+
+    Args:
+        path: A directory with a config.json.
+        trusts_remote_code: Whether Python code of the checkpoint may run.
+
+    Raises:
+        CheckpointError: transformers does not have this architecture, or it cannot run with paged attention.
+        ConfigError: transformers is not installed.
+    """
+
+    def __init__(
+        self, path: Path, overrides: dict[str, object], *, trusts_remote_code: bool = False
+    ) -> None:
+        if not has_transformers():
+            raise ConfigError(
+                "--model-impl transformers needs the package transformers: "
+                "pip install 'engine-serve[transformers]'"
+            )
+        # Importing it takes seconds, which other models should not pay for.
+        transformers: Any = importlib.import_module("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        self.path = path
+        self._transformers = transformers
+        self._trusts_remote_code = trusts_remote_code
+        transformers.AttentionInterface.register(_ATTENTION, self._note)
+        self._seen: dict[int, _SeenLayer] = {}
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(
+                path, trust_remote_code=trusts_remote_code, **overrides
+            )
+            with torch.device("meta"):
+                module = transformers.AutoModelForCausalLM.from_config(
+                    self.config,
+                    dtype=torch.bfloat16,
+                    attn_implementation=_ATTENTION,
+                    trust_remote_code=trusts_remote_code,
+                )
+                output = run_module(module, torch.zeros(4).long(), torch.arange(4))
+        except (ValueError, KeyError, TypeError, NotImplementedError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                path, f"transformers cannot run the model with Engine's attention: {reason}"
+            ) from error
+        self.spec = self._spec(output.last_hidden_state.shape[-1])
+
+    def _note(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Note the arguments of one layer's attention, and return an empty result of its shape."""
+        for name in ("s_aux", "alibi", "position_bias"):
+            if options.get(name) is not None:
+                raise NotImplementedError(f"its attention has {name}")
+        if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+            raise NotImplementedError("its attention is bidirectional")
+        num_heads, num_tokens, head_dim = query.shape[1:]
+        if value.shape != key.shape or key.shape[-1] != head_dim:
+            raise NotImplementedError("its keys and values differ in size")
+        index: Any = module.layer_idx
+        self._seen[int(index)] = _SeenLayer(
+            num_heads,
+            int(key.shape[1]),
+            head_dim,
+            float(options.get("scaling") or head_dim**-0.5),
+            options.get("sliding_window"),
+            options.get("softcap"),
+        )
+        return query.new_empty(1, num_tokens, num_heads, head_dim), None
+
+    def _spec(self, hidden_size: int) -> ModelSpec:
+        text = self.config.get_text_config()
+        num_layers = int(text.num_hidden_layers)
+        layers = [self._seen.get(i) for i in range(num_layers)]
+        heads = {(x.num_heads, x.num_kv_heads, x.head_dim, x.scale, x.softcap) for x in layers if x}
+        if None in layers or len(self._seen) != num_layers or len(heads) != 1:
+            raise CheckpointError(
+                self.path,
+                f"only {len(self._seen)} of its {num_layers} layers call transformers' attention interface, with "
+                f"{len(heads)} kinds of heads; all must, with one kind",
+            )
+        num_heads, num_kv_heads, head_dim, scale, softcap = heads.pop()
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * num_layers
+        if not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise CheckpointError(self.path, f"its kinds of layers are {', '.join(set(kinds))}")
+        return ModelSpec(
+            model_type=str(self.config.model_type),
+            vocab_size=int(text.vocab_size),
+            hidden_size=hidden_size,
+            intermediate_size=num_heads * head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            layers=tuple(LayerSpec(None, layer.window) for layer in layers if layer),
+            max_position_embeddings=int(getattr(text, "max_position_embeddings", 0) or 1 << 30),
+            norm_eps=0.0,
+            attention_scale=scale,
+            tie_word_embeddings=False,
+            attention_softcap=softcap,
+        )
+
+    def load(self, dtype: torch.dtype, device: torch.device, attend: AttentionFunction) -> Any:
+        """Return the module with its weights, which calls `attend`."""
+        self._transformers.AttentionInterface.register(_ATTENTION, attend)
+        try:
+            module: Any = self._transformers.AutoModelForCausalLM.from_pretrained(
+                self.path,
+                config=self.config,
+                dtype=dtype,
+                attn_implementation=_ATTENTION,
+                trust_remote_code=self._trusts_remote_code,
+            )
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                self.path, f"transformers cannot load the model: {reason}"
+            ) from error
+        return module.to(device).eval()
+
+
+def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor) -> Any:
+    """Return the output of the layers; its `last_hidden_state` is [1, T, D], after the last norm."""
+    return module.base_model(
+        input_ids=input_ids_T[None], position_ids=positions_T.long()[None], use_cache=False
+    )
+
+
+class _GivenHiddenStates(nn.Module):
+    """Takes the place of the layers where only the head is wanted."""
+
+    output_class: type
+    hidden_SD: Tensor
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output_class(last_hidden_state=self.hidden_SD[None])
+
+
+class TransformersDecoder(TorchDecoder):
+    """The whole model, as transformers' module.
+
+    Raises:
+        CheckpointError: The weights cannot be loaded, or the model computes other values when its tokens are divided
+            among steps.
+    """
+
+    def __init__(
+        self,
+        model: TransformersModel,
+        spec: ModelSpec,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(spec, attention, ModelShard.whole(spec), dtype, LayerKernels())
+        self._layers = [
+            AttentionLayer(spec.attention_scale, layer.window, spec.attention_softcap)
+            for layer in spec.layers
+        ]
+        self._kv_caches: Sequence[Tensor] = ()
+        self._metadata: Sequence[Any] = ()
+        self._module = model.load(dtype, attention.device, self._attend)
+        self._given = _GivenHiddenStates()
+        # The head with all that a family does to logits, on given hidden states.
+        self._head = copy.copy(self._module)
+        self._head._modules = {
+            **self._module._modules,
+            self._module.base_model_prefix: self._given,
+        }
+        self._path = model.path
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        """Attend as a layer of the module; queries [1, H, T, K], keys and values [1, G, T, K]."""
+        index: Any = module.layer_idx
+        q_THK, k_TGK, v_TGK = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        attended_THK = self.attention.forward(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            self._kv_caches[index],
+            self._metadata[self.spec.layers[index].kv_cache_group],
+            self._layers[index],
+        )
+        return attended_THK[None], None
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_T: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Sequence[Any],
+    ) -> Tensor:
+        """Fill the KV caches and return the normed hidden states [T, D] of token ids [T]."""
+        self._kv_caches, self._metadata = kv_caches, attn_metadata
+        output = run_module(self._module, inputs.long(), positions_T)
+        self._given.output_class = type(output)
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+        """Return the logits [S, V] in float32."""
+        self._given.hidden_SD = hidden_SD.to(self.hidden_dtype)
+        none = torch.zeros((1, len(hidden_SD)), dtype=torch.long, device=hidden_SD.device)
+        logits_1SV: Tensor = self._head(input_ids=none, use_cache=False).logits
+        return logits_1SV[0].float()
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compute a sequence at once, and again in two steps beside others.
+
+        Raises:
+            CheckpointError: The results differ: layers see tokens by another way than the attention.
+        """
+        block_size, vocab_size = self.attention.block_size, self.spec.vocab_size
+        num_blocks = -(-_SELF_CHECK_TOKENS // block_size)
+        shape = self.attention.kv_cache_shape(1 + 3 * num_blocks)
+        caches = [
+            torch.zeros(shape, dtype=self.attention.dtype, device=self.attention.device)
+            for _ in self.spec.layers
+        ]
+        tokens = np.random.default_rng(0).integers(0, vocab_size, (3, _SELF_CHECK_TOKENS))
+
+        def hidden_states(*chunks: tuple[int, int, int]) -> Tensor:
+            """Return the hidden states of chunks, each of a sequence from one position to another."""
+            step = _Chunks(np.array(chunks, np.int32), num_blocks, block_size)
+            metadata = [self.attention.build(step.batch(), w) for w in self.spec.windows_by_group]
+            ids_T = torch.from_numpy(np.concatenate([tokens[i, a:b] for i, a, b in chunks]))
+            return self.forward(
+                ids_T.to(self.attention.device),
+                torch.from_numpy(step.positions_T()).to(self.attention.device),
+                caches,
+                metadata,
+            ).float()
+
+        middle, end = _SELF_CHECK_TOKENS // 2 + 1, _SELF_CHECK_TOKENS
+        whole_TD = hidden_states((0, 0, end))
+        first_TD = hidden_states((1, 0, end), (0, 0, middle))[end:]
+        second_TD = hidden_states((2, 0, end), (0, middle, end), (1, end - 1, end))
+        parts_TD = torch.cat((first_TD, second_TD[end:-1]))
+        difference = float((parts_TD - whole_TD).abs().max() / whole_TD.abs().max())
+        if not difference <= _SELF_CHECK_TOLERANCE[self.hidden_dtype]:
+            raise CheckpointError(
+                self._path,
+                f"transformers' model computes other values (by {difference:.1%}) if its tokens are divided among "
+                "steps, so Engine cannot serve it",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Chunks of sequences, int32 rows of (sequence, start, stop), each sequence with `num_blocks` blocks of its own."""
+
+    rows_S3: NDArray[np.int32]
+    num_blocks: int
+    block_size: int
+
+    def positions_T(self) -> NDArray[np.int32]:
+        """Return the position of each token."""
+        return np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in self.rows_S3])
+
+    def batch(self) -> AttentionBatch:
+        """Return the step's description for the attention."""
+        sequences_S, starts_S, stops_S = self.rows_S3.T
+        blocks = 1 + sequences_S[:, None] * self.num_blocks + np.arange(self.num_blocks)
+        sizes_S = stops_S - starts_S
+        rows_T, positions_T = np.repeat(np.arange(len(sizes_S)), sizes_S), self.positions_T()
+        place_T = blocks[rows_T, positions_T // self.block_size] * self.block_size
+        return AttentionBatch(
+            np.concatenate(([0], np.cumsum(sizes_S))).astype(np.int32),
+            stops_S.astype(np.int32),
+            blocks.astype(np.int32),
+            (place_T + positions_T % self.block_size).astype(np.int32),
+        )
