@@ -95,12 +95,14 @@ def _commands() -> str:
 
 
 def _document() -> dict[str, Any]:
-    """Return the OpenAPI document of a server with default settings."""
+    """Return the OpenAPI document of a server with default settings and a classifier, which has the most routes."""
     from engine.frontend.api.app import make_routes
     from engine.frontend.api.openapi import describe_routes
     from engine.protocol.config import FrontendConfig
+    from engine.protocol.config.model import Activation, ClassifierConfig
 
-    serving: Any = SimpleNamespace(config=SimpleNamespace(frontend=FrontendConfig()))
+    model = SimpleNamespace(classifier=ClassifierConfig((), Activation.SOFTMAX))
+    serving: Any = SimpleNamespace(config=SimpleNamespace(frontend=FrontendConfig(), model=model))
     return describe_routes(make_routes(serving))
 
 
