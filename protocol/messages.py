@@ -71,6 +71,20 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data: bytes = b""
 
 
+class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
+
+    `pixels` are uint8[height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each channel.
+    """
+
+    width: int
+    height: int
+    pixels: bytes
+    scale: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
 

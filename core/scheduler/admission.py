@@ -211,7 +211,7 @@ class Admission:
                 end = AdmissionStop.TOKENS_IN_FLIGHT
             elif (wait_reason := self._wait_reason(request, now)) is not None:
                 queue.set_aside(wait_reason)
-            elif granted and room.num_sent + request.num_tokens > MAX_SENT_TOKENS:
+            elif granted and room.num_sent + request.num_sent_tokens > MAX_SENT_TOKENS:
                 end = AdmissionStop.MESSAGE
             else:
                 end = self._admit(request, room)
@@ -328,7 +328,7 @@ class Admission:
             if num_external:
                 room.admitted.loading.append(ScheduledRow(request, request.num_admissions))
         room.budget -= granted
-        room.num_sent += request.num_tokens
+        room.num_sent += request.num_sent_tokens
         room.num_partial += is_partial
         room.num_long += is_long
         return None

@@ -24,6 +24,9 @@ _FEW_BYTES = 16 * HASH_BYTES
 _UNPACK = [Struct(f"{HASH_BYTES}s" * count).unpack for count in range(17)]
 _DIGEST = np.dtype((np.void, HASH_BYTES))
 
+TOKENS_PER_EMBEDDING: Final = 1 << 12
+"""The number of tokens with as many bytes as the pixels of which an encoder makes one embedding have at most."""
+
 
 class RequestStatus(enum.IntEnum):
     """Statuses from FINISHED_STOPPED on are final, in the order of `FinishReason`."""
@@ -168,6 +171,12 @@ class Request:
         if self.pooling_params is not None:
             return self.pooling_params.computes_whole_prompt
         return self.params.prompt_logprobs is not None and not self.has_sampled
+
+    @property
+    def num_sent_tokens(self) -> int:
+        """The number of tokens with as many bytes as the request has in a step's message."""
+        size = sum(item.size for item in self.encoder_inputs)
+        return self.num_tokens + TOKENS_PER_EMBEDDING * size
 
     @property
     def token_ids(self) -> bytes:

@@ -29,3 +29,33 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
             if value is not None:
                 found[name] = value
     return fields.with_values(found)
+
+
+_NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 131_072,
+    },
+}
+"""Defaults of transformers by model type. Configs of models with images omit fields of the decoder that have them."""
+
+
+def read_text_config(fields: ConfigFields) -> ConfigFields | None:
+    """Return the fields of the text decoder, if it has a section of its own, with the defaults that it omits."""
+    text = fields.section("text_config")
+    if text is None:
+        return None
+    return text.with_defaults(**_NESTED_DEFAULTS.get(text.text("model_type", ""), {}))

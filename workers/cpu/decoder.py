@@ -24,6 +24,8 @@ from ..models.score_head import ScoreHead
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
+from ..vision.placed import Placed
+from ..vision.tower import VisionTower
 from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
@@ -75,6 +77,8 @@ class NativeDecoder:
     ) -> None:
         self.spec = spec
         self.loras = loras
+        self.encoder: VisionTower | None = None
+        self.placed: Placed | None = None
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = torch.float32
@@ -235,6 +239,10 @@ class NativeDecoder:
         step.adapters = None
         if self.loras is not None and (self.loras.number_T >= 0).any():
             step.adapters = self.loras.number_T.ctypes.data
+        step.placed = step.encoded = None
+        if self.placed is not None:
+            encoded = self.placed.encoded.float().contiguous()
+            step.placed, step.encoded = self.placed.rows_T.ctypes.data, encoded.data_ptr()
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.num_token_ids}), "

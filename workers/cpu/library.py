@@ -40,6 +40,7 @@ OP_KINDS = (
     "norm",
     "share_squares",
     "adapt",
+    "place",
 )
 
 
@@ -307,6 +308,8 @@ class Step(ctypes.Structure):
         ("tokens", c_void_p),
         ("sampling", POINTER(SamplingRows)),
         ("adapters", c_void_p),
+        ("placed", c_void_p),
+        ("encoded", c_void_p),
     )
 
 

@@ -103,6 +103,8 @@ class Recorder:
                 self._sum(_RESIDUAL, scale=scale)
         else:
             program.add_op("embed")
+        if shard.is_first and spec.encoder is not None:
+            program.add_op("place")
         if shard.is_first and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._hidden_norm("embed_norm"))
         for place, index in enumerate(shard.layers):

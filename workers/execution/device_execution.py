@@ -116,6 +116,8 @@ class DeviceExecution:
         One step divides the tokens evenly. The other has a prompt beside a sequence of maximum length, which attention
         splits the most.
         """
+        if self._requests.encoders is not None:
+            self._requests.encoders.warm_up()
         num_requests = min(self._batch.num_slots, self._max_step_tokens)
         self._run(even_requests(self._max_step_tokens, num_requests))
         self._run(mixed_requests(self._max_step_tokens, num_requests, self._batch.max_model_len))
@@ -165,7 +167,8 @@ class DeviceExecution:
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]
         self._requests.await_tokens(plan)
-        forwarded = self._forward(plan)
+        encoders = self._requests.encoders
+        forwarded = self._forward(plan, None if encoders is None else encoders.place(plan))
         hidden_TD = forwarded.hidden_TD
         if not self._shard.is_last:
             # Sent from a copy, because the next step may overwrite them first.

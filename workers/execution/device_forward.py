@@ -17,6 +17,7 @@ from ..attention.graph_break import BreakingAttention, CurrentMetadata
 from ..batch import PersistentBatch, StepPlan, even_requests
 from ..device.cuda_graphs import GraphRecorder, SizedGraphs, chunk_sizes, decode_sizes
 from ..models.torch_decoder import TorchDecoder
+from ..vision.placed import Placed
 from .kv_cache import KVCache
 from .pipeline import Pipeline
 from .step_buffers import DeviceStep, StepBuffers
@@ -94,9 +95,15 @@ class DeviceForward:
             if graphs is not None
         ]
 
-    def __call__(self, plan: StepPlan) -> Forwarded:
-        """Run a step."""
+    def __call__(self, plan: StepPlan, placed: Placed | None = None) -> Forwarded:
+        """Run a step, whose tokens may read outputs of encoders."""
         num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
+        self._model.placed = placed
+        if placed is not None:
+            # Their number is different in each step.
+            step = self._fill(plan, num_tokens, num_requests)
+            metadata = self._kv_cache.attention_metadata(self._batch, plan)
+            return Forwarded(self._forward(step, metadata), step)
         if self._decodes is not None and len(plan.sampling_rows) == num_tokens:
             size = self._decodes.size_for(num_tokens)
             if size is not None:

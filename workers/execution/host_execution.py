@@ -209,6 +209,9 @@ class HostExecution:
         slots_S = self._batch.decoding_slots(output)
         if slots_S is None or self._requests.prompt_logprobs.is_pending:
             return None
+        encoders = self._requests.encoders
+        if encoders is not None and encoders.are_read(slots_S, self._batch.num_computed_tokens):
+            return None
         if self._requests.pooling.is_pending:
             return None
         return self._requests.sampler.describe(slots_S)
@@ -228,6 +231,8 @@ class HostExecution:
         self._requests.await_tokens(plan)
         if self._requests.loras is not None:
             self._requests.loras.begin_step(plan.slots_T)
+        if self._requests.encoders is not None:
+            self._model.placed = self._requests.encoders.place(plan)
         # The first stage starts from tokens, the others from hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._batch.input_ids(plan)

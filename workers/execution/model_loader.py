@@ -28,6 +28,7 @@ from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
 from ..models.lora import LoraAdapters
 from ..models.score_head import ScoreHead
+from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import (
     TransformersDecoder,
     TransformersModel,
@@ -36,6 +37,8 @@ from ..models.transformers_decoder import (
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import Sampler, SamplerOutput
+from ..vision.placed import Placed
+from ..vision.tower import VisionTower
 from .parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,12 @@ class Model(Protocol):
     @property
     def loras(self) -> LoraAdapters | None:
         """The LoRA adapters that requests may use."""
+
+    encoder: VisionTower | None
+    """The encoder of the model's images; None without one, and on all stages but the first."""
+
+    placed: Placed | None
+    """The encoder outputs that the tokens of the current step read."""
 
     @property
     def score_head(self) -> ScoreHead | None:
@@ -120,7 +129,7 @@ def load_model(
     parallel: ParallelState,
     breaks_graphs: bool = False,
 ) -> Model:
-    """Load the model.
+    """Load the model, on the first stage with its encoder.
 
     With `breaks_graphs`, captured graphs can exclude the attention.
 
@@ -128,6 +137,27 @@ def load_model(
         CheckpointError: The checkpoint cannot be served.
         ConfigError: A requested backend or dtype is not available.
     """
+    model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
+    vision = model.spec.encoder
+    if vision is not None and model.shard.is_first and not isinstance(model, TransformersDecoder):
+        model.encoder = VisionTower(
+            vision,
+            checkpoint,
+            device,
+            torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype],
+            _num_threads(config),
+        )
+    return model
+
+
+def _load_decoder(
+    config: EngineConfig,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    on_progress: ProgressCallback,
+    parallel: ParallelState,
+    breaks_graphs: bool,
+) -> NativeDecoder | TorchDecoder:
     found = _model_spec(config, checkpoint)
     foreign = found if isinstance(found, TransformersModel) else None
     spec = group_layers(
@@ -229,7 +259,7 @@ def _load_native(
     """Return None if the native program cannot run the model and is not required."""
     # The native program has its own threads, with which spinning threads of torch would compete.
     torch.set_num_threads(1)
-    num_threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
+    num_threads = _num_threads(config)
     try:
         decoder = NativeDecoder(
             spec,
@@ -255,6 +285,11 @@ def _load_native(
     if parallel.is_output_rank:
         logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
     return decoder
+
+
+def _num_threads(config: EngineConfig) -> int:
+    """Return the number of threads that compute in this worker on a CPU."""
+    return config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
 
 
 def _load_torch(

@@ -16,6 +16,7 @@ from ...protocol.errors import EngineError
 from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
 from ..sampling import Grammar, SamplerOutput
+from .encoders import Encoders
 from .model_loader import Model
 from .pipeline import Pipeline, TokenFeed
 from .pooling import Pooling, mark_second_segments
@@ -47,6 +48,7 @@ class RequestStates:
         self.pooling = Pooling(model.score_head)
         self._spec = model.spec
         self.loras = model.loras
+        self.encoders = None if model.encoder is None else Encoders(model.encoder)
         self._token_feed: TokenFeed | None = None
         if self._shard.is_first and not self._shard.is_last:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
@@ -62,6 +64,10 @@ class RequestStates:
         if output.removed_slots:
             for slot in int32_view(output.removed_slots).tolist():
                 self._remove(slot)
+        if self.encoders is not None:
+            self.encoders.add_requests(output.new_requests)
+            if output.encoders is not None:
+                self.encoders.apply_work(output.encoders)
         for new in output.new_requests:
             if self.loras is not None:
                 self.loras.set_slot(new.slot, new.lora_name)
@@ -89,12 +95,16 @@ class RequestStates:
         """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
         for slot in range(self.batch.num_slots):
             self._remove(slot)
+        if self.encoders is not None:
+            self.encoders.clear()
         return self.batch.release_requests()
 
     def _remove(self, slot: int) -> None:
         self.sampler.remove_request(slot)
         self.prompt_logprobs.remove_request(slot)
         self.pooling.remove_request(slot)
+        if self.encoders is not None:
+            self.encoders.remove_request(slot)
 
     def await_tokens(self, plan: StepPlan) -> None:
         """Wait for tokens that the last stage samples and this step needs."""

@@ -8,6 +8,7 @@ import torch
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ...protocol.checkpoint.vision import VisionSpec
 from .rope import RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
@@ -243,6 +244,8 @@ class ModelSpec:
     have multipliers of their own. With `has_layer_scales` each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
+    With `encoder` the outputs of a vision tower are in place of the embeddings of some tokens.
+
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and
     its replacement, which are applied in order. Tensors whose names become empty are not used.
     With `has_grouped_qkv` one matrix has the rows of each key/value head together: those of its query heads, of its key
@@ -305,6 +308,7 @@ class ModelSpec:
     has_final_norm: bool = True
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
+    encoder: VisionSpec | None = None
 
     @property
     def tells_segments(self) -> bool:

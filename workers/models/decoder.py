@@ -158,6 +158,8 @@ class Decoder(TorchDecoder):
             x_TD = self._embed_tokens(inputs)
             if self._embedding_scale != 1.0:
                 x_TD *= self._embedding_scale
+            if self.placed is not None:
+                x_TD = self.placed.put_into(x_TD)
             if self._positions_PD is not None:
                 x_TD += F.embedding(positions_T + self.spec.position_offset, self._positions_PD)
             if self._embedding_norm is not None:

@@ -19,6 +19,8 @@ from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput, TorchSampler
+from ..vision.placed import Placed
+from ..vision.tower import VisionTower
 from .lora import LoraAdapters
 from .score_head import ScoreHead
 
@@ -31,6 +33,12 @@ class TorchDecoder(ABC):
 
     score_head: ScoreHead | None = None
     """The model's classification head."""
+
+    encoder: VisionTower | None = None
+    """The encoder of the model's images."""
+
+    placed: Placed | None = None
+    """The encoder outputs that the tokens of the current step read."""
 
     def __init__(
         self,

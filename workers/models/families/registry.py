@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.field_names import with_common_names
+from ....protocol.checkpoint.field_names import read_text_config, with_common_names
+from ....protocol.checkpoint.vision import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from . import encoders, experts, gemma, gpt, hybrid, latent, layer_normed, llama, llama_variants
@@ -27,6 +29,12 @@ FAMILIES = (
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+_WITH_ANY_DECODER = {
+    "Idefics3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+}
+"""Architectures whose decoder may be of any family: that of `text_config`."""
 _UNSUPPORTED = {
     "use_bidirectional_attention": "bidirectional attention",
 }
@@ -48,8 +56,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         CheckpointError: A field is missing or invalid, or a feature is not supported.
     """
     fields = ConfigFields(config, path)
-    family = _family(fields)
-    text_fields = fields.section("text_config")
+    whole, family = fields, _family(fields)
+    text_fields = read_text_config(fields)
     if text_fields is not None:
         values = {"model_type": family.model_type}
         # The head belongs to the whole model.
@@ -70,12 +78,18 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 f"num_attention_heads {spec.num_heads} must be a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
+    if has_vision(whole):
+        spec = replace(spec, encoder=vision_spec(whole, spec.hidden_size))
     return spec
 
 
 def _family(fields: ConfigFields) -> Family:
     """Return the family of the architecture if one is given, because classifiers share their model type."""
     architectures = fields.texts("architectures")
+    text = fields.section("text_config")
+    if text is not None and _WITH_ANY_DECODER.intersection(architectures):
+        fields = text.with_defaults(model_type="llama")
+        architectures = []
     if architectures:
         # Every decoder can have a classification head.
         known = (name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in architectures)

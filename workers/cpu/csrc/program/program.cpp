@@ -201,6 +201,8 @@ int Program::begin_op(const Op& op) {
     case OpKind::adapt:
       // A product of one row takes about as long as other operations with a sixteenth of its multiplications.
       return products_.have_adapters() ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16) : 0;
+    case OpKind::place:
+      return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;
     case OpKind::combine_experts:
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
     case OpKind::rotate_store:
@@ -270,6 +272,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return mixers_.gate(op, rows, row);
     case OpKind::norm:
       return model_.norm(op, rows.residual(row), rows.residual(row));
+    case OpKind::place:
+      return place(rows, row);
     case OpKind::norm_add:
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
@@ -306,6 +310,13 @@ void Program::embed(const Op& op, int row) {
     model_.rows.add_scaled(residual, other, 1.0f, hidden_size);
   }
   ropes_.fill(row, step.positions[token]);
+}
+
+void Program::place(const Rows& rows, int row) {
+  const Step& step = slice_.step;
+  const int index = step.placed ? step.placed[slice_.first_token + row] : -1;
+  const int64_t hidden_size = model_.shape.hidden_size;
+  if (index >= 0) std::copy_n(step.encoded + index * hidden_size, hidden_size, rows.residual(row));
 }
 
 // A tile is a thread's share of the work. It ends when nothing of it is left for any thread.

@@ -70,6 +70,7 @@ class Program final : private Phases {
   void run_rows(const Op& op, Tile& tile);
   void run_row(const Op& op, const Rows& rows, int row);
   void embed(const Op& op, int row);
+  void place(const Rows& rows, int row);
 
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);

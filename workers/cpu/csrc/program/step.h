@@ -32,6 +32,8 @@ struct Step {
   int32_t* tokens;               // [num_logit_rows], as TokenChooser returns them, or null
   const SamplingRows* sampling;  // null to choose the most likely tokens
   const int32_t* adapters;       // [num_tokens], the number of each token's LoRA adapter or -1; null if none has one
+  const int32_t* placed;         // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
+  const float* encoded;          // [rows, hidden_size], outputs of encoders
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one

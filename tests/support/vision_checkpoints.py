@@ -1,0 +1,142 @@
+"""Tiny random models that read images, as files on disk, with a real tokenizer and image processor."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from support.tiny_checkpoints import sentencepiece_tokenizer
+
+TEXT_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+}
+TOWER_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 8,
+}
+TILE = 64
+MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"] + [
+    f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
+]
+MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip")
+
+_PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: "
+    + _PARTS
+    + "\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def vision_directory(directory: Path, kind: str) -> tuple[Path, Any]:
+    """Write a model of one of `MODELS`. Return its directory and transformers' model."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
+    text = TEXT_SIZES | {"vocab_size": len(tokenizer)} | ids
+    if kind in ("idefics3", "smolvlm"):
+        name = "Idefics3" if kind == "idefics3" else "SmolVLM"
+        config = getattr(transformers, f"{name}Config")(
+            vision_config=TOWER_SIZES,
+            text_config=text,
+            image_token_id=image_token,
+            scale_factor=2,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=False,
+        )
+        processor: dict[str, Any] = {
+            "do_convert_rgb": True,
+            "do_image_splitting": True,
+            "do_normalize": True,
+            "do_pad": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "image_processor_type": f"{name}ImageProcessor",
+            "max_image_size": {"longest_edge": TILE},
+            "resample": 1,
+            "rescale_factor": 1 / 255,
+            "size": {"longest_edge": 4 * TILE},
+        }
+        others = {"processor_class": f"{name}Processor", "image_seq_len": 16}
+    else:
+        tower = kind.removeprefix("llava-")
+        config = transformers.LlavaConfig(
+            vision_config=TOWER_SIZES | {"model_type": f"{tower}_vision_model"},
+            text_config=text,
+            image_token_index=image_token,
+            image_token_id=image_token,
+            vision_feature_select_strategy="default" if tower == "clip" else "full",
+            vision_feature_layer=-2,
+            tie_word_embeddings=False,
+        )
+        processor = {
+            "crop_size": {"height": TILE, "width": TILE},
+            "do_center_crop": tower == "clip",
+            "do_convert_rgb": True,
+            "do_normalize": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "image_processor_type": f"{'CLIP' if tower == 'clip' else 'Siglip'}ImageProcessor",
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+            "size": {"shortest_edge": TILE} if tower == "clip" else {"height": TILE, "width": TILE},
+        }
+        if tower == "siglip":
+            del processor["crop_size"], processor["do_center_crop"]
+        others = {
+            "processor_class": "LlavaProcessor",
+            "patch_size": TOWER_SIZES["patch_size"],
+            "vision_feature_select_strategy": config.vision_feature_select_strategy,
+            "num_additional_image_tokens": int(tower == "clip"),
+            "image_token": "<image>",
+        }
+    model = getattr(
+        transformers, config.architectures[0] if config.architectures else _class(kind)
+    )(config)
+    model = model.float().eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    (directory / "processor_config.json").write_text(json.dumps(others))
+    return directory, model
+
+
+def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
+    """Return transformers' image processor with Pillow for a directory that `vision_directory` wrote."""
+    fields = json.loads((path / "preprocessor_config.json").read_text()) | overrides
+    name = fields.pop("image_processor_type")
+    family = name.removesuffix("ImageProcessor").lower()
+    module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    return getattr(module, f"{name}Pil")(**fields)
+
+
+def _class(kind: str) -> str:
+    return {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}.get(
+        kind, "Llava"
+    ) + "ForConditionalGeneration"

@@ -1,0 +1,103 @@
+"""The encoder inputs of a worker's requests, and the outputs that its encoder cache holds.
+
+Shapes: T tokens of a step, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from ...protocol.arrays import Int32Array, int32_view
+from ...protocol.errors import EngineError
+from ...protocol.messages import EncoderInput, ImagePayload
+from ...protocol.worker_messages import EncoderWork, NewRequestData
+from ..batch import StepPlan
+from ..vision.placed import Placed
+from ..vision.tower import VisionTower
+
+_decoder = msgspec.msgpack.Decoder(ImagePayload)
+
+
+class Encoders:
+    """Encodes inputs when a step asks for it, and keeps the outputs until one releases them."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self._tower = tower
+        self._inputs: dict[int, list[EncoderInput]] = {}
+        self._outputs: dict[bytes, torch.Tensor] = {}
+
+    def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
+        """Keep the inputs of requests that take a slot."""
+        for new in new_requests:
+            if new.encoder_inputs:
+                self._inputs[new.slot] = new.encoder_inputs
+
+    def remove_request(self, slot: int) -> None:
+        """Drop the inputs of a slot."""
+        self._inputs.pop(slot, None)
+
+    def clear(self) -> None:
+        """Drop all inputs and outputs: the next core starts with an empty cache."""
+        self._inputs.clear()
+        self._outputs.clear()
+
+    def apply_work(self, work: EncoderWork) -> None:
+        """Remove outputs from the cache, then encode inputs into it."""
+        for content_hash in work.freed_hashes:
+            del self._outputs[content_hash]
+        for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
+            item = self._inputs[slot][index]
+            self._outputs[item.content_hash] = self._tower(_decode(item.data))
+
+    def warm_up(self) -> None:
+        """Encode an image that no request has, because kernels are prepared on first use."""
+        self._tower.warm_up()
+
+    def are_read(self, slots_S: Int32Array, num_computed_N: Int32Array) -> bool:
+        """Return whether the next token of one of the slots reads an output."""
+        return any(
+            item.position <= num_computed_N[slot] < item.position + item.num_tokens
+            for slot in self._inputs.keys() & set(slots_S.tolist())
+            for item in self._inputs[slot]
+        )
+
+    def place(self, plan: StepPlan) -> Placed | None:
+        """Return the outputs that the step's tokens read, or None if they read none."""
+        if not self._inputs:
+            return None
+        rows_T = np.full(len(plan.positions_T), -1, np.int32)
+        parts: list[torch.Tensor] = []
+        num_rows = 0
+        for row, slot in enumerate(plan.slots_S.tolist()):
+            start, end = int(plan.num_computed_S[row]), int(plan.seq_lens_S[row])
+            for item in self._inputs.get(slot, ()):
+                first = max(start, item.position)
+                last = min(end, item.position + item.num_tokens)
+                if first >= last:
+                    continue
+                token = int(plan.query_start_loc[row]) + first - start
+                rows_T[token : token + last - first] = np.arange(num_rows, num_rows + last - first)
+                output = self._outputs[item.content_hash]
+                parts.append(output[first - item.position : last - item.position])
+                num_rows += last - first
+        return Placed(rows_T, torch.cat(parts)) if parts else None
+
+
+def _decode(data: bytes) -> ImagePayload:
+    """Return the image in the data of an encoder input.
+
+    Raises:
+        EngineError: There is none, which a correct frontend never sends.
+    """
+    try:
+        image = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"an encoder input is not an image: {error}") from error
+    expected = 3 * image.width * image.height
+    if len(image.pixels) != expected:
+        raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
+    return image

@@ -1,0 +1,249 @@
+"""A vision tower: from the pixels of an image to embeddings for the decoder.
+
+Shapes: P patches of an image and the class token, D hidden size of the tower, F intermediate size, K output rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.errors import CheckpointError, EngineError
+from ...protocol.messages import ImagePayload
+from ..loaders import Checkpoint, DummyCheckpoint
+from ..loaders.dummy import made_up
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+class VisionTower:
+    """The tower of `spec` and its projection, in torch.
+
+    It computes one image at a time, so its numbers do not depend on other images.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        spec: VisionSpec,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int = 1,
+    ) -> None:
+        self.spec = spec
+        self._device, self._dtype = device, dtype
+        self._num_threads = num_threads
+        self._activation = _activation(checkpoint, spec.activation)
+        tensors = _Tensors(checkpoint, "embeddings.patch_embedding.weight", device, dtype)
+        size, patch_size = spec.hidden_size, spec.patch_size
+        patches = tensors.read("embeddings.patch_embedding.weight", size, 3, patch_size, patch_size)
+        self._patches = patches.flatten(1)
+        self._patches_bias: Tensor | None = None
+        if spec.has_patch_bias:
+            self._patches_bias = tensors.read("embeddings.patch_embedding.bias", size)
+        self._class_D: Tensor | None = None
+        if spec.has_class_token:
+            self._class_D = tensors.read("embeddings.class_embedding", size)
+        num_positions = spec.num_patches + spec.has_class_token
+        self._positions_PD = tensors.read(
+            "embeddings.position_embedding.weight", num_positions, size
+        )
+        # The name is misspelled in all checkpoints.
+        self._pre_norm = (
+            tensors.read_norm("pre_layrnorm", size, spec.norm_eps) if spec.has_pre_norm else None
+        )
+        self._post_norm = (
+            tensors.read_norm("post_layernorm", size, spec.norm_eps) if spec.has_post_norm else None
+        )
+        self._layers = [
+            _Layer(spec, tensors, f"encoder.layers.{index}.", self._activation)
+            for index in range(max(spec.feature_layers))
+        ]
+        self._project = _read_projection(spec, checkpoint, device, dtype)
+
+    @torch.inference_mode()
+    def __call__(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings [K, output size] of an image.
+
+        Raises:
+            EngineError: The image has another size than the tower reads.
+        """
+        side = self.spec.image_size
+        if (image.width, image.height) != (side, side):
+            raise EngineError(
+                f"an image has {image.width} x {image.height} pixels, the model reads {side} x {side}"
+            )
+        if self._device.type != "cpu":
+            return self._encode(image)
+        # Between images a second thread would only compete with those of a native program.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            return self._encode(image)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def warm_up(self) -> None:
+        """Encode a black image."""
+        side, ones = self.spec.image_size, (1.0, 1.0, 1.0)
+        self(ImagePayload(side, side, bytes(3 * side * side), 1.0, ones, ones))
+
+    def _encode(self, image: ImagePayload) -> Tensor:
+        spec = self.spec
+        x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
+        if self._class_D is not None:
+            x_PD = torch.cat((self._class_D[None], x_PD))
+        x_PD = x_PD + self._positions_PD
+        if self._pre_norm is not None:
+            x_PD = self._pre_norm(x_PD)
+        features = []
+        for number, layer in enumerate(self._layers, 1):
+            x_PD = layer(x_PD)
+            features += [x_PD] * spec.feature_layers.count(number)
+        if len(features) > 1:
+            x_PD = torch.cat(
+                [features[sorted(spec.feature_layers).index(i)] for i in spec.feature_layers], -1
+            )
+        if self._post_norm is not None:
+            x_PD = self._post_norm(x_PD)
+        if spec.has_class_token and not spec.keeps_class_token:
+            x_PD = x_PD[1:]
+        return self._project(x_PD)
+
+    def _split_patches(self, image: ImagePayload) -> Tensor:
+        """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""
+        # Copied, because torch requires a writable array, and the message's bytes are read-only.
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
+        side, patch_size = self.spec.image_size, self.spec.patch_size
+        # As numpy rounds in transformers' processors.
+        scaled = (pixels.view(side, side, 3).double() * image.scale).float()
+        mean, std = scaled.new_tensor(image.mean), scaled.new_tensor(image.std)
+        channels = ((scaled - mean) / std).to(self._dtype).permute(2, 0, 1)
+        # Like a convolution, whose stride is its size, pixels beyond the last whole patch are not read.
+        num_rows = side // patch_size
+        whole = channels[:, : num_rows * patch_size, : num_rows * patch_size]
+        patches = whole.reshape(3, num_rows, patch_size, num_rows, patch_size)
+        return patches.permute(1, 3, 0, 2, 4).reshape(num_rows**2, 3 * patch_size**2)
+
+
+class _Layer:
+    """A layer of attention and an MLP, each after its norm."""
+
+    def __init__(
+        self,
+        spec: VisionSpec,
+        tensors: _Tensors,
+        prefix: str,
+        activation: Callable[[Tensor], Tensor],
+    ) -> None:
+        size = spec.hidden_size
+        self._num_heads = spec.num_heads
+        self._activation = activation
+        self._norms = [
+            tensors.read_norm(f"{prefix}layer_norm{i}", size, spec.norm_eps) for i in (1, 2)
+        ]
+        projections = [
+            tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size) for name in "qkv"
+        ]
+        self._qkv = [torch.cat(parts) for parts in zip(*projections, strict=True)]
+        self._output = tensors.read_linear(f"{prefix}self_attn.out_proj", size, size)
+        self._up = tensors.read_linear(f"{prefix}mlp.fc1", spec.intermediate_size, size)
+        self._down = tensors.read_linear(f"{prefix}mlp.fc2", size, spec.intermediate_size)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        qkv = F.linear(self._norms[0](x_PD), *self._qkv)
+        # [queries, keys or values; heads; patches; head size]
+        q, k, v = qkv.view(len(x_PD), 3, self._num_heads, -1).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        x_PD = x_PD + F.linear(attended.transpose(0, 1).reshape(x_PD.shape), *self._output)
+        hidden_PF = self._activation(F.linear(self._norms[1](x_PD), *self._up))
+        return x_PD + F.linear(hidden_PF, *self._down)
+
+
+def _read_projection(
+    spec: VisionSpec, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    if spec.projection == "shuffle":
+        tensors = _Tensors(checkpoint, "connector.modality_projection.proj.weight", device, dtype)
+        columns = spec.hidden_size * spec.shuffle_factor**2
+        name = "connector.modality_projection.proj.weight"
+        weight = tensors.read(name, spec.output_size, columns)
+        return lambda x_PD: F.linear(_shuffle(x_PD, spec.shuffle_factor), weight)
+    tensors = _Tensors(checkpoint, "multi_modal_projector.linear_1.weight", device, dtype)
+    size, columns = spec.output_size, spec.hidden_size * len(spec.feature_layers)
+    has_bias = spec.projection_bias
+    first = tensors.read_linear("multi_modal_projector.linear_1", size, columns, has_bias=has_bias)
+    second = tensors.read_linear("multi_modal_projector.linear_2", size, size, has_bias=has_bias)
+    activation = _activation(checkpoint, spec.projection_activation)
+    return lambda x_PD: F.linear(activation(F.linear(x_PD, *first)), *second)
+
+
+def _shuffle(x_PD: Tensor, factor: int) -> Tensor:
+    """Return the features of each square of `factor` by `factor` patches as one row."""
+    side = int(len(x_PD) ** 0.5)
+    x = x_PD.view(side // factor, factor, side // factor, factor, x_PD.shape[1])
+    return x.permute(0, 2, 1, 3, 4).reshape((side // factor) ** 2, -1)
+
+
+def _activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(
+            checkpoint.config_path,
+            f"the activation {name!r} of the vision tower is not supported; "
+            f"supported are {', '.join(sorted(_ACTIVATIONS))}",
+        )
+    return _ACTIVATIONS[name]
+
+
+class _Tensors:
+    """Tensors of a checkpoint below the prefix that the tensor `marker` has."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, marker: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        found = next((name for name in sorted(checkpoint.names()) if name.endswith(marker)), None)
+        if found is None and not isinstance(checkpoint, DummyCheckpoint):
+            raise CheckpointError(checkpoint.path, f"there is no tensor named '...{marker}'")
+        self._prefix = (found or "").removesuffix(marker)
+        self._checkpoint = checkpoint
+        self._device, self._dtype = device, dtype
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of that shape."""
+        stored = self._prefix + name
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            return made_up(stored, shape, self._dtype, self._device)
+        found = tuple(self._checkpoint.shape(stored))
+        if found != shape:
+            raise CheckpointError(
+                self._checkpoint.path,
+                f"the tensor {stored!r} has shape {list(found)}, the config needs {list(shape)}",
+            )
+        return self._checkpoint.tensor(stored, self._dtype).to(self._device)
+
+    def read_linear(
+        self, name: str, rows: int, columns: int, *, has_bias: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the matrix and the bias of a product."""
+        weight = self.read(f"{name}.weight", rows, columns)
+        return weight, self.read(f"{name}.bias", rows) if has_bias else None
+
+    def read_norm(self, name: str, size: int, eps: float) -> Callable[[Tensor], Tensor]:
+        """Return a layer norm."""
+        weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
+        return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
