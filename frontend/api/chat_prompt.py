@@ -6,12 +6,17 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...protocol.errors import ParameterError
+from ...protocol.messages import EncoderInput
 from ..http.errors import APIError, bad_request, redact
 from .prompts import max_characters, verify_num_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..media.prompt_images import PreparedImage
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +28,11 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A prompt as text and as token ids."""
+    """A prompt as text and as token ids, with the images in place of some of these."""
 
     text: str
     token_ids: Sequence[int]
+    encoder_inputs: list[EncoderInput]
 
 
 async def render_chat(
@@ -55,6 +61,12 @@ async def render_chat(
     messages = request.messages
     if messages is None:
         raise bad_request("messages", "messages is required")
+    images: list[PreparedImage] = []
+    if serving.images is not None:
+        try:
+            messages, images = await serving.images.take(messages, body_size)
+        except ParameterError as error:
+            raise bad_request(error.param, str(error)) from None
     kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
     verify_template_kwargs(kwargs)
     continue_final = bool(request.continue_final_message)
@@ -88,7 +100,13 @@ async def render_chat(
             **kwargs,
         )
         verify_num_characters(len(text), "messages", max_model_len)
-        return RenderedChat(*serving.special_tokens.encode(text, add_special_tokens))
+
+        def encode(text: str) -> tuple[str, Sequence[int]]:
+            return serving.special_tokens.encode(text, add_special_tokens)
+
+        if serving.images is None:
+            return RenderedChat(*encode(text), [])
+        return RenderedChat(*serving.images.encode(text, images, encode))
 
     try:
         return await serving.executor.run(body_size, render)

@@ -70,6 +70,7 @@ class Endpoint(ABC, Generic[Request]):
         rank = find_data_parallel_rank(scope, serving.num_replicas)
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
+        lease.count_images(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id = state["request_id"]
         start = partial(
             submit,

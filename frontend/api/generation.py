@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from starlette.types import Receive, Scope
 
 from ...protocol.errors import POISON_REQUEST, ParameterError
+from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
 from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams
@@ -74,7 +75,7 @@ class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
     `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling` nothing
-    is generated.
+    is generated. `encoder_inputs` are images in place of some tokens.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -82,6 +83,12 @@ class PreparedPrompt:
     text: str | None = None
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+
+    @property
+    def num_image_bytes(self) -> int:
+        """The size of the images as the model reads them."""
+        return sum(len(item.data) for item in self.encoder_inputs)
 
 
 def verify_streaming(request: GenerationRequest) -> None:
@@ -219,6 +226,7 @@ async def submit(
                 predicted_token_ids=prompt.predicted_token_ids,
                 pooling=prompt.pooling,
                 lora_name=lora_name,
+                encoder_inputs=prompt.encoder_inputs,
             )
             for j in range(num_requests)
         )

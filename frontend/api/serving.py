@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import Receive
@@ -35,6 +36,9 @@ from ..tokenizer import NO_TOKENIZER, Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from ..media.chat_images import ChatImages
 
 
 class Serving:
@@ -70,6 +74,13 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.executor = engine.executor
+        self.images: ChatImages | None = None
+        has_places = config.model.images is not None and config.model.has_tokenizer
+        if has_places and config.frontend.max_images:
+            # Imported here, because few models read images.
+            from ..media.chat_images import ChatImages
+
+            self.images = ChatImages(config, tokenizer, engine.executor)
         limits = config.frontend
         self.request_memory = RequestMemory(
             max(limits.max_request_memory, 2 * limits.max_body_bytes)

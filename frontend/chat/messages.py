@@ -13,6 +13,12 @@ Message = Mapping[str, Any]
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
+IMAGE_PART: Final = {"type": "image"}
+"""The content part in place of an image. Only this object is one."""
+
+IMAGE_MARK: Final = "\ufdd2"
+"""A Unicode noncharacter that stands for an image where a chat template reads only text."""
+
 CUSTOM_INPUT: Final = "input"
 """The parameter of the function that represents a custom tool."""
 
@@ -111,9 +117,15 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         return [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
         raise ParameterError(where, f"must be a string or an array of parts, got {echo(content)}")
-    texts = [_text_of(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    texts = [
+        IMAGE_MARK if part is IMAGE_PART else _text_of(part, f"{where}[{i}]")
+        for i, part in enumerate(content)
+    ]
     if traits.reads_parts:
-        return [{"type": "text", "text": text} for text in texts]
+        return [
+            {"type": "image"} if text is IMAGE_MARK else {"type": "text", "text": text}
+            for text in texts
+        ]
     return "\n".join(texts)
 
 

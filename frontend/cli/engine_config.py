@@ -29,6 +29,7 @@ from ...protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from ...protocol.config.model import ImageProcessorConfig
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
@@ -39,6 +40,8 @@ from .options import cpu_defaults
 
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
+_KEPT_EMBEDDINGS = 4096
+"""The embeddings of images that the workers keep at least, by default."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
 """Bytes of a number of the dtypes that do not have 2."""
 
@@ -59,6 +62,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         model.config.max_model_len,
         parallel.pipeline_parallel_size,
         is_encoder=model.config.is_encoder,
+        images=model.config.images,
     )
     if model.config.is_encoder and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -160,11 +164,15 @@ def _make_scheduler_config(
     num_stages: int,
     *,
     is_encoder: bool,
+    images: ImageProcessorConfig | None,
 ) -> SchedulerConfig:
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if is_encoder:
         # Every token sees the whole sequence, so it is computed in one step.
         given |= {"enable_chunked_prefill": False, "speculative": None}
+    if images is not None and not has_gpu(device):
+        # A CPU takes seconds for a tile, in which no request gets a token.
+        given.setdefault("max_num_encoder_input_tokens", images.num_outputs)
     given["speculative"] = _speculation(given, device, num_stages)
     chunked = given.get("enable_chunked_prefill", True)
     # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
@@ -172,6 +180,9 @@ def _make_scheduler_config(
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
+    if images is not None:
+        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS)
+        given.setdefault("encoder_cache_size", kept)
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(

@@ -18,6 +18,7 @@ from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
+    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -323,22 +324,26 @@ class EngineClient:
             if key not in hashed:
                 root = root_hash(cache_salt=salt, lora_name=lora_name or None, owner=owner)
                 prompt = int32_view(request.prompt_token_ids)
-                hashed[key] = root, await self._hash_blocks(prompt, root)
+                hashed[key] = root, await self._hash_blocks(prompt, root, request.encoder_inputs)
                 num_hashed += len(prompt) + MIN_TOKENS_HASHED
                 if num_hashed > HASHED_AT_ONCE:
                     num_hashed = 0
                     await asyncio.sleep(0)
             request.root_hash, request.block_hashes = hashed[key]
 
-    async def _hash_blocks(self, prompt: Int32Array, root: bytes) -> bytes:
+    async def _hash_blocks(
+        self, prompt: Int32Array, root: bytes, encoder_inputs: list[EncoderInput]
+    ) -> bytes:
         block_size, algorithm = self._config.cache.block_size, self._config.cache.prefix_hash
         slice_tokens = max(HASHED_AT_ONCE // block_size, 1) * block_size
-        hashes = hash_blocks(prompt[:slice_tokens], block_size, root, (), algorithm)
+        inputs = [(item.position, item.num_tokens, item.content_hash) for item in encoder_inputs]
+        hashes = hash_blocks(prompt[:slice_tokens], block_size, root, inputs, algorithm)
         for start in range(slice_tokens, len(prompt), slice_tokens):
             await asyncio.sleep(0)
             parent = hashes[-HASH_BYTES:]
             piece = prompt[start : start + slice_tokens]
-            hashes += hash_blocks(piece, block_size, parent, (), algorithm)
+            placed = [(position - start, size, hashed) for position, size, hashed in inputs]
+            hashes += hash_blocks(piece, block_size, parent, placed, algorithm)
         return hashes
 
     def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:

@@ -37,6 +37,10 @@ MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 21
 while it is decoded.
 """
 
+MAX_ENCODER_BYTES_IN_ALL: Final = 1 << 27
+"""Maximum total bytes of a request's images as the model reads them, counted once per sequence. A sequence is sent in
+one message."""
+
 CHARACTERS_PER_WORD: Final = 32
 """The cost of encoding one word, as a number of characters of text."""
 
@@ -85,6 +89,7 @@ class InputProcessor:
             [(len(prompts[id(s.prompt_token_ids)][1]) // 4, s.params) for s in sequences],
             self._model.vocab_size,
         )
+        _verify_images(sequences)
         predictions = _encode_predictions(sequences)
         messages: list[EngineCoreRequest] = []
         for sequence in sequences:
@@ -135,6 +140,7 @@ class InputProcessor:
             predicted_token_ids=predicted,
             pooling_params=request.pooling,
             lora_name=request.lora_name,
+            encoder_inputs=request.encoder_inputs,
         )
 
     def _prompt(self, token_ids: TokenIds, *, generates: bool) -> Int32Array:
@@ -290,6 +296,17 @@ def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
             f"{MAX_ENTRIES_IN_ALL} are allowed",
         )
     return encoded
+
+
+def _verify_images(sequences: list[SequenceRequest]) -> None:
+    """Raise ParameterError if the images are too large when every sequence has a copy."""
+    size = sum(len(item.data) for sequence in sequences for item in sequence.encoder_inputs)
+    if size > MAX_ENCODER_BYTES_IN_ALL:
+        raise ParameterError(
+            "n" if len(sequences) > 1 else "messages",
+            f"makes {size} bytes of images for {len(sequences)} sequences, but at most "
+            f"{MAX_ENCODER_BYTES_IN_ALL} are allowed; send fewer or smaller images",
+        )
 
 
 def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size: int) -> None:

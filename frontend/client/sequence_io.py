@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
 from .logprobs import PositionLogprobs
@@ -35,6 +36,7 @@ class SequenceRequest:
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
         pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
         lora_name: The LoRA adapter to use; "" for the base model.
+        encoder_inputs: Images in place of some tokens of the prompt.
     """
 
     prompt_token_ids: TokenIds
@@ -49,6 +51,7 @@ class SequenceRequest:
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
     lora_name: str = ""
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
 
 
 class Delta(msgspec.Struct, gc=False):

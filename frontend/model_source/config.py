@@ -11,7 +11,7 @@ import msgspec
 from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classifier
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
 from ...protocol.checkpoint.embedding import ENCODERS, OFFSET_POSITIONS, read_embedding_files
-from ...protocol.checkpoint.field_names import with_common_names
+from ...protocol.checkpoint.field_names import read_text_config, with_common_names
 from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
@@ -28,6 +28,7 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer import TokenizerConfig, load_tokenizer
+from .images import read_image_processor
 from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .source import find_checkpoint, find_tokenizer, find_tokenizer_directory
@@ -114,6 +115,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
                 Path(adapter) / file for adapter in loras.values() for file in ADAPTER_FILES
             ),
             max_lora_rank=options.max_lora_rank,
+            images=read_image_processor(path, config, text, options.mm_processor_kwargs),
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),
@@ -181,7 +183,7 @@ def _read_directory(
 
 def _text_config(config: ConfigFields) -> ConfigFields:
     """Return the language model's part of a config, with the defaults that its family omits."""
-    nested = config.section("text_config")
+    nested = read_text_config(config)
     text = config if nested is None else config.with_values(nested.config)
     text = with_common_names(text)
     is_gemma3 = text.text("model_type").startswith("gemma3")

@@ -107,6 +107,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option("LoRA adapters: NAME=PATH or JSON with name and path", metavar="NAME=PATH"),
     ] = ()
+    mm_processor_kwargs: Annotated[
+        dict[str, object],
+        option("Fields that replace those of the model's preprocessor_config.json"),
+    ] = {}
     max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
 
 

@@ -42,9 +42,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-"""Text, token IDs, or a mapping with `prompt` or `prompt_token_ids`."""
+from .prompts import EncodedPrompt, Prompt, PromptEncoder
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -66,6 +64,7 @@ class LLM:
         self._templates: dict[str | None, ModelTemplates] = {}
         policy = self._engine.config.frontend.special_tokens_in_text
         self._special_tokens = SpecialTokenGuard(self._engine.tokenizer, policy)
+        self._prompts = PromptEncoder(self._engine)
         atexit.register(self.close)
 
     def generate(
@@ -87,7 +86,7 @@ class LLM:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
         wanted = _as_list(prompts)
-        encoded = [self._encoded(prompt) for prompt in wanted]
+        encoded = [self._prompts.encode(prompt) for prompt in wanted]
         return self._generate(encoded, sampling_params, lora_request)
 
     def chat(
@@ -122,8 +121,9 @@ class LLM:
             [messages] if messages and isinstance(messages[0], Mapping) else messages
         )
         template = self._template(chat_template, bool(tools))
-        prompts: list[tuple[str | None, list[int]]] = []
+        prompts: list[EncodedPrompt] = []
         for conversation in conversations:
+            conversation, images = self._prompts.take_images(conversation)
             text = template.render(
                 conversation,
                 self._special_tokens,
@@ -132,8 +132,13 @@ class LLM:
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            text, token_ids = self._special_tokens.encode(text, add_special_tokens=False)
-            prompts.append((text, list(token_ids)))
+            prompts.append(
+                self._prompts.encode_text(
+                    text,
+                    images,
+                    lambda text: self._special_tokens.encode(text, add_special_tokens=False),
+                )
+            )
         return self._generate(prompts, sampling_params, lora_request)
 
     def embed(
@@ -160,7 +165,7 @@ class LLM:
         verify_embeds(model)
         verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
-        wanted = [self._encoded(prompt, instruction)[1] for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in _as_list(prompts)]
         request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
@@ -188,7 +193,7 @@ class LLM:
         model = self._engine.config.model
         if model.classifier is None:
             raise ParameterError("model", f"{model.served_names[0]} has no classification head")
-        wanted = [self._encoded(prompt)[1] for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt) for prompt in _as_list(prompts)]
         request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
@@ -234,7 +239,7 @@ class LLM:
                 *((text, DOCUMENT) for text in seconds),
             ]
             wanted = [
-                TextPair(self._encoded(text, model.pooler.prompts.get(name, ""))[1], 0)
+                TextPair(self._prompts.encode_tokens(text, model.pooler.prompts.get(name, "")), 0)
                 for text, name in prompts
             ]
             request_id, pooled = self._pool(wanted)
@@ -313,7 +318,7 @@ class LLM:
         """
         self._verify_loras([lora_request])
         params.verify(self._engine.config.frontend.max_logprobs)
-        wanted = [self._encoded(prompt)[1] for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt) for prompt in _as_list(prompts)]
         return self._engine.run(self._beam_search(wanted, params, lora_request or ""))
 
     async def _beam_search(
@@ -358,16 +363,6 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encoded(self, prompt: Prompt, instruction: str = "") -> tuple[str | None, list[int]]:
-        """Return the text, if there is one, after `instruction`, and the token IDs of a prompt."""
-        given: Any = prompt
-        if isinstance(prompt, Mapping):
-            given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        if isinstance(given, str):
-            text = instruction + given
-            return text, list(self._engine.tokenizer.encode(text))
-        return None, list(given)
-
     def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
         if instead not in self._templates:
             self._templates[instead] = ModelTemplates(self._engine.tokenizer, instead)
@@ -380,7 +375,7 @@ class LLM:
 
     def _generate(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
@@ -413,21 +408,26 @@ class LLM:
 
     async def _collect(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: list[EncodedPrompt],
         params: Sequence[SamplingParams],
         lora_names: Sequence[str],
     ) -> list[RequestOutput]:
         groups: list[RequestGroup] = []
         try:
-            for (_, token_ids), each, lora_name in zip(prompts, params, lora_names, strict=True):
+            for prompt, each, lora_name in zip(prompts, params, lora_names, strict=True):
                 sequences = [
-                    SequenceRequest(token_ids, params_for_output(each, j), lora_name=lora_name)
+                    SequenceRequest(
+                        prompt.token_ids,
+                        params_for_output(each, j),
+                        lora_name=lora_name,
+                        encoder_inputs=list(prompt.encoder_inputs),
+                    )
                     for j in range(each.n)
                 ]
                 request_id = str(next(self._numbers))
                 groups.append(await self._engine.client.submit(sequences, request_id=request_id))
             return [
-                _request_output(group, *prompt, await group.result())
+                _request_output(group, prompt.text, prompt.token_ids, await group.result())
                 for group, prompt in zip(groups, prompts, strict=True)
             ]
         finally:

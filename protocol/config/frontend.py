@@ -175,6 +175,18 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     reasoning_parser: Annotated[
         ReasoningParserOption, chat("Format of reasoning; auto: as the chat template shows")
     ] = "auto"
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        option(
+            "Hosts from which images may be downloaded by HTTPS",
+            metavar="HOST",
+            default_text="none: only data URLs",
+        ),
+    ] = ()
+    limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        option('Maximum images of a prompt, such as {"image": 4}', default_text='{"image": 32}'),
+    ] = {}
     response_role: Annotated[str, chat("Role of response messages")] = "assistant"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
@@ -207,3 +219,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         tuple[Literal["vllm"], ...], logging("Also publish metrics under another server's names")
     ] = ()
     default_sampling: dict[str, float | int] = {}
+
+    @property
+    def max_images(self) -> int:
+        """The maximum number of images in a prompt."""
+        return self.limit_mm_per_prompt.get("image", 32)

@@ -58,6 +58,48 @@ class ClassifierConfig(msgspec.Struct, frozen=True):
     activation: Activation
 
 
+class TileLayout(enum.StrEnum):
+    """How an image becomes the tiles that a vision tower reads.
+
+    `GRID`: it is resized to a multiple of a tile in both directions, split, and followed by a small copy of the whole.
+    `CROP`: its shorter side becomes that of a tile, and the middle is taken. `SQUARE`: it is resized to a tile.
+    """
+
+    GRID = "grid"
+    CROP = "crop"
+    SQUARE = "square"
+
+
+class ImageProcessorConfig(msgspec.Struct, frozen=True):
+    """How the model reads images.
+
+    Attributes:
+        token_id: The token whose embeddings an image's replace.
+        num_outputs: The embeddings of a tile.
+        side: The side of a tile in pixels.
+        layout: How images become tiles.
+        resample: The filter, by Pillow's number.
+        longest_edge: The longer side before the image is split, in pixels (`GRID`).
+        splits: Whether images are split (`GRID`).
+        shortest_edge: The shorter side before the middle is taken (`CROP`).
+        scale: The factor on values from 0 to 255.
+        mean: The mean of each channel, which is subtracted from these products.
+        std: The divisor of each channel after that.
+    """
+
+    token_id: int
+    num_outputs: int
+    side: int
+    layout: TileLayout
+    resample: int
+    longest_edge: int = 0
+    splits: bool = True
+    shortest_edge: int = 0
+    scale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """The model that is served.
 
@@ -80,6 +122,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         loras: The directory of each LoRA adapter by the name that clients use.
         lora_files: The adapters' files that were on disk when the server started.
         max_lora_rank: The highest rank of an adapter.
+        images: How the model reads images; None if it reads none.
     """
 
     model: str
@@ -105,6 +148,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     loras: dict[str, str] = {}
     lora_files: tuple[FileIdentity, ...] = ()
     max_lora_rank: int = 16
+    images: ImageProcessorConfig | None = None
 
     @property
     def generates(self) -> bool:

@@ -135,9 +135,25 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_loras: Annotated[
         int, option("Maximum different LoRA adapters among running requests", ge=1)
     ] = 1
-    max_num_encoder_input_tokens: int = 0
-    encoder_cache_size: int = 0
-    disable_chunked_mm_input: bool = False
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        option(
+            "Maximum embeddings of images computed per step",
+            ge=0,
+            default_text="one tile; --max-num-batched-tokens on a GPU",
+        ),
+    ] = 0
+    encoder_cache_size: Annotated[
+        int,
+        option(
+            "Maximum embeddings of images kept in memory",
+            ge=0,
+            default_text="--max-num-batched-tokens, at least 4096",
+        ),
+    ] = 0
+    disable_chunked_mm_input: Annotated[
+        bool, option("Compute all tokens of an image's tile in one step")
+    ] = False
     max_num_seqs_per_tenant: Annotated[
         int, option("Maximum running requests per tenant and replica; 0: unlimited", ge=0)
     ] = 0

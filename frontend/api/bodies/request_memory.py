@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Final
 
-from ...http.errors import unavailable
+from ...http.errors import APIError, unavailable
 from .structure import FREE_BYTES
 
 RETRY_AFTER_S: Final = 1.0
@@ -38,17 +38,30 @@ class RequestMemory:
         if self._num_arriving + num_bytes > self._limit // 2 or (
             others + self._num_arriving + num_bytes > self._limit
         ):
-            raise unavailable(
-                f"large requests already use {self.num_bytes} bytes of memory, and at most {self._limit} are allowed "
-                "(--max-request-memory); retry in 1 s",
-                RETRY_AFTER_S,
-            )
+            raise self._full()
         self.num_bytes += num_bytes
         self._num_arriving += num_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """Count memory of a request that has arrived.
+
+        Raises:
+            APIError: There is no room for it (503).
+        """
+        if self.num_bytes + num_bytes > self._limit:
+            raise self._full()
+        self.num_bytes += num_bytes
 
     def mark_complete(self, num_bytes: int) -> None:
         """Record that a body of `num_bytes` has arrived completely."""
         self._num_arriving -= num_bytes
+
+    def _full(self) -> APIError:
+        return unavailable(
+            f"large requests already use {self.num_bytes} bytes of memory, and at most {self._limit} are allowed "
+            "(--max-request-memory); retry in 1 s",
+            RETRY_AFTER_S,
+        )
 
     def release(self, num_bytes: int) -> None:
         """Free the memory of a request that has ended."""
@@ -58,11 +71,11 @@ class RequestMemory:
 class MemoryLease:
     """The memory of one request, to be entered until the request ends."""
 
-    __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted")
+    __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted", "_num_images")
 
     def __init__(self, memory: RequestMemory) -> None:
         self._memory = memory
-        self._num_bytes = self._num_counted = 0
+        self._num_bytes = self._num_counted = self._num_images = 0
         self._is_complete = False
 
     def count_bytes(self, num_bytes: int) -> None:
@@ -83,6 +96,15 @@ class MemoryLease:
             self._is_complete = True
             self._memory.mark_complete(self._num_counted)
 
+    def count_images(self, num_bytes: int) -> None:
+        """Count the images of a request whose body is complete.
+
+        Raises:
+            APIError: There is no room for them (503).
+        """
+        self._memory.count(num_bytes)
+        self._num_images += num_bytes
+
     def __enter__(self) -> MemoryLease:
         return self
 
@@ -93,4 +115,4 @@ class MemoryLease:
         traceback: TracebackType | None,
     ) -> None:
         self.mark_complete()
-        self._memory.release(self._num_counted)
+        self._memory.release(self._num_counted + self._num_images)

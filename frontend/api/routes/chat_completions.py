@@ -126,7 +126,18 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
                 params.structured_output, chat.text
             ),
         )
-        prompt = PreparedPrompt(token_ids, params, chat.text, plan.predicted_token_ids)
+        if chat.encoder_inputs and len(token_ids) < len(chat.token_ids):
+            raise bad_request(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens cannot cut a prompt with images; send fewer messages",
+            )
+        prompt = PreparedPrompt(
+            token_ids,
+            params,
+            chat.text,
+            plan.predicted_token_ids,
+            encoder_inputs=chat.encoder_inputs,
+        )
         return prompt, partial(_Answer, serving, request, plan.tools, prompt)
 
     async def _constrain_auto(

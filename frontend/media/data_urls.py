@@ -1,0 +1,43 @@
+"""Reads the files that data URLs contain."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Final
+
+from ...protocol.errors import ParameterError
+from ..http.shown_values import echo
+
+_SCHEME: Final = "data:"
+
+
+def is_data_url(url: str) -> bool:
+    """Return whether a URL contains the file itself."""
+    return url[: len(_SCHEME)].lower() == _SCHEME
+
+
+def read_data_url(url: str, where: str) -> bytes:
+    """Return the content of the file in a data URL (RFC 2397).
+
+    Args:
+        url: The URL.
+        where: The name of the field in errors.
+
+    Raises:
+        ParameterError: The URL is of another kind, is not in base64, or is invalid.
+    """
+    if not is_data_url(url):
+        raise ParameterError(
+            where,
+            'must be a data URL such as "data:image/png;base64,…", because this server downloads nothing; '
+            f"got {echo(url[:64])}",
+        )
+    header, comma, content = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise ParameterError(where, "must be a data URL in base64: data:image/png;base64,…")
+    try:
+        # White space is allowed in base64, and other characters are not.
+        return base64.b64decode("".join(content.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ParameterError(where, f"is not valid base64: {error}") from None

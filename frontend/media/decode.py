@@ -1,0 +1,63 @@
+"""Decodes images of requests, which are untrusted."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Final
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ...protocol.errors import ParameterError
+
+MAX_PIXELS: Final = 1 << 26
+"""Maximum pixels of an image. A decoded one takes three or four bytes for each."""
+
+_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """Return an image in RGB, turned as its EXIF data says. Of an animation it is the first frame.
+
+    Args:
+        data: The content of an image file.
+        where: The name of the field in errors.
+
+    Raises:
+        ParameterError: It is not an image, is damaged, or is larger than `MAX_PIXELS`.
+    """
+    try:
+        with warnings.catch_warnings():
+            # The limit is checked below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        num_pixels = image.width * image.height
+        if num_pixels > MAX_PIXELS:
+            raise _too_large(where, f"{image.width} x {image.height} pixels")
+        image.load()
+        return to_rgb(image)
+    except ParameterError:
+        raise
+    except Image.DecompressionBombError:
+        raise _too_large(where, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels") from None
+    # The decoders raise many kinds of errors for damaged files.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is none of {', '.join(_FORMATS)}"
+        raise ParameterError(
+            where, f"is not an image that can be read: {reason}; send a valid file"
+        ) from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return the image in RGB, turned as its EXIF data says."""
+    turned = ImageOps.exif_transpose(image)
+    return turned if turned.mode == "RGB" else turned.convert("RGB")
+
+
+def _too_large(where: str, size: str) -> ParameterError:
+    return ParameterError(
+        where,
+        f"is too large: it has {size}, and at most {MAX_PIXELS} are allowed; send a smaller one",
+    )

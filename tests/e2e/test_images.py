@@ -1,0 +1,285 @@
+"""A server of models that read images."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from engine.frontend.client.beam_search import BeamSearchParams
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from engine.protocol.sampling_params import SamplingParams
+from PIL import Image
+from support.server import Server, assert_nothing_is_held
+from support.vision_checkpoints import image_processor, vision_directory
+
+torch.set_num_threads(1)
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+NUM_TOKENS = 12
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def data_url(image: Image.Image, file_format: str = "PNG") -> str:
+    file = io.BytesIO()
+    image.save(file, file_format)
+    content = base64.b64encode(file.getvalue()).decode()
+    return f"data:image/{file_format.lower()};base64,{content}"
+
+
+def chat(*parts: str | Image.Image) -> dict[str, Any]:
+    """Return a request for the greedy answer to texts and images."""
+    content: list[dict[str, Any]] = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part), "detail": "auto"}}
+        for part in parts
+    ]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+CHATS = [
+    ("the quick", picture(1, 200, 150), "brown fox", picture(2, 64, 64), "jumps"),
+    ("the quick", picture(1, 200, 150), "brown fox", picture(3, 64, 64), "jumps"),
+    (picture(4, 90, 210), "over the lazy dog"),
+    ("seven wizards", picture(5, 64, 64), picture(5, 64, 64)),
+    ("brew tea",),
+]
+
+
+class Model:
+    """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.kind = kind
+        self.path, self.model = vision_directory(directory, kind)
+        self._answers: dict[int, list[int]] = {}
+
+    def check(self, index: int, answer: dict[str, Any]) -> None:
+        """Compare the server's answer to `CHATS[index]` with that of transformers."""
+        if index not in self._answers:
+            self._answers[index] = self._generate(CHATS[index], answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
+
+    @torch.inference_mode()
+    def _generate(self, parts: tuple[str | Image.Image, ...], prompt: list[int]) -> list[int]:
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        inputs: dict[str, Any] = {}
+        if images:
+            batch = [images] if self.kind in ("idefics3", "smolvlm") else images
+            pixels = image_processor(self.path, self.kind)(batch, return_tensors="pt")
+            inputs["pixel_values"] = pixels["pixel_values"]
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        return tokens[len(prompt) :]
+
+    def check_all(self, server: Server, indices: list[int]) -> None:
+        """Send conversations at the same time, and compare all answers."""
+
+        def ask(index: int) -> None:
+            status, answer = server.post("/v1/chat/completions", chat(*CHATS[index]))
+            assert status == 200, answer
+            self.check(index, answer)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, indices))
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("grid"), "idefics3")
+
+
+@pytest.fixture(scope="module")
+def server(grid: Model) -> Iterator[Server]:
+    with Server(str(grid.path), *FLAGS, "--limit-mm-per-prompt", '{"image": 3}') as server:
+        yield server
+
+
+@pytest.mark.parametrize("flags", [(), ("--cpu-backend", "torch", "-tp", "2")])
+@pytest.mark.parametrize("kind", ["smolvlm", "llava-clip", "llava-siglip"])
+def test_answers_equal_those_of_transformers(
+    tmp_path: Path, kind: str, flags: tuple[str, ...]
+) -> None:
+    model = Model(tmp_path, kind)
+    with Server(str(model.path), *FLAGS, *flags) as server:
+        model.check_all(server, [0, 1, 2, 3, 4])
+        assert_nothing_is_held(server)
+
+
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")])
+def test_divided_models_read_images_under_memory_pressure_and_crashes(
+    grid: Model, flags: tuple[str, ...]
+) -> None:
+    small = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
+    # Two long prompts do not fit into the KV cache at once.
+    blocks = ("--num-gpu-blocks-override", "48", "--encoder-cache-size", "64")
+    with Server(str(grid.path), *FLAGS, *small, *blocks, *flags) as server:
+        grid.check_all(server, [0, 1, 2, 3, 4, 0, 1])
+        for victim in ("worker 0", "core 0"):
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                answers = pool.submit(grid.check_all, server, [0, 2, 3, 4, 1])
+                server.child(victim).kill()
+                answers.result()
+            server.wait_until_whole()
+        assert_nothing_is_held(server)
+
+
+def test_a_prefix_with_the_same_image_is_cached(grid: Model, server: Server) -> None:
+    def num_cached(*parts: str | Image.Image) -> int:
+        status, answer = server.post("/v1/chat/completions", chat(*parts))
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    text = "the old tower " * 20
+    first, second = picture(21, 64, 64), picture(22, 64, 64)
+    assert num_cached(text, first, "fox") == 0
+    assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
+
+
+def test_clients_stream_answers_about_images_in_every_format(grid: Model, server: Server) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    image = picture(6, 100, 70)
+    expected = None
+    for file_format in ("PNG", "WEBP", "TIFF", "BMP"):
+        lossless = {"WEBP": {"lossless": True}}.get(file_format, {})
+        file = io.BytesIO()
+        image.save(file, file_format, **lossless)
+        url = f"data:image/{file_format};base64,{base64.b64encode(file.getvalue()).decode()}"
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": url}},
+                        {"type": "text", "text": "fox"},
+                    ],
+                }
+            ],
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            stream=True,
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert expected in (None, text)
+        expected = text
+
+
+def test_offline_callers_pass_images(grid: Model) -> None:
+    image = picture(7, 100, 70)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(grid.path), dtype="float32") as llm:
+        conversations = [
+            [{"role": "user", "content": [part, {"type": "text", "text": "fox"}]}]
+            for part in (
+                {"type": "image_pil", "image_pil": image},
+                {"type": "image_url", "image_url": {"url": data_url(image)}},
+            )
+        ]
+        first, second = llm.chat(conversations, params)
+        assert first.prompt is not None and first.prompt.count("<image>") == 208
+        start, end = first.prompt.index("<fake"), first.prompt.rindex("image>") + len("image>")
+        text = f"{first.prompt[:start]}<image>{first.prompt[end:]}"
+        prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+        third = llm.generate(prompt, params)[0]
+        assert third.prompt_token_ids == first.prompt_token_ids == second.prompt_token_ids
+        answers = [output.outputs[0].token_ids for output in (first, second, third)]
+        assert answers[0] == answers[1] == answers[2]
+        beams = BeamSearchParams(beam_width=2, max_tokens=2)
+        with pytest.raises(ParameterError, match="is supported only by generate and chat"):
+            llm.beam_search(prompt, beams)
+        with pytest.raises(ParameterError, match="must be images for a text prompt"):
+            llm.generate({"prompt": "a", "multi_modal_data": {"video": image}}, params)
+
+
+def test_tokenize_counts_the_tokens_of_images(server: Server) -> None:
+    request = chat("the quick", picture(1, 200, 150))
+    status, answer = server.post("/v1/chat/completions", request)
+    assert status == 200
+    status, counted = server.post("/tokenize", {"messages": request["messages"]})
+    assert status == 200
+    assert counted["count"] == answer["usage"]["prompt_tokens"]
+
+
+def _bomb() -> str:
+    """Return a small PNG file with 100 million pixels."""
+    return data_url(Image.new("1", (10_000, 10_000)))
+
+
+def _truncated() -> str:
+    return data_url(picture(1, 64, 64))[:-400]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (_bomb(), "is too large: it has 10000 x 10000 pixels, and at most 67108864 are allowed"),
+        (data_url(Image.new("1", (1 << 14, 1 << 14))), "is too large"),
+        (_truncated(), "is not an image that can be read: image file is truncated"),
+        ("data:image/png;base64,aGVsbG8=", "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "it is none of PNG"),
+        ("data:image/png;base64,a", "is not valid base64"),
+        ("data:image/png,abc", "must be a data URL in base64"),
+        ("https://127.0.0.1/image.png", "must be a data URL"),
+        ("file:///etc/passwd", "must be a data URL"),
+        ("", "must be the URL of an image"),
+        (None, "must be the URL of an image"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_images_are_refused_by_name(server: Server, url: str | None, message: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    status, answer = server.post("/v1/chat/completions", {"messages": messages})
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
+    assert message in answer["error"]["message"]
+
+
+def test_what_does_not_fit_is_refused(grid: Model, server: Server) -> None:
+    status, answer = server.post("/v1/chat/completions", chat(*[picture(1, 64, 64)] * 4))
+    assert status == 400
+    assert "messages have 4 images, but at most 3 are allowed" in answer["error"]["message"]
+    status, answer = server.post(
+        "/v1/chat/completions", chat("a", picture(1, 200, 200)) | {"truncate_prompt_tokens": 20}
+    )
+    assert status == 400
+    assert answer["error"]["param"] == "truncate_prompt_tokens"
+    large = chat(picture(1, 1000, 1000), picture(2, 1000, 1000), picture(3, 1000, 1000))
+    status, answer = server.post("/v1/chat/completions", large | {"n": 400})
+    assert status == 400, answer
+    assert answer["error"]["param"] == "n"
+    server.post("/v1/chat/completions", chat("the end"))
+    assert_nothing_is_held(server)
+
+
+def test_text_models_refuse_images(tmp_path: Path) -> None:
+    model = Model(tmp_path, "llava-siglip")
+    with Server(
+        str(model.path), *FLAGS, "--limit-mm-per-prompt", json.dumps({"image": 0})
+    ) as server:
+        status, answer = server.post("/v1/chat/completions", chat(picture(1, 64, 64)))
+        assert status == 400
+        assert answer["error"]["param"] == "messages[0].content[0].type"
+        assert "reads only text" in answer["error"]["message"]
