@@ -34,18 +34,28 @@ def split_image(image: Image.Image, config: ImageProcessorConfig) -> Tiles:
         return Tiles((_payload(_resize(image, side, side, config), config),))
     if config.layout is TileLayout.CROP:
         return Tiles((_payload(_crop_center(_resize_shortest(image, config), side), config),))
+    if config.layout is TileLayout.CANVAS:
+        num_columns, num_rows = _best_canvas(image.width, image.height, config)
+        canvas = _resize(image, num_columns * side, num_rows * side, config)
+        return _split(canvas, image, config)
     image = _resize(image, *_fit_longest(image.width, image.height, config.longest_edge), config)
     if not config.splits:
         return Tiles((_payload(_resize(image, side, side, config), config),))
     image = _resize(image, *_whole_tiles(image.width, image.height, side), config)
-    if image.width <= side and image.height <= side:
-        return Tiles((_payload(image, config),))
-    num_rows, num_columns = image.height // side, image.width // side
+    return _split(image, image, config)
+
+
+def _split(grid: Image.Image, whole: Image.Image, config: ImageProcessorConfig) -> Tiles:
+    """Return the tiles of a grid, which are followed by the whole image if there are several."""
+    side = config.side
+    num_rows, num_columns = grid.height // side, grid.width // side
+    if num_rows == num_columns == 1:
+        return Tiles((_payload(grid, config),))
     corners = [
         (column * side, row * side) for row in range(num_rows) for column in range(num_columns)
     ]
-    tiles = [image.crop((left, top, left + side, top + side)) for left, top in corners]
-    tiles.append(_resize(image, side, side, config))
+    tiles = [grid.crop((left, top, left + side, top + side)) for left, top in corners]
+    tiles.append(_resize(whole, side, side, config))
     return Tiles(tuple(_payload(tile, config) for tile in tiles), num_rows, num_columns)
 
 
@@ -90,6 +100,27 @@ def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     elif height > width and height > _MAX_SIDE:
         width, height = int(_MAX_SIDE * ratio), _MAX_SIDE
     return max(width, 1), max(height, 1)
+
+
+def _best_canvas(width: int, height: int, config: ImageProcessorConfig) -> tuple[int, int]:
+    """Return the columns and rows of the grid whose shape is most like the image's.
+
+    Of grids with the same shape it is the one with most tiles, unless more than half of them would be made up.
+    """
+    if not config.splits or config.max_tiles == 1:
+        return 1, 1
+    sides = range(1, config.max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides]
+    ratio, area = width / height, width * height
+    best, least = (1, 1), math.inf
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        if not config.min_tiles <= columns * rows <= config.max_tiles:
+            continue
+        difference = abs(ratio - columns / rows)
+        is_filled = area > 0.5 * config.side**2 * columns * rows
+        if difference < least or (difference == least and is_filled):
+            best, least = (columns, rows), difference
+    return best
 
 
 def _whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:

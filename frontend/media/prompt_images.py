@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from ...protocol.config.model import ImageProcessorConfig, TileLayout
-from ...protocol.errors import ParameterError
+from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import IMAGE_MARK
 from ..tokenizer import Tokenizer
@@ -48,7 +48,12 @@ class PromptImages:
 
     def __init__(self, config: ImageProcessorConfig, tokenizer: Tokenizer) -> None:
         self._config = config
-        self._token = tokenizer.id_to_token(config.token_id) or ""
+        token = tokenizer.id_to_token(config.token_id)
+        if not token:
+            raise ConfigError(
+                f"the tokenizer has no token {config.token_id}, which stands for images (image_token_id in config.json)"
+            )
+        self._token = token
         self._place = re.compile(f"{re.escape(self._token)}|{IMAGE_MARK}")
 
     def prepare(self, image: Image.Image) -> PreparedImage:
@@ -100,7 +105,7 @@ class PromptImages:
     def _text(self, tiles: Tiles) -> str:
         embeddings = self._token * self._config.num_outputs
         if self._config.layout is not TileLayout.GRID:
-            return embeddings
+            return f"{self._config.start}{embeddings * len(tiles.images)}{self._config.end}"
         around = "<fake_token_around_image>"
         rows = "".join(
             "".join(

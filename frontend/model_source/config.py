@@ -23,6 +23,7 @@ from ...protocol.checkpoint.model_dimensions import (
 )
 from ...protocol.checkpoint.recurrent_layers import RecurrentModel, read_recurrent_layer
 from ...protocol.config import ModelConfig
+from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
@@ -115,7 +116,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
                 Path(adapter) / file for adapter in loras.values() for file in ADAPTER_FILES
             ),
             max_lora_rank=options.max_lora_rank,
-            images=read_image_processor(path, config, text, options.mm_processor_kwargs),
+            images=None
+            if options.model_impl is ModelImpl.TRANSFORMERS
+            else read_image_processor(path, config, text, options.mm_processor_kwargs),
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _LANCZOS, _BICUBIC = 1, 3
+_MAX_TILES: Final = 64
 _CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 
@@ -45,7 +46,9 @@ def read_image_processor(
         minimum=0,
         maximum=text.integer("vocab_size") - 1,
     )
-    read = _grid if vision.projection == "shuffle" else _single
+    read = _READERS[config.text("model_type")]
+    # InternVL's processor ignores this field of the file.
+    processor = processor.with_values({"crop_to_patches": None})
     return read(processor.with_values(dict(overrides)), vision, token_id)
 
 
@@ -69,6 +72,23 @@ def _grid(fields: ConfigFields, vision: VisionSpec, token_id: int) -> ImageProce
         layout=TileLayout.GRID,
         longest_edge=size.integer("longest_edge", 4 * side, maximum=MAX_SIDE),
         splits=fields.boolean("do_image_splitting", True),
+    )
+
+
+def _canvas(fields: ConfigFields, vision: VisionSpec, token_id: int) -> ImageProcessorConfig:
+    common = _values(fields, vision, token_id, _BICUBIC)
+    common.setdefault("mean", _CLIP_MEAN)
+    common.setdefault("std", _CLIP_STD)
+    min_tiles = fields.integer("min_patches", 1, maximum=_MAX_TILES)
+    return ImageProcessorConfig(
+        **common,
+        side=_side(_sides(fields, "size"), "height", vision),
+        layout=TileLayout.CANVAS,
+        splits=fields.boolean("crop_to_patches", True),
+        min_tiles=min_tiles,
+        max_tiles=fields.integer("max_patches", 12, minimum=min_tiles, maximum=_MAX_TILES),
+        start="<img>",
+        end="</img>",
     )
 
 
@@ -144,3 +164,11 @@ def _number(value: Any) -> bool:
 
 def _positive(value: Any) -> bool:
     return _number(value) and value > 1e-6
+
+
+_READERS: Final = {
+    "idefics3": _grid,
+    "internvl": _canvas,
+    "llava": _single,
+    "smolvlm": _grid,
+}

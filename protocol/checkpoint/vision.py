@@ -20,9 +20,14 @@ class VisionSpec:
     hidden states after each of `feature_layers`, side by side; later layers are not computed. CLIP (arXiv 2103.00020)
     has a class token and a norm before the layers, SigLIP (arXiv 2303.15343) a norm after them and a bias on patches.
 
-    The projection is "shuffle": `shuffle_factor` squared neighboring patches become one row, which a matrix projects
-    (Idefics3, arXiv 2408.12637); or "mlp": two matrices with biases and `projection_activation` between them (LLaVA,
-    arXiv 2310.03744).
+    InternVL (arXiv 2504.10479) has stored factors on the output of each block, and may have norms of queries and keys,
+    over all heads together.
+
+    First `shuffle_factor` squared neighboring patches become one row, which is normed with `has_projection_norm`. Then
+    the projection is a "matrix" (Idefics3, arXiv 2408.12637), or an "mlp": two matrices with `projection_activation`
+    between them (LLaVA, arXiv 2310.03744).
+
+    `tensor_names` translates the checkpoint's tensor names to those of CLIP, as in `ModelSpec`.
     """
 
     image_size: int
@@ -34,15 +39,21 @@ class VisionSpec:
     activation: str
     norm_eps: float
     output_size: int
-    projection: Literal["shuffle", "mlp"]
+    projection: Literal["matrix", "mlp"]
     shuffle_factor: int = 1
     projection_activation: str = "gelu"
     projection_bias: bool = True
+    has_projection_norm: bool = False
     has_class_token: bool = False
     keeps_class_token: bool = False
     has_patch_bias: bool = True
     has_pre_norm: bool = False
     has_post_norm: bool = False
+    norm_kind: Literal["layer", "rms"] = "layer"
+    has_layer_scales: bool = False
+    has_qk_norm: bool = False
+    qkv_bias: bool = True
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_patches(self) -> int:
@@ -77,10 +88,7 @@ def vision_spec(fields: ConfigFields, output_size: int) -> VisionSpec:
 def _idefics3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     image_size, patch_size = _sizes(vision, 224, 32)
     factor = fields.integer("scale_factor", 2, maximum=64)
-    if image_size // patch_size % factor:
-        raise fields.error(
-            f"scale_factor {factor} does not divide the {image_size // patch_size} patches of a side"
-        )
+    _check_factor(fields, "scale_factor", factor, image_size // patch_size)
     return VisionSpec(
         image_size=image_size,
         patch_size=patch_size,
@@ -93,7 +101,7 @@ def _idefics3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> V
         activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
         norm_eps=vision.positive("layer_norm_eps", 1e-6),
         output_size=output_size,
-        projection="shuffle",
+        projection="matrix",
         shuffle_factor=factor,
         projection_bias=False,
         has_post_norm=True,
@@ -108,13 +116,7 @@ def _llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         )
     image_size, patch_size = _sizes(vision, 224, 32 if is_clip else 16)
     num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
-    chosen = fields.get("vision_feature_layer", -2)
-    layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
-    # Like indices of a list of the hidden states, of which the first is before the layers.
-    if not layers or not all(
-        type(i) is int and -num_layers <= i <= num_layers and i for i in layers
-    ):
-        raise fields.wrong("vision_feature_layer", f"of the {num_layers} layers", chosen)
+    layers = _feature_layers(fields, num_layers, -2)
     strategy = fields.text("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         raise fields.wrong("vision_feature_select_strategy", "'default' or 'full'", strategy)
@@ -128,7 +130,7 @@ def _llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         hidden_size=vision.integer("hidden_size", 768),
         intermediate_size=vision.integer("intermediate_size", 3072),
         num_heads=_num_heads(vision, "hidden_size", 768, 12),
-        feature_layers=tuple(i if i > 0 else num_layers + 1 + i for i in layers),
+        feature_layers=layers,
         activation=vision.text("hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
         norm_eps=vision.positive("layer_norm_eps", 1e-5 if is_clip else 1e-6),
         output_size=output_size,
@@ -142,13 +144,86 @@ def _llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     )
 
 
+def _internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    image_size, patch_size = _sizes(vision, 448, 14)
+    factor = round(1 / fields.positive("downsample_ratio", 0.5))
+    _check_factor(fields, "downsample_ratio 1 /", factor, image_size // patch_size)
+    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    layers = _feature_layers(fields, num_layers, -1)
+    is_last = layers == (num_layers,)
+    norm_kind = vision.text("norm_type", "layer_norm")
+    if norm_kind not in ("layer_norm", "rms_norm"):
+        raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'", norm_kind)
+    strategy = fields.text("vision_feature_select_strategy", "default")
+    if strategy != "default":
+        raise fields.wrong("vision_feature_select_strategy", "'default'", strategy)
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 1024),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        num_heads=_num_heads(vision, "hidden_size", 1024, 16),
+        feature_layers=layers,
+        activation=vision.text("hidden_act", "gelu"),
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        output_size=output_size,
+        projection="mlp",
+        shuffle_factor=factor,
+        projection_activation=fields.text("projector_hidden_act", "gelu"),
+        has_projection_norm=True,
+        has_class_token=True,
+        has_post_norm=is_last and not vision.boolean("use_mean_pooling", True),
+        norm_kind="rms" if norm_kind == "rms_norm" else "layer",
+        has_layer_scales=True,
+        has_qk_norm=vision.boolean("use_qk_norm", False),
+        qkv_bias=vision.boolean("attention_bias", False),
+        tensor_names=_INTERNVL_NAMES,
+    )
+
+
+_INTERNVL_NAMES: Final = (
+    (r"embeddings\.cls_token$", "embeddings.class_embedding"),
+    (r"embeddings\.patch_embeddings\.projection\.", "embeddings.patch_embedding."),
+    (r"embeddings\.position_embeddings$", "embeddings.position_embedding.weight"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".self_attn.out_proj."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.layernorm_before\.", ".layer_norm1."),
+    (r"\.layernorm_after\.", ".layer_norm2."),
+    (r"vision_tower\.layernorm\.", "vision_tower.post_layernorm."),
+)
+
+
+def _feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple[int, ...]:
+    """Return the layers whose outputs are the features, counted from 1."""
+    chosen = fields.get("vision_feature_layer", default)
+    layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
+    # Like indices of a list of the hidden states, of which the first is before the layers.
+    if not layers or not all(
+        type(i) is int and -num_layers <= i <= num_layers and i for i in layers
+    ):
+        raise fields.wrong("vision_feature_layer", f"of the {num_layers} layers", chosen)
+    return tuple(i if i > 0 else num_layers + 1 + i for i in layers)
+
+
+def _check_factor(fields: ConfigFields, name: str, factor: int, num_patches: int) -> None:
+    if factor < 1 or num_patches % factor:
+        raise fields.error(f"{name} {factor} does not divide the {num_patches} patches of a side")
+
+
 def _sizes(vision: ConfigFields, image_size: int, patch_size: int) -> tuple[int, int]:
     """Return the sides of an image and of a patch."""
     if vision.integer("num_channels", 3) != 3:
         raise vision.wrong("num_channels", "3", vision.get("num_channels"))
+    # A side may be given for both directions.
+    sides = {
+        name: value[0]
+        for name in ("image_size", "patch_size")
+        if isinstance(value := vision.get(name), list) and len(value) == 2 and value[0] == value[1]
+    }
+    vision = vision.with_values(sides)
     image_size = vision.integer("image_size", image_size, maximum=MAX_SIDE)
-    patch_size = vision.integer("patch_size", patch_size, maximum=image_size)
-    return image_size, patch_size
+    return image_size, vision.integer("patch_size", patch_size, maximum=image_size)
 
 
 def _num_heads(vision: ConfigFields, size_name: str, size: int, default: int) -> int:
@@ -166,5 +241,6 @@ def _num_heads(vision: ConfigFields, size_name: str, size: int, default: int) ->
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec]]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
+    "internvl": _internvl,
     "llava": _llava,
 }

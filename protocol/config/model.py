@@ -63,11 +63,13 @@ class TileLayout(enum.StrEnum):
 
     `GRID`: it is resized to a multiple of a tile in both directions, split, and followed by a small copy of the whole.
     `CROP`: its shorter side becomes that of a tile, and the middle is taken. `SQUARE`: it is resized to a tile.
+    `CANVAS`: like `GRID`, but the grid is the one whose shape is most like its own.
     """
 
     GRID = "grid"
     CROP = "crop"
     SQUARE = "square"
+    CANVAS = "canvas"
 
 
 class ImageProcessorConfig(msgspec.Struct, frozen=True):
@@ -80,8 +82,12 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True):
         layout: How images become tiles.
         resample: The filter, by Pillow's number.
         longest_edge: The longer side before the image is split, in pixels (`GRID`).
-        splits: Whether images are split (`GRID`).
+        splits: Whether images are split (`GRID`, `CANVAS`).
         shortest_edge: The shorter side before the middle is taken (`CROP`).
+        min_tiles: The minimum number of tiles beside the whole (`CANVAS`).
+        max_tiles: The maximum number of tiles beside the whole (`CANVAS`).
+        start: The text before an image (all but `GRID`).
+        end: The text after it.
         scale: The factor on values from 0 to 255.
         mean: The mean of each channel, which is subtracted from these products.
         std: The divisor of each channel after that.
@@ -95,6 +101,10 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True):
     longest_edge: int = 0
     splits: bool = True
     shortest_edge: int = 0
+    min_tiles: int = 1
+    max_tiles: int = 1
+    start: str = ""
+    end: str = ""
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

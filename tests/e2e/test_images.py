@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from engine.core.replay.__main__ import main as replay
 from engine.frontend.client.beam_search import BeamSearchParams
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
@@ -117,7 +118,7 @@ def server(grid: Model) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--cpu-backend", "torch", "-tp", "2")])
-@pytest.mark.parametrize("kind", ["smolvlm", "llava-clip", "llava-siglip"])
+@pytest.mark.parametrize("kind", ["smolvlm", "llava-clip", "llava-siglip", "internvl"])
 def test_answers_equal_those_of_transformers(
     tmp_path: Path, kind: str, flags: tuple[str, ...]
 ) -> None:
@@ -129,13 +130,25 @@ def test_answers_equal_those_of_transformers(
 
 @pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")])
 def test_divided_models_read_images_under_memory_pressure_and_crashes(
-    grid: Model, flags: tuple[str, ...]
+    grid: Model, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     small = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
     # Two long prompts do not fit into the KV cache at once.
-    blocks = ("--num-gpu-blocks-override", "48", "--encoder-cache-size", "64")
+    blocks = (
+        "--num-gpu-blocks-override",
+        "48",
+        "--encoder-cache-size",
+        "64",
+        "--dump-dir",
+        str(tmp_path),
+    )
     with Server(str(grid.path), *FLAGS, *small, *blocks, *flags) as server:
         grid.check_all(server, [0, 1, 2, 3, 4, 0, 1])
+        assert server.metric("engine:num_preemptions_total") > 0
+        status, dumped = server.post("/debug/dump", {})
+        assert status == 200
+        # The log has no pixels, and none of them decides anything.
+        assert replay(dumped["files"]) == 0
         for victim in ("worker 0", "core 0"):
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 answers = pool.submit(grid.check_all, server, [0, 2, 3, 4, 1])

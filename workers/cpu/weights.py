@@ -17,7 +17,8 @@ from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from ..device.host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
-from ..models.weights import ProgressCallback, Rows, TensorNames, WeightReader
+from ..loaders.tensor_names import TensorNames
+from ..models.weights import ProgressCallback, Rows, WeightReader
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from ..quantization.gguf_blocks import as_blocks, block_type, fits_block_scales

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,12 +14,12 @@ from ...protocol.errors import CheckpointError
 from ..layers.layers import Linear
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
+from ..loaders.tensor_names import TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from .lora import AdaptedRows, LoraAdapters
 
-TensorNames = tuple[tuple[str, str], ...]
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
 
@@ -60,19 +60,6 @@ class Rows:
         return self.select(x[self.part.start : self.part.stop])
 
 
-def _translated(stored_names: Collection[str], tensor_names: TensorNames) -> dict[str, str]:
-    """Return the stored name of each translated name."""
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in tensor_names]
-    translated = {}
-    for stored in stored_names:
-        name = stored
-        for pattern, replacement in rules:
-            name = pattern.sub(replacement, name)
-        if name:
-            translated[name] = stored
-    return translated
-
-
 class WeightReader:
     """Reads the text decoder's tensors, under whatever prefix the checkpoint uses.
 
@@ -103,7 +90,7 @@ class WeightReader:
         self._can_keep = can_keep
         self._is_transposed = is_transposed
         self._is_tied = not has_head
-        self._stored = _translated(checkpoint.names(), tensor_names)
+        self._stored = translate_names(checkpoint.names(), tensor_names)
         embedding = next((name for name in sorted(self._stored) if name.endswith(_EMBEDDING)), None)
         if embedding is None:
             raise self._error(f"there is no tensor named '...{_EMBEDDING}'")

@@ -6,26 +6,17 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, F
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision import VisionSpec
-from ...protocol.errors import CheckpointError, EngineError
+from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
-from ..loaders import Checkpoint, DummyCheckpoint
-from ..loaders.dummy import made_up
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-}
+from ..loaders import Checkpoint
+from .projection import read_projection
+from .weights import Norm, VisionWeights, find_activation
 
 
 class VisionTower:
@@ -48,8 +39,10 @@ class VisionTower:
         self.spec = spec
         self._device, self._dtype = device, dtype
         self._num_threads = num_threads
-        self._activation = _activation(checkpoint, spec.activation)
-        tensors = _Tensors(checkpoint, "embeddings.patch_embedding.weight", device, dtype)
+        self._activation = find_activation(checkpoint, spec.activation)
+        tensors = VisionWeights(
+            checkpoint, "embeddings.patch_embedding.weight", device, dtype, spec.tensor_names
+        )
         size, patch_size = spec.hidden_size, spec.patch_size
         patches = tensors.read("embeddings.patch_embedding.weight", size, 3, patch_size, patch_size)
         self._patches = patches.flatten(1)
@@ -65,16 +58,16 @@ class VisionTower:
         )
         # The name is misspelled in all checkpoints.
         self._pre_norm = (
-            tensors.read_norm("pre_layrnorm", size, spec.norm_eps) if spec.has_pre_norm else None
+            tensors.read_norm("pre_layrnorm", size, spec) if spec.has_pre_norm else None
         )
         self._post_norm = (
-            tensors.read_norm("post_layernorm", size, spec.norm_eps) if spec.has_post_norm else None
+            tensors.read_norm("post_layernorm", size, spec) if spec.has_post_norm else None
         )
         self._layers = [
             _Layer(spec, tensors, f"encoder.layers.{index}.", self._activation)
             for index in range(max(spec.feature_layers))
         ]
-        self._project = _read_projection(spec, checkpoint, device, dtype)
+        self._project = read_projection(spec, checkpoint, device, dtype)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -147,7 +140,7 @@ class _Layer:
     def __init__(
         self,
         spec: VisionSpec,
-        tensors: _Tensors,
+        tensors: VisionWeights,
         prefix: str,
         activation: Callable[[Tensor], Tensor],
     ) -> None:
@@ -155,95 +148,36 @@ class _Layer:
         self._num_heads = spec.num_heads
         self._activation = activation
         self._norms = [
-            tensors.read_norm(f"{prefix}layer_norm{i}", size, spec.norm_eps) for i in (1, 2)
+            tensors.read_norm(f"{prefix}layer_norm{i}", size, spec, spec.norm_kind) for i in (1, 2)
         ]
-        projections = [
-            tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size) for name in "qkv"
-        ]
-        self._qkv = [torch.cat(parts) for parts in zip(*projections, strict=True)]
+        names = [f"{prefix}self_attn.{name}" for name in "qkv"]
+        weights = [tensors.read(f"{name}_proj.weight", size, size) for name in names]
+        self._qkv = torch.cat(weights)
+        self._qkv_bias: Tensor | None = None
+        if spec.qkv_bias:
+            self._qkv_bias = torch.cat([tensors.read(f"{name}_proj.bias", size) for name in names])
+        self._qk_norms: list[Norm] = []
+        if spec.has_qk_norm:
+            self._qk_norms = [tensors.read_rms_norm(f"{n}_norm", size, 1e-6) for n in names[:2]]
         self._output = tensors.read_linear(f"{prefix}self_attn.out_proj", size, size)
         self._up = tensors.read_linear(f"{prefix}mlp.fc1", spec.intermediate_size, size)
         self._down = tensors.read_linear(f"{prefix}mlp.fc2", size, spec.intermediate_size)
+        if spec.has_layer_scales:
+            # Factors on the outputs of a product are factors on its rows.
+            for name, linear in (("lambda_1", self._output), ("lambda_2", self._down)):
+                factors_D = tensors.read(f"{prefix}{name}", size)
+                for part in linear:
+                    if part is not None:
+                        part.mul_(factors_D.view(-1, *[1] * (part.ndim - 1)))
 
     def __call__(self, x_PD: Tensor) -> Tensor:
-        qkv = F.linear(self._norms[0](x_PD), *self._qkv)
-        # [queries, keys or values; heads; patches; head size]
-        q, k, v = qkv.view(len(x_PD), 3, self._num_heads, -1).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        qkv = F.linear(self._norms[0](x_PD), self._qkv, self._qkv_bias).chunk(3, -1)
+        normed = [norm(part) for norm, part in zip(self._qk_norms, qkv, strict=False)]
+        q, k, v = (
+            part.view(len(x_PD), self._num_heads, -1).transpose(0, 1)[None]
+            for part in (*normed, *qkv[len(normed) :])
+        )
+        attended = F.scaled_dot_product_attention(q, k, v)[0]
         x_PD = x_PD + F.linear(attended.transpose(0, 1).reshape(x_PD.shape), *self._output)
         hidden_PF = self._activation(F.linear(self._norms[1](x_PD), *self._up))
         return x_PD + F.linear(hidden_PF, *self._down)
-
-
-def _read_projection(
-    spec: VisionSpec, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Callable[[Tensor], Tensor]:
-    if spec.projection == "shuffle":
-        tensors = _Tensors(checkpoint, "connector.modality_projection.proj.weight", device, dtype)
-        columns = spec.hidden_size * spec.shuffle_factor**2
-        name = "connector.modality_projection.proj.weight"
-        weight = tensors.read(name, spec.output_size, columns)
-        return lambda x_PD: F.linear(_shuffle(x_PD, spec.shuffle_factor), weight)
-    tensors = _Tensors(checkpoint, "multi_modal_projector.linear_1.weight", device, dtype)
-    size, columns = spec.output_size, spec.hidden_size * len(spec.feature_layers)
-    has_bias = spec.projection_bias
-    first = tensors.read_linear("multi_modal_projector.linear_1", size, columns, has_bias=has_bias)
-    second = tensors.read_linear("multi_modal_projector.linear_2", size, size, has_bias=has_bias)
-    activation = _activation(checkpoint, spec.projection_activation)
-    return lambda x_PD: F.linear(activation(F.linear(x_PD, *first)), *second)
-
-
-def _shuffle(x_PD: Tensor, factor: int) -> Tensor:
-    """Return the features of each square of `factor` by `factor` patches as one row."""
-    side = int(len(x_PD) ** 0.5)
-    x = x_PD.view(side // factor, factor, side // factor, factor, x_PD.shape[1])
-    return x.permute(0, 2, 1, 3, 4).reshape((side // factor) ** 2, -1)
-
-
-def _activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(
-            checkpoint.config_path,
-            f"the activation {name!r} of the vision tower is not supported; "
-            f"supported are {', '.join(sorted(_ACTIVATIONS))}",
-        )
-    return _ACTIVATIONS[name]
-
-
-class _Tensors:
-    """Tensors of a checkpoint below the prefix that the tensor `marker` has."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, marker: str, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        found = next((name for name in sorted(checkpoint.names()) if name.endswith(marker)), None)
-        if found is None and not isinstance(checkpoint, DummyCheckpoint):
-            raise CheckpointError(checkpoint.path, f"there is no tensor named '...{marker}'")
-        self._prefix = (found or "").removesuffix(marker)
-        self._checkpoint = checkpoint
-        self._device, self._dtype = device, dtype
-
-    def read(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of that shape."""
-        stored = self._prefix + name
-        if isinstance(self._checkpoint, DummyCheckpoint):
-            return made_up(stored, shape, self._dtype, self._device)
-        found = tuple(self._checkpoint.shape(stored))
-        if found != shape:
-            raise CheckpointError(
-                self._checkpoint.path,
-                f"the tensor {stored!r} has shape {list(found)}, the config needs {list(shape)}",
-            )
-        return self._checkpoint.tensor(stored, self._dtype).to(self._device)
-
-    def read_linear(
-        self, name: str, rows: int, columns: int, *, has_bias: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the matrix and the bias of a product."""
-        weight = self.read(f"{name}.weight", rows, columns)
-        return weight, self.read(f"{name}.bias", rows) if has_bias else None
-
-    def read_norm(self, name: str, size: int, eps: float) -> Callable[[Tensor], Tensor]:
-        """Return a layer norm."""
-        weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
-        return lambda x: F.layer_norm(x, (size,), weight, bias, eps)

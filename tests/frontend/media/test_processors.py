@@ -1,6 +1,7 @@
 """Images and prompts are processed exactly as by transformers."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
-from support.vision_checkpoints import MODELS, image_processor, vision_directory
+from support.vision_checkpoints import (
+    INTERNVL_MARKS,
+    MODELS,
+    image_mark,
+    image_processor,
+    vision_directory,
+)
 
 SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1)]
 
@@ -62,18 +69,30 @@ def test_images_that_are_not_split_equal_those_of_transformers(tmp_path):
 
 
 # The processor of SmolVLM needs a package for numbers as words; its prompts are those of Idefics3.
-@pytest.mark.parametrize("kind", ["idefics3", "llava-clip", "llava-siglip"])
+@pytest.mark.parametrize("kind", ["idefics3", "llava-clip", "llava-siglip", "internvl"])
 def test_prompts_equal_those_of_transformers(kind, tmp_path):
     path, _ = vision_directory(tmp_path, kind)
     others = json.loads((path / "processor_config.json").read_text())
     name = others.pop("processor_class")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer.image_token = "<image>"
-    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
-    processor = getattr(transformers, name)(image_processor(path, kind), tokenizer, **others)
+    mark = tokenizer.image_token = image_mark(kind)
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
     images = [_image(200, 150), _image(64, 64)]
-    text = "the <image> quick\n<image>fox"
-    expected = processor(images=[images], text=[text])["input_ids"][0]
+    text = f"the {mark} quick\n{mark}fox"
+    processor_class = getattr(transformers, name)
+    if kind == "internvl":
+        # An object of this class needs torchvision, for videos.
+        names = INTERNVL_MARKS | others | {"image_token": mark}
+        tiles = image_processor(path, kind)(images)
+        texts = [
+            processor_class.replace_image_token(SimpleNamespace(**names), tiles, i)
+            for i in range(len(images))
+        ]
+        before, between, after = text.split(mark)
+        expected = tokenizer(f"{before}{texts[0]}{between}{texts[1]}{after}")["input_ids"]
+    else:
+        processor = processor_class(image_processor(path, kind), tokenizer, **others)
+        expected = processor(images=[images], text=[text])["input_ids"][0]
 
     config = _read(path)
     places = PromptImages(config, load_tokenizer(path))
@@ -85,13 +104,14 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
     assert covered == {i for i, token in enumerate(found) if token == config.token_id}
     assert len({item.content_hash for item in inputs}) == len(inputs)
     with pytest.raises(ParameterError, match="have 2 images, but the prompt has 3 image tokens"):
-        places.expand(text + "<image>", prepared)
+        places.expand(text + mark, prepared)
 
 
 def test_invalid_processor_fields_are_named(model):
     kind, path = model
     wrong = {"idefics3": {"max_image_size": {"longest_edge": 32}}}
     wrong["smolvlm"] = wrong["idefics3"]
+    wrong["internvl"] = {"size": {"height": 32, "width": 32}}
     wrong["llava-clip"] = {"crop_size": 32}
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}
     with pytest.raises(CheckpointError, match=r"must be 64, which is vision_config\.image_size"):

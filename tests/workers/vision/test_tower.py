@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, "internvl-rms"])
 def model(request, tmp_path_factory):
     return vision_directory(tmp_path_factory.mktemp("model"), request.param)
 
@@ -42,7 +42,7 @@ def test_logits_equal_those_of_transformers(model, load, tmp_path):
     text = [[rng.randrange(4, 300) for _ in range(count)] for count in (5, 3, 9)]
     prompt = text[0] + [image_token] * size + text[1] + [image_token] * size + text[2]
     pixels = torch.stack([pixels for _, pixels in images])
-    if reference.config.model_type != "llava":
+    if reference.config.model_type in ("idefics3", "smolvlm"):
         pixels = pixels[None]
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), pixel_values=pixels).logits[0]

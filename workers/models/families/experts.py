@@ -9,7 +9,7 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import EXPERT_COUNTS
 from ...layers.spec import Chunk, ExpertsSpec, LayerSpec, ModelSpec, QueryScaling
-from ..weights import TensorNames
+from ...loaders.tensor_names import TensorNames
 from .common import (
     Family,
     attention_biases,

@@ -31,6 +31,7 @@ _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 _WITH_ANY_DECODER = {
     "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 }

@@ -1,0 +1,112 @@
+"""Reads the tensors of a vision tower, with every shape checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.errors import CheckpointError
+from ..loaders import Checkpoint, DummyCheckpoint
+from ..loaders.dummy import made_up
+from ..loaders.tensor_names import TensorNames, translate_names
+
+Norm: TypeAlias = Callable[[Tensor], Tensor]
+Linear: TypeAlias = tuple[Tensor, Tensor | None]
+"""The matrix and the bias of a product."""
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
+    """Return an activation by its name in configs.
+
+    Raises:
+        CheckpointError: It is unknown.
+    """
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(
+            checkpoint.config_path,
+            f"the activation {name!r} of the vision tower is not supported; "
+            f"supported are {', '.join(sorted(_ACTIVATIONS))}",
+        )
+    return _ACTIVATIONS[name]
+
+
+class VisionWeights:
+    """The tensors below the prefix that the tensor `marker` has. All names are translated by `tensor_names`.
+
+    Raises:
+        CheckpointError: There is no such tensor.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        marker: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensor_names: TensorNames = (),
+    ) -> None:
+        self._stored = translate_names(checkpoint.names(), tensor_names)
+        found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
+        if found is None and not isinstance(checkpoint, DummyCheckpoint):
+            raise CheckpointError(checkpoint.path, f"there is no tensor named '...{marker}'")
+        self._prefix = (found or "").removesuffix(marker)
+        self._checkpoint = checkpoint
+        self._device, self._dtype = device, dtype
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of this shape, or with further dimensions of size 1.
+
+        Raises:
+            CheckpointError: It is missing or has another shape.
+        """
+        name = self._prefix + name
+        if isinstance(self._checkpoint, DummyCheckpoint):
+            return made_up(name, shape, self._dtype, self._device)
+        stored = self._stored.get(name)
+        if stored is None:
+            raise self._checkpoint.missing(name)
+        found = tuple(self._checkpoint.shape(stored))
+        if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+            raise CheckpointError(
+                self._checkpoint.path,
+                f"the tensor {stored!r} has shape {list(found)}, the config needs {list(shape)}",
+            )
+        return self._checkpoint.tensor(stored, self._dtype).to(self._device).view(shape)
+
+    def read_linear(self, name: str, rows: int, columns: int, *, has_bias: bool = True) -> Linear:
+        """Return the matrix and the bias of a product."""
+        weight = self.read(f"{name}.weight", rows, columns)
+        return weight, self.read(f"{name}.bias", rows) if has_bias else None
+
+    def read_norm(
+        self, name: str, size: int, spec: VisionSpec, kind: Literal["layer", "rms"] = "layer"
+    ) -> Norm:
+        """Return a norm of the tower."""
+        if kind == "rms":
+            return self.read_rms_norm(name, size, spec.norm_eps)
+        return self.read_layer_norm(name, size, spec.norm_eps)
+
+    def read_layer_norm(self, name: str, size: int, eps: float) -> Norm:
+        """Return a layer norm."""
+        weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
+        return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
+
+    def read_rms_norm(self, name: str, size: int, eps: float) -> Norm:
+        """Return a root-mean-square norm."""
+        weight = self.read(f"{name}.weight", size)
+        return lambda x: F.rms_norm(x, (size,), weight, eps)
