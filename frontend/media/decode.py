@@ -51,9 +51,12 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, turned as its EXIF data says."""
+    """Return the image in RGB, turned as its EXIF data says. What is transparent becomes white."""
     turned = ImageOps.exif_transpose(image)
-    return turned if turned.mode == "RGB" else turned.convert("RGB")
+    if turned.has_transparency_data:
+        turned = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)
+    return turned.convert("RGB")
 
 
 def _too_large(where: str, size: str) -> ParameterError:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import transformers
+from engine.frontend.media.decode import to_rgb
 from engine.frontend.media.processor import split_image
 from engine.frontend.media.prompt_images import PromptImages
 from engine.frontend.model_source.images import read_image_processor
@@ -56,6 +57,20 @@ def test_tiles_equal_those_of_transformers(model, size):
     assert len(tiles) == len(expected)
     for tile, pixels in zip(tiles, expected, strict=True):
         np.testing.assert_array_equal(_normalized(tile), pixels)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK"])
+def test_colors_and_transparency_equal_those_of_transformers(mode, tmp_path):
+    path, _ = vision_directory(tmp_path, "llava-siglip")
+    image = _image(64, 64)
+    if mode.endswith("A"):
+        image.putalpha(Image.linear_gradient("L").resize((64, 64)))
+    image = image.convert(mode)
+    if mode == "P":
+        image.info["transparency"] = image.getpixel((0, 0))
+    [expected] = image_processor(path, "llava-siglip")(image, return_tensors="np")["pixel_values"]
+    [tile] = split_image(to_rgb(image), _read(path)).images
+    np.testing.assert_array_equal(_normalized(tile), expected)
 
 
 def test_images_that_are_not_split_equal_those_of_transformers(tmp_path):
