@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def pair_joiner(self) -> PairJoiner:
-        """What joins the tokens of two texts, which are encoded without special tokens."""
+        """The joiner of two texts that are encoded without special tokens."""
         if self._pair_joiner is None:
             self._pair_joiner = PairJoiner(self._backend)
         return self._pair_joiner

@@ -18,7 +18,7 @@ class LoadFormat(enum.StrEnum):
 
 
 class ModelImpl(enum.StrEnum):
-    """What computes the model: Engine's own layers, transformers' module, or the first of them that can."""
+    """The code that computes the model: Engine's own layers, transformers' module, or the first of them that can."""
 
     AUTO = "auto"
     ENGINE = "engine"
@@ -44,7 +44,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
 
 
 class Activation(enum.StrEnum):
-    """What turns the scores of a classification head into the numbers that clients get."""
+    """The function from the scores of a classification head to the numbers that clients get."""
 
     SIGMOID = "sigmoid"
     SOFTMAX = "softmax"

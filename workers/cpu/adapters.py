@@ -27,7 +27,7 @@ _RANK_UNIT: Final = 16
 
 
 class AdapterTable:
-    """What each adapter adds to a product. Its factors are padded to one rank.
+    """The part that each adapter adds to a product. Its factors are padded to one rank.
 
     Attributes:
         entries: An `Adapter` for each adapter, by its number.

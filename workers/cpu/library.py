@@ -182,7 +182,7 @@ class LowRankFactor(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """What a LoRA adapter adds to a product; see `csrc/program/model.h`."""
+    """The part that a LoRA adapter adds to a product; see `csrc/program/model.h`."""
 
     _fields_ = (
         ("down", c_void_p),
