@@ -1,4 +1,4 @@
-"""What decoders in torch have in common: sampling from their logits.
+"""The common part of decoders in torch: sampling from their logits.
 
 Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 """

@@ -281,7 +281,7 @@ def test_nans_of_a_request_do_not_affect_the_next_owner_of_its_block(
 
 @pytest.mark.parametrize("scheduled", [1, 9])
 def test_blocks_before_a_window_have_no_effect(scheduled):
-    """Those blocks have been freed, so they may hold the content of another request."""
+    """Freed blocks may hold the content of another request."""
     window = 200
     case = PagedCase(
         [(700, scheduled)],

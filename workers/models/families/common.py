@@ -1,4 +1,4 @@
-"""What the families' mappings share: the form of a family, and a Llama model to differ from."""
+"""The common part of the families' mappings: the form of a family, and a Llama model to differ from."""
 
 from __future__ import annotations
 
