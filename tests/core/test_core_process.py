@@ -17,6 +17,8 @@ from engine.protocol.messages import ClientHello, CoreReady
 from engine.protocol.supervisor_messages import Stage
 from engine.protocol.transport import Peer, StatusReceiver
 
+pytestmark = pytest.mark.slow
+
 START_TIMEOUT_MS = 30_000
 OBSERVED_S = 1.0
 

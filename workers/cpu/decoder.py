@@ -31,7 +31,7 @@ from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
-from .recorder import Recorder
+from .recording.recorder import Recorder
 from .sampling import NativeSampler, RowsToSample
 from .supported import check_supported
 from .weights import NativeWeightReader

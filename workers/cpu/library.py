@@ -60,7 +60,7 @@ class PackedWeight(ctypes.Structure):
 
 
 class LatentShape(ctypes.Structure):
-    """The sizes of latent attention; see `csrc/program/model.h`."""
+    """The sizes of latent attention; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("query_rank", c_int32),
@@ -72,7 +72,7 @@ class LatentShape(ctypes.Structure):
 
 
 class ModelShape(ctypes.Structure):
-    """The sizes of a rank's share of a model; see `csrc/program/model.h`."""
+    """The sizes of a rank's share of a model; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("hidden_size", c_int32),
@@ -123,7 +123,7 @@ class Router(ctypes.Structure):
 
 
 class ExpertLayer(ctypes.Structure):
-    """A layer's mixture of experts; see `csrc/program/model.h`."""
+    """A layer's mixture of experts; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("router", Router),
@@ -143,7 +143,7 @@ class ExpertLayer(ctypes.Structure):
 
 
 class Mixer(ctypes.Structure):
-    """A recurrent layer; see `csrc/program/model.h`."""
+    """A recurrent layer; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -182,7 +182,7 @@ class LowRankFactor(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """The part that a LoRA adapter adds to a product; see `csrc/program/model.h`."""
+    """The part that a LoRA adapter adds to a product; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("down", c_void_p),
@@ -191,7 +191,7 @@ class Adapter(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """One operation of a program; see `csrc/program/model.h`."""
+    """One operation of a program; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -289,7 +289,7 @@ class SamplingRows(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The arrays of one step; see `csrc/program/step.h`."""
+    """The arrays of one step; see `csrc/model/step.h`."""
 
     _fields_ = (
         ("num_tokens", c_int32),
@@ -336,7 +336,7 @@ class DraftLookup(ctypes.Structure):
 
 
 class DecodeBatch(ctypes.Structure):
-    """A batch in which every request decodes; see `csrc/program/step.h`."""
+    """A batch in which every request decodes; see `csrc/model/step.h`."""
 
     _fields_ = (
         ("num_slots", c_int32),

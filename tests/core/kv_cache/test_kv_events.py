@@ -21,6 +21,8 @@ from engine.protocol.kv_events import (
 from support.scheduler_harness import Harness
 from support.traffic import Traffic
 
+pytestmark = pytest.mark.slow
+
 
 def test_3_8_stored_events_contain_tokens_and_parent():
     harness = Harness(block_size=4, log_kv_events=True)

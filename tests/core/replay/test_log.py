@@ -35,6 +35,8 @@ from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 from support.traffic import Traffic, random_harness
 
+pytestmark = pytest.mark.slow
+
 SMALL_SEGMENT = 20_000
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from engine.protocol.config import SchedulingPolicy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.scheduler_harness import Harness, Key
+
+pytestmark = pytest.mark.slow
 
 OUTPUT = 10
 """Tokens that each request of a crowd generates, after a prompt of one token."""

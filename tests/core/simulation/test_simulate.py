@@ -20,6 +20,8 @@ from engine.protocol.errors import EngineError
 from support.model_worker import propose_by_chance
 from support.recorded_harness import RecordedHarness
 
+pytestmark = pytest.mark.slow
+
 
 def setup(num_blocks: int = 100, **limits: object) -> Setup:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits})

@@ -21,6 +21,8 @@ from llguidance import LLTokenizer
 from support.engine_fixtures import smollm2_tokenizer
 from support.grammars import SMOLLM2_EOS, verify_structured_output
 
+pytestmark = pytest.mark.slow
+
 MANY = MAX_ORDERED_PROPERTIES + 1
 
 

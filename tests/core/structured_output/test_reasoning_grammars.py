@@ -16,6 +16,8 @@ from engine.frontend.tokenizer import load_tokenizer, tokenizer_json_path
 from engine.protocol.sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from support.server import default_model
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = load_tokenizer(default_model())
 V = TOKENIZER.vocab_size
 THINK, UNTHINK = V, V + 1

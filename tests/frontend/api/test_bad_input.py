@@ -13,6 +13,8 @@ import openai
 import pytest
 from support.frontend_process import MODEL, FrontendProcess
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "One two three"
 USER = [{"role": "user", "content": PROMPT}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -19,6 +19,8 @@ from llguidance import LLMatcher, LLTokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 from support.server import default_model
 
+pytestmark = pytest.mark.slow
+
 TEXT = "One two three four five"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
 WEATHER = {

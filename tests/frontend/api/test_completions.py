@@ -15,6 +15,8 @@ from engine.frontend.http.json_pieces import encode_whole
 from support.engine_fixtures import smollm2_tokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "One two three four five"
 NUM_TOKENS = 5
 

@@ -16,6 +16,8 @@ from support.frontend_process import FrontendProcess
 from support.longest_wait import assert_delays_nobody
 from support.program import wait_until
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

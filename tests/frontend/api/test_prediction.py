@@ -11,6 +11,8 @@ from engine.protocol.config import SchedulerConfig, SpeculativeConfig
 from engine.protocol.messages import EngineCoreRequest
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/chat/completions"
 TEXT = "One two three four five"
 MESSAGES = [{"role": "user", "content": TEXT}]

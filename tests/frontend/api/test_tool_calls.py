@@ -14,6 +14,8 @@ from engine.protocol.grammars.grammar import grammar_text
 from llguidance import LLMatcher, LLTokenizer
 from support.frontend_process import MODEL, FrontendProcess, sse_events
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}

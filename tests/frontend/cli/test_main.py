@@ -18,6 +18,8 @@ from engine.protocol.checkpoint.model_dimensions import ModelDimensions
 from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
 from engine.protocol.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 ENGINE = [sys.executable, "-P", "-m", "engine.frontend.cli.main"]
 

@@ -4,6 +4,8 @@ import pytest
 from engine.frontend.cli.status import status
 from support.frontend_process import FrontendProcess
 
+pytestmark = pytest.mark.slow
+
 
 def test_status_sends_the_api_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,8 @@ from support.engine_fixtures import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPT = smollm2_tokenizer().encode("The quick brown fox jumps over the lazy dog. ")
 
 

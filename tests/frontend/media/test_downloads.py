@@ -11,6 +11,8 @@ from engine.frontend.media import downloads
 from engine.frontend.media.downloads import Downloader, is_public
 from engine.protocol.errors import ParameterError
 
+pytestmark = pytest.mark.slow
+
 CONTENT = b"an image" * 10_000
 
 

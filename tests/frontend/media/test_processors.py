@@ -22,6 +22,8 @@ from support.vision_checkpoints import (
     vision_directory,
 )
 
+pytestmark = pytest.mark.slow
+
 SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1)]
 
 

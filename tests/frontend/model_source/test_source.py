@@ -21,6 +21,8 @@ from engine.protocol.cache_directory import cache_directory
 from engine.protocol.errors import CheckpointError, ConfigError
 from support.fake_hub import COMMIT, fake_hub
 
+pytestmark = pytest.mark.slow
+
 FIND = """
 import json, sys
 from engine.frontend.supervisor.console import Console

@@ -46,6 +46,8 @@ from support.processes import is_running
 from support.program import Program
 from support.server import default_model
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 30.0
 BEAT = """
 import sys, time, zmq

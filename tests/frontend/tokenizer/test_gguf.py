@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+pytestmark = pytest.mark.slow
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 TEXTS = [

@@ -8,6 +8,8 @@ from engine.frontend.tokenizer import load_tokenizer
 from engine.frontend.tokenizer.long_texts import LONG_TEXT
 from support.server import default_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("unit", ["ab c\n", "привет, ", "😀 <|im_end|> "])
 def test_long_texts_have_the_tokens_of_the_library(unit: str) -> None:

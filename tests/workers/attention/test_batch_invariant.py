@@ -7,10 +7,11 @@ from engine.workers.attention import AttentionLayer, AttentionSpec, DeviceBatch,
 from support.paged_attention import OneSequence, PagedCase
 from support.triton_interpreter import interpret_without_gpu
 
-pytestmark = pytest.mark.slow
-
 DEVICE = interpret_without_gpu()
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 
 @pytest.mark.parametrize("window", [None, 40])

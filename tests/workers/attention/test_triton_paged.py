@@ -33,11 +33,12 @@ from support.random_checkpoints import random_checkpoint
 from support.triton_compile import compile_for_hopper
 from support.triton_interpreter import interpret_without_gpu
 
-pytestmark = pytest.mark.slow
-
 DEVICE = interpret_without_gpu()
 # Rows of a tile without queries are 0 / 0, for which numpy warns.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 TRITON = {"backend_name": "triton_paged", "device": DEVICE}
 

@@ -21,6 +21,8 @@ from support.isas import ISAS, select_isa
 from support.native_decoders import ROPE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CACHES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 # A NaN whose last bits are set, which flipped bits in float32 may leave.

@@ -31,6 +31,8 @@ from support.random_checkpoints import random_checkpoint
 from support.sampler_rows import tokens_of
 from support.tiny_checkpoints import qwen3_directory
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SPECS = {

@@ -22,6 +22,8 @@ from support.native_decoders import BLOCK_SIZE
 from support.tiny_checkpoints import gemma3_gguf
 from support.worker_steps import GREEDY, Steps
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 MAX_MODEL_LEN = 40

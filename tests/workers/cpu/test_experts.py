@@ -17,6 +17,8 @@ from support.native_decoders import ROPE, native_decoder, small_spec, torch_deco
 from support.random_checkpoints import random_checkpoint
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 

@@ -13,6 +13,8 @@ from support.isas import FUSED_WITHOUT_BF16, ISAS, PORTABLE, select_isa
 from support.native_decoders import BLOCK_SIZE, ROPE, latent_spec, native_decoder, small_spec
 from support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SPEC = small_spec(

@@ -17,6 +17,8 @@ from support.batches import Scheduled, attention_batch, positions
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
 from support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SPECS = {

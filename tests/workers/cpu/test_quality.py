@@ -14,6 +14,8 @@ from support.gguf_writer import write_gguf
 from support.native_decoders import native_decoder, torch_decoder
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 VOCABULARY, OUTLIER = 300, 7

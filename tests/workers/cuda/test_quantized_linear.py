@@ -12,6 +12,8 @@ from support.launches import launches
 from support.triton_interpreter import interpret_without_gpu
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpret_without_gpu()
 
 

@@ -8,6 +8,8 @@ from engine.workers.cuda.norm import rms_norm
 from engine.workers.layers.layers import gated_by
 from support.triton_interpreter import interpret_without_gpu
 
+pytestmark = pytest.mark.slow
+
 DEVICE = interpret_without_gpu()
 COLUMNS = [1, 31, 64, 100, 576, 3000]
 ROUNDINGS = [Rounding(), Rounding(32), Rounding(input_scale=0.05)]

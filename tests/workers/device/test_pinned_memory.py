@@ -15,6 +15,8 @@ from engine.workers.device import host_memory
 from engine.workers.device.pinned_memory import pin
 from numpy.typing import NDArray
 
+pytestmark = pytest.mark.slow
+
 PAGE = mmap.PAGESIZE
 
 

@@ -16,6 +16,8 @@ from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
 from support.worker_steps import Steps, output_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

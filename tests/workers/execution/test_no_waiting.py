@@ -29,6 +29,8 @@ from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
 from support.host_accelerator import HostAccelerator
 
+pytestmark = pytest.mark.slow
+
 META = torch.device("meta")
 VOCAB_SIZE = 512
 QWEN3 = {

@@ -18,6 +18,8 @@ from support.quantized_checkpoints import quantize_directory
 from support.replica import RankResult, Served, run_replica, timeouts
 from support.tiny_checkpoints import random_model, sentencepiece_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "hidden_size": 96,
     "intermediate_size": 384,

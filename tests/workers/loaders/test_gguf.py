@@ -22,6 +22,8 @@ from support.gguf_writer import write_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SMALL = {

@@ -13,6 +13,8 @@ from support.decoders import Runner, load_decoder, load_native_decoder
 from support.gguf_writer import write_gguf
 from support.quantized_checkpoints import FORMATS
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 NUM_TOKENS = 60

@@ -18,6 +18,8 @@ from support.batches import Scheduled, attention_batch
 from support.decoders import Runner, load_native_decoder
 from support.tiny_checkpoints import RECURRENT, recurrent_directory
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BLOCK_SIZE = 20
 LENGTH = 100

@@ -8,6 +8,8 @@ import torch
 import transformers
 from support.decoders import Runner, load_decoder, load_native_decoder
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 SMALL = {

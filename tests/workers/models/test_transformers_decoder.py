@@ -16,6 +16,8 @@ from engine.workers.models.transformers_decoder import TransformersDecoder, Tran
 from engine.workers.parallel.shard import ModelShard
 from support.decoders import CPU, Runner
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.sampler_rows import NewRows
 
+pytestmark = pytest.mark.slow
+
 V = 97
 INF = float("inf")
 

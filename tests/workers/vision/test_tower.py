@@ -13,6 +13,8 @@ from engine.workers.vision.tower import VisionTower
 from support.decoders import CPU, Runner, load_decoder, load_native_decoder
 from support.vision_checkpoints import MODELS, TILE, vision_directory
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "program/model.h"
-#include "program/step.h"
+#include "model/model.h"
+#include "model/step.h"
 #include "runtime/buffer.h"
 
 namespace engine {

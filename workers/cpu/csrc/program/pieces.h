@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "program/model.h"
-#include "program/step.h"
+#include "model/model.h"
+#include "model/step.h"
 #include "runtime/piece_queue.h"
 
 namespace engine {

@@ -9,10 +9,10 @@
 #include <deque>
 #include <vector>
 
-#include "program/attention.h"
-#include "program/model.h"
+#include "phases/attention.h"
+#include "model/model.h"
 #include "program/pieces.h"
-#include "program/step.h"
+#include "model/step.h"
 #include "runtime/readahead.h"
 
 namespace engine {

@@ -5,10 +5,10 @@
 #include <memory>
 #include <vector>
 
-#include "program/attention_tasks.h"
-#include "program/rope.h"
-#include "program/rows.h"
-#include "program/scratch.h"
+#include "phases/attention_tasks.h"
+#include "model/rope.h"
+#include "model/rows.h"
+#include "phases/scratch.h"
 #include "runtime/buffer.h"
 #include "runtime/threads.h"
 

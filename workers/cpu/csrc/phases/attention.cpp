@@ -1,4 +1,4 @@
-#include "program/attention.h"
+#include "phases/attention.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
-#include "program/ranks.h"
+#include "model/ranks.h"
 
-#include "program/step.h"
+#include "model/step.h"
 
 namespace engine {
 

@@ -2,9 +2,9 @@
 // what it attends to with the matrix that makes its values.
 #pragma once
 
-#include "program/model.h"
-#include "program/rows.h"
-#include "program/scratch.h"
+#include "model/model.h"
+#include "model/rows.h"
+#include "phases/scratch.h"
 #include "runtime/threads.h"
 
 namespace engine {

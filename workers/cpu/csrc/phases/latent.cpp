@@ -1,4 +1,4 @@
-#include "program/latent.h"
+#include "phases/latent.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "program/mixers.h"
+#include "phases/mixers.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "program/attention_tasks.h"
+#include "phases/attention_tasks.h"
 
 #include <algorithm>
 #include <tuple>

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "program/model.h"
+#include "model/model.h"
 #include "runtime/buffer.h"
 
 namespace engine {

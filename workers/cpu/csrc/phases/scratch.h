@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "program/attention_tasks.h"
-#include "program/rows.h"
+#include "phases/attention_tasks.h"
+#include "model/rows.h"
 #include "runtime/buffer.h"
 #include "runtime/readahead.h"
 #include "sampling/token_chooser.h"

@@ -11,10 +11,10 @@
 
 #include <vector>
 
-#include "program/model.h"
-#include "program/ranks.h"
-#include "program/rows.h"
-#include "program/step.h"
+#include "model/model.h"
+#include "model/ranks.h"
+#include "model/rows.h"
+#include "model/step.h"
 #include "runtime/buffer.h"
 #include "runtime/threads.h"
 

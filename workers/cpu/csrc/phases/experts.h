@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "program/model.h"
-#include "program/products.h"
-#include "program/ranks.h"
-#include "program/rows.h"
-#include "program/scratch.h"
+#include "model/model.h"
+#include "phases/products.h"
+#include "model/ranks.h"
+#include "model/rows.h"
+#include "phases/scratch.h"
 #include "runtime/buffer.h"
 #include "runtime/threads.h"
 

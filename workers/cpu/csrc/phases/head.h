@@ -3,11 +3,11 @@
 
 #include <vector>
 
-#include "program/model.h"
-#include "program/products.h"
-#include "program/ranks.h"
-#include "program/scratch.h"
-#include "program/step.h"
+#include "model/model.h"
+#include "phases/products.h"
+#include "model/ranks.h"
+#include "phases/scratch.h"
+#include "model/step.h"
 #include "runtime/buffer.h"
 #include "runtime/threads.h"
 

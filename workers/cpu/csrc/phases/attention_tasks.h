@@ -5,8 +5,8 @@
 #include <deque>
 #include <vector>
 
-#include "program/model.h"
-#include "program/step.h"
+#include "model/model.h"
+#include "model/step.h"
 #include "runtime/threads.h"
 
 namespace engine {

@@ -3,10 +3,10 @@
 
 #include <vector>
 
-#include "program/model.h"
-#include "program/ranks.h"
-#include "program/rows.h"
-#include "program/scratch.h"
+#include "model/model.h"
+#include "model/ranks.h"
+#include "model/rows.h"
+#include "phases/scratch.h"
 #include "runtime/threads.h"
 
 namespace engine {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <memory>
 
-#include "program/model.h"
-#include "program/rows.h"
+#include "model/model.h"
+#include "model/rows.h"
 #include "runtime/exchange.h"
 
 namespace engine {

@@ -1,4 +1,4 @@
-#include "program/experts.h"
+#include "phases/experts.h"
 
 #include <algorithm>
 #include <cmath>

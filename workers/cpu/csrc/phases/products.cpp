@@ -1,4 +1,4 @@
-#include "program/products.h"
+#include "phases/products.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "program/head.h"
+#include "phases/head.h"
 
 #include <algorithm>
 #include <cmath>

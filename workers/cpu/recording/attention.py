@@ -1,0 +1,223 @@
+"""Attention of a layer, recorded in a native program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...layers.layers import HeadLayerNorm
+from ...layers.rope import RopeSpec
+from ...layers.spec import Chunk, LatentSpec, LayerSpec, NormNames, QueryScaling, Window
+from ...models.attention import head_norm, qkv_rows
+from ...models.latent_attention import first_rows, query_rows
+from ..head_matrices import read_head_matrices
+from ..library import AttentionLayer, NotSupportedNatively
+from ..program import Floats
+from ..weights import GROUP_SIZE, ActivationKind, PackedWeight
+from .blocks import BLOCK, BlockRecorder
+
+_LOG2_E = np.float32(np.log2(np.e))
+"""Native softmaxes have base 2."""
+
+_NO_NORM, _HEAD_NORM, _FULL_NORM, _EACH_HEAD_NORM = range(4)
+
+
+class AttentionRecorder:
+    """Records the attention of layers. `ropes` has the numbers of the rotary embeddings in the program."""
+
+    def __init__(self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int]) -> None:
+        self._blocks = blocks
+        self._ropes = ropes
+        self._program, self._spec = blocks.program, blocks.spec
+        self._shard, self._weights = blocks.shard, blocks.weights
+
+    def record(
+        self,
+        index: int,
+        prefix: str,
+        layer: LayerSpec,
+        norms: NormNames,
+        input_kind: ActivationKind | None,
+    ) -> None:
+        """Record the attention of a layer.
+
+        Args:
+            index: The index of its KV cache.
+            prefix: The prefix of the layer's tensors.
+            layer: The layer.
+            norms: The names of its norms.
+            input_kind: The format in which its input is already quantized, or None.
+        """
+        spec, shard = self._spec, self._shard
+        rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
+        qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias)
+        output = self._attention_output(prefix, spec.head_dim)
+        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.head_dim
+        if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
+            raise NotSupportedNatively(
+                f"{columns} query elements per key/value head are not a multiple of the group size "
+                f"{GROUP_SIZE}"
+            )
+        if input_kind is not None and any(
+            part.activation_kind.for_whole_rows != input_kind for part in qkv
+        ):
+            raise NotSupportedNatively(
+                "the native CPU backend does not support attention beside a recurrent part whose "
+                "weights have another format"
+            )
+        self._blocks.add_projection(prefix, norms.attention_input, qkv, biases, input_kind)
+        qk_norm, head_norms = self._head_norms(prefix, layer)
+        attention: dict[str, Any] = {
+            "layer": index,
+            "group": layer.kv_cache_group,
+            "attention": AttentionLayer(
+                spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
+            ),
+        }
+        self._program.add_op(
+            "rotate_store",
+            rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            qk_norm=qk_norm,
+            rotates_before_norm=spec.rotates_before_norm,
+            vectors=[*head_norms, _scaling(layer.query_scaling)],
+            **attention,
+        )
+        sinks = None
+        if spec.has_sinks:
+            name = f"{prefix}self_attn.sinks"
+            sinks = self._weights.vector(name, spec.num_heads, shard.heads(spec)) * _LOG2_E
+        gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))
+        self._program.add_op(
+            "attention",
+            activation_kind=output.activation_kind,
+            vectors=[sinks],
+            first_column=gates * spec.head_dim if spec.gates_attention else 0,
+            **attention,
+        )
+        bias = None
+        if spec.attention_output_bias:
+            bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
+        # The MLP of a parallel layer reads the stream as it was.
+        target = BLOCK if spec.is_parallel else None
+        self._blocks.add_block(
+            prefix,
+            output,
+            bias,
+            norms.attention_output,
+            spec.attention_multiplier,
+            target=target,
+        )
+
+    def record_latent(
+        self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
+    ) -> None:
+        """Record the latent attention of a layer. `index` is that of its KV cache."""
+        spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
+        name = f"{prefix}self_attn."
+        first, keys = first_rows(spec, latent, name, heads)
+        inputs, biases = self._blocks.packed_rows([keys, first], spec.qkv_bias)
+        key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
+        output = self._attention_output(prefix, latent.value_dim)
+        unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
+        if latent.value_dim % unit.get(output.activation_kind, 1):
+            raise NotSupportedNatively(
+                f"{latent.value_dim} value elements per head are not a multiple of "
+                f"{unit[output.activation_kind]}"
+            )
+        self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
+        if latent.query_rank is not None:
+            (queries,) = self._weights.packed_together(
+                [query_rows(spec, latent, name, heads)], latent.query_rank
+            )
+            norm = self._weights.vector(f"{name}q_a_layernorm.weight", latent.query_rank)
+            columns = range(spec.head_dim, spec.head_dim + latent.query_rank)
+            self._blocks.add_second_product(columns, queries, spec.head_dim, norm, latent.norm_eps)
+        program.add_op(
+            "latent_queries",
+            input_kind=key_matrices.activation_kind.for_whole_rows,
+            heads=key_matrices,
+        )
+        attention: dict[str, Any] = {
+            "layer": index,
+            "group": layer.kv_cache_group,
+            "attention": AttentionLayer(
+                spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
+            ),
+        }
+        norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+        program.add_op(
+            "rotate_store",
+            rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            vectors=[norm],
+            eps=latent.norm_eps,
+            **attention,
+        )
+        program.add_op("attention", activation_kind=ActivationKind.F32, vectors=[None], **attention)
+        program.add_op(
+            "latent_values",
+            input_kind=value_matrices.activation_kind.for_whole_rows,
+            activation_kind=output.activation_kind,
+            heads=value_matrices,
+        )
+        bias = None
+        if spec.attention_output_bias:
+            bias = self._weights.vector(f"{name}o_proj.bias", spec.hidden_size)
+        self._blocks.add_block(
+            prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
+        )
+
+    def _attention_output(self, prefix: str, head_size: int) -> PackedWeight:
+        """Return this rank's part of the projection of all heads' outputs, of `head_size` elements each."""
+        num_heads = self._spec.num_heads
+        shares = [
+            range(heads.start * head_size, heads.stop * head_size)
+            for heads in self._shard.tensor_parallel.parts(num_heads)
+        ]
+        return self._blocks.output_projection(
+            f"{prefix}self_attn.o_proj.weight", num_heads * head_size, shares
+        )
+
+    def _head_norms(self, prefix: str, layer: LayerSpec) -> tuple[int, list[Floats | None]]:
+        """Return the kind of the norms of queries and keys, and their two vectors."""
+        spec, prefix = self._spec, f"{prefix}self_attn."
+        if spec.qk_norm is None or (spec.qk_norm == "unit" and layer.rope is None):
+            return _NO_NORM, [None, None]
+        if spec.qk_norm == "full":
+            if not self._blocks.is_alone:
+                raise NotSupportedNatively(
+                    "the native CPU backend does not support norms across all heads with "
+                    "--tensor-parallel-size"
+                )
+            sizes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+            names = ("q_norm", "k_norm")
+            norms = [
+                self._blocks.norm(f"{prefix}{name}", n)
+                for name, n in zip(names, sizes, strict=True)
+            ]
+            return _FULL_NORM, [*norms]
+        if spec.qk_norm == "head" and spec.norm_kind == "rms" and spec.rope_order == "half":
+            return _HEAD_NORM, [
+                self._blocks.norm(f"{prefix}{name}", spec.head_dim) for name in ("q_norm", "k_norm")
+            ]
+        norm = head_norm(spec, layer, self._weights, prefix, self._shard)
+        bias_HK = norm.bias_HK if isinstance(norm, HeadLayerNorm) else None
+        return _EACH_HEAD_NORM, [
+            None if x_HK is None else np.ascontiguousarray(x_HK.float().numpy())
+            for x_HK in (norm.weight_HK, bias_HK)
+        ]
+
+
+def _window_size(window: Window | None) -> int:
+    """Return the window as native attention takes it: chunks are negative."""
+    if isinstance(window, Chunk):
+        return -window.size
+    return window or 0
+
+
+def _scaling(scaling: QueryScaling | None) -> Floats | None:
+    """Return `QueryScaling` in csrc/model/model.h."""
+    if scaling is None:
+        return None
+    return np.array([scaling.beta, scaling.length, scaling.offset], np.float32)

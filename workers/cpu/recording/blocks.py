@@ -1,0 +1,270 @@
+"""Products between the residual stream and a block, which every kind of block records alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...layers.spec import ModelSpec
+from ...models.weights import Rows
+from ...parallel.shard import ModelShard
+from ..library import MAX_PARTS
+from ..program import Floats, NativeProgram
+from ..weights import ActivationKind, NativeWeightReader, PackedWeight, intermediate_shares
+
+QKV, RESIDUAL, BLOCK, PART, ROUTER = range(5)
+"""Targets of a product; see `Op` in csrc/model/model.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """A gated or plain MLP."""
+
+    gate_up: list[PackedWeight]
+    biases: list[Floats | None]
+    down: PackedWeight
+    down_bias: Floats | None
+
+
+class BlockRecorder:
+    """Records products of the residual stream, and the end of a block, with their weights in a program."""
+
+    def __init__(
+        self,
+        program: NativeProgram,
+        spec: ModelSpec,
+        shard: ModelShard,
+        weights: NativeWeightReader,
+    ) -> None:
+        self.program = program
+        self.spec = spec
+        self.shard = shard
+        self.weights = weights
+        self.is_alone = shard.tensor_parallel.size == 1
+
+    def add_projection(
+        self,
+        prefix: str,
+        norm: str | None,
+        parts: Sequence[PackedWeight],
+        biases: Sequence[Floats | None],
+        kind: ActivationKind | None = None,
+    ) -> ActivationKind:
+        """Record products of the normed residual stream, side by side. Return the format that they read last.
+
+        Args:
+            prefix: The prefix of the layer's tensors.
+            norm: The name of the norm, or None.
+            parts: The matrices.
+            biases: Their biases.
+            kind: The format in which the stream is already quantized, and must stay; None if it is not.
+        """
+        first_column, start = 0, 0
+        while start < len(parts):
+            stop = start + 1
+            needed = parts[start].activation_kind.for_whole_rows
+            while (
+                stop < min(len(parts), start + MAX_PARTS)
+                and parts[stop].activation_kind.for_whole_rows == needed
+            ):
+                stop += 1
+            if kind != needed:
+                kind = self.quantize(prefix, norm, needed)
+            self.program.add_op(
+                "linear",
+                input_kind=kind,
+                source=0,
+                target=QKV,
+                parts=parts[start:stop],
+                vectors=biases[start:stop],
+                first_column=first_column,
+            )
+            first_column += sum(part.n for part in parts[start:stop])
+            start = stop
+        assert kind is not None
+        return kind
+
+    def add_second_product(
+        self,
+        columns: range,
+        weight: PackedWeight,
+        first_column: int,
+        norm: Floats | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Record the product of columns of the projection, after an optional norm, into others."""
+        kind = weight.activation_kind.for_whole_rows
+        self.program.add_op(
+            "quantize_columns",
+            activation_kind=kind,
+            first_column=columns.start,
+            num_columns=len(columns),
+            vectors=[norm],
+            eps=eps,
+        )
+        self.program.add_op(
+            "linear",
+            input_kind=kind,
+            source=0,
+            target=QKV,
+            first_column=first_column,
+            parts=[weight],
+            vectors=[None],
+        )
+
+    def read_mlp(self, prefix: str, size: int) -> MLP:
+        """Return this rank's part of an MLP of `size` intermediate elements."""
+        spec = self.spec
+        shares = intermediate_shares(size, self.shard.tensor_parallel)
+        names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        gate_up, biases = self._projections(
+            prefix,
+            names,
+            [size] * len(names),
+            [shares[self.shard.tensor_parallel.rank]] * len(names),
+            spec.mlp_bias,
+        )
+        down = self.output_projection(f"{prefix}down_proj.weight", size, shares)
+        bias = None
+        if spec.mlp_bias:
+            bias = self.weights.vector(f"{prefix}down_proj.bias", spec.hidden_size)
+        return MLP(gate_up, biases, down, bias)
+
+    def add_gated(self, mlp: MLP, input_kind: ActivationKind, xielu: Floats | None = None) -> None:
+        """Record the intermediate elements of an MLP. `xielu` has the numbers of that activation."""
+        self.program.add_op(
+            "gated_linear",
+            input_kind=input_kind,
+            activation_kind=mlp.down.activation_kind,
+            parts=mlp.gate_up,
+            vectors=[*mlp.biases, *[None] * (2 - len(mlp.biases)), xielu],
+            scale=self.spec.gate_multiplier,
+        )
+
+    def quantize(
+        self, prefix: str, norm: str | None, inputs: list[PackedWeight] | ActivationKind
+    ) -> ActivationKind:
+        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return the format."""
+        kind = (
+            inputs
+            if isinstance(inputs, ActivationKind)
+            else inputs[0].activation_kind.for_whole_rows
+        )
+        vectors = [None] if norm is None else self.hidden_norm(f"{prefix}{norm}")
+        self.program.add_op("quantize", activation_kind=kind, vectors=vectors)
+        return kind
+
+    def add_block(
+        self,
+        prefix: str,
+        output: PackedWeight,
+        bias: Floats | None,
+        norm: str | None,
+        multiplier: float,
+        source: int = 1,
+        target: int | None = None,
+    ) -> None:
+        """Record the addition of a block's output projection, after an optional norm, to the residual stream.
+
+        `source` has the activations that the projection reads. With `target` the output is written there instead.
+        """
+        # A norm cancels the multiplier, except for its epsilon. No family has both.
+        assert norm is None or multiplier == 1.0
+        scale = self.spec.residual_multiplier * multiplier
+        self.program.add_op(
+            "linear",
+            input_kind=output.activation_kind,
+            source=source,
+            target=self.target_of(norm, target),
+            parts=[output],
+            vectors=[bias if self.is_alone else None],
+            scale=scale,
+        )
+        self.finish_block(prefix, bias, norm, scale, target)
+
+    def target_of(self, norm: str | None, target: int | None = None) -> int:
+        """Return where the last product of a block is written, if `norm` follows it."""
+        return self._sum_target(norm, target) if self.is_alone else PART
+
+    def _sum_target(self, norm: str | None, target: int | None) -> int:
+        if target is not None:
+            return target
+        return RESIDUAL if norm is None or self.spec.norms_stream else BLOCK
+
+    def add_sum(
+        self, target: int, bias: Floats | None = None, scale: float = 1.0, size: int | None = None
+    ) -> None:
+        """Record the sum of the ranks' parts of `size` elements, by default as many as hidden states have."""
+        self.program.add_op(
+            "sum",
+            target=target,
+            vectors=[bias],
+            scale=scale,
+            num_columns=self.spec.hidden_size if size is None else size,
+        )
+
+    def finish_block(
+        self,
+        prefix: str,
+        bias: Floats | None,
+        norm: str | None,
+        scale: float,
+        target: int | None = None,
+    ) -> None:
+        """Record the sum over the ranks, if there are several, and the optional norm after a block."""
+        if not self.is_alone:
+            target = self._sum_target(norm, target)
+            self.add_sum(target, bias, scale)
+        if norm is not None:
+            vectors = self.hidden_norm(f"{prefix}{norm}")
+            if self.spec.norms_stream:
+                self.program.add_op("norm", vectors=vectors)
+            else:
+                self.program.add_op("norm_add", vectors=vectors, scale=scale)
+
+    def hidden_norm(self, name: str) -> list[Floats | None]:
+        """Return the weight and the bias of a norm over the hidden size."""
+        spec = self.spec
+        bias_D = None
+        if spec.norm_kind == "layer" and spec.norm_bias:
+            bias_D = self.weights.vector(f"{name}.bias", spec.hidden_size)
+        return [self.norm(name, spec.hidden_size), bias_D]
+
+    def norm(self, name: str, size: int) -> Floats:
+        """Return the weight of a norm over `size` elements, with its offset."""
+        if not self.spec.has_norm_weights:
+            return np.ones(size, np.float32)
+        return self.weights.vector(f"{name}.weight", size) + np.float32(
+            self.spec.norm_weight_offset
+        )
+
+    def part(self, count: int) -> range:
+        """Return this rank's part of `count` rows."""
+        return self.shard.tensor_parallel.part(count)
+
+    def output_projection(self, name: str, inputs: int, shares: list[range]) -> PackedWeight:
+        """Return the matrix that ends a block. Each rank has a share of its inputs."""
+        rank = self.shard.tensor_parallel.rank
+        return self.weights.packed_columns(name, self.spec.hidden_size, inputs, shares, rank)
+
+    def _projections(
+        self, prefix: str, names: list[str], sizes: list[int], parts: list[range], has_bias: bool
+    ) -> tuple[list[PackedWeight], list[Floats | None]]:
+        """Return this rank's parts of matrices that read the residual stream, and of their biases."""
+        return self.packed_rows(self.weights.rows(prefix, names, sizes, parts), has_bias)
+
+    def packed_rows(
+        self, rows: list[Rows], has_bias: bool
+    ) -> tuple[list[PackedWeight], list[Floats | None]]:
+        """Return matrices that read the residual stream, and their biases."""
+        reader = self.weights
+        weights = reader.packed_together(rows, self.spec.hidden_size)
+        biases: list[Floats | None] = [None] * len(rows)
+        if has_bias:
+            biases = [
+                each.select(reader.read_vector(f"{each.name}.bias", each.total, each.part)).numpy()
+                for each in rows
+            ]
+        return weights, biases

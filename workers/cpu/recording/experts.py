@@ -1,0 +1,127 @@
+"""Mixtures of experts, recorded in a native program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...layers.spec import ExpertsSpec, NormNames
+from ..experts import NativeExperts
+from ..library import NotSupportedNatively
+from ..program import Floats
+from .blocks import BLOCK, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
+
+
+def record_experts(
+    blocks: BlockRecorder, index: int, prefix: str, experts: ExpertsSpec, norms: NormNames
+) -> None:
+    """Record the mixture of experts of a layer, the `index`-th of this shard."""
+    spec, weights, program = blocks.spec, blocks.weights, blocks.program
+    norm = norms.mlp_input
+    vectors: list[Floats | None] = [None]
+    if experts.has_router_bias:
+        vectors = [weights.vector(f"{prefix}mlp.gate.bias", experts.num_experts)]
+    name = f"{prefix}mlp.gate.weight"
+    router = [weights.packed_float32(name, experts.num_experts, spec.hidden_size)]
+    if experts.has_shared_gate:
+        name = f"{prefix}mlp.shared_expert_gate.weight"
+        router.append(weights.packed_float32(name, 1, spec.hidden_size))
+        vectors.append(None)
+    kind = blocks.quantize(prefix, norm, router)
+    program.add_op(
+        "linear", input_kind=kind, source=0, target=ROUTER, parts=router, vectors=vectors
+    )
+    native = NativeExperts(spec, experts, weights, f"{prefix}mlp.", blocks.shard)
+    program.add_op("route", experts=native)
+    mixture: dict[str, Any] = {"experts": native, "layer": index}
+    if experts.latent_size:
+        return _record_latent_experts(blocks, prefix, experts, norms, mixture)
+    if native.input_kind != kind:
+        kind = blocks.quantize(prefix, norm, native.input_kind)
+    program.add_op("gated_experts", input_kind=kind, activation_kind=native.output_kind, **mixture)
+    program.add_op("expert_outputs", input_kind=native.output_kind, **mixture)
+    if experts.shared_intermediate_size:
+        mlp = blocks.read_mlp(f"{prefix}mlp.shared_experts.", experts.shared_intermediate_size)
+        if mlp.gate_up[0].activation_kind.for_whole_rows != kind:
+            kind = blocks.quantize(prefix, norm, mlp.gate_up)
+        blocks.add_gated(mlp, kind)
+        # The ranks' parts of the whole mixture are summed. One of them adds this bias.
+        is_first = blocks.shard.tensor_parallel.rank == 0
+        blocks.program.add_op(
+            "linear",
+            input_kind=mlp.down.activation_kind,
+            source=1,
+            target=BLOCK,
+            parts=[mlp.down],
+            vectors=[mlp.down_bias if is_first else None],
+        )
+    output_norm = norms.mlp_output
+    program.add_op(
+        "combine_experts",
+        target=blocks.target_of(output_norm),
+        scale=spec.residual_multiplier,
+        **mixture,
+    )
+    blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier)
+
+
+def _record_latent_experts(
+    blocks: BlockRecorder,
+    prefix: str,
+    experts: ExpertsSpec,
+    norms: NormNames,
+    mixture: dict[str, Any],
+) -> None:
+    """Record experts that read a projection of the hidden states, after their choice.
+
+    Every rank has the matrices before and after the experts. The first product is in the place of a layer's
+    projection, and so is the sum of the experts' outputs.
+    """
+    spec, program, native = blocks.spec, blocks.program, mixture["experts"]
+    if norms.mlp_output is not None or experts.has_shared_gate:
+        raise NotSupportedNatively(
+            "the native CPU backend does not support norms or gates after projected experts"
+        )
+    size, scale = experts.latent_size, spec.residual_multiplier
+    to_latent, from_latent = (
+        blocks.weights.packed(f"{prefix}mlp.{name}.weight", rows, columns)
+        for name, rows, columns in (
+            ("to_latent", size, spec.hidden_size),
+            ("from_latent", spec.hidden_size, size),
+        )
+    )
+    biases: list[Floats | None] = [None, None]
+    if spec.mlp_bias:
+        biases = [
+            blocks.weights.vector(f"{prefix}mlp.{name}.bias", matrix.n)
+            for name, matrix in (("to_latent", to_latent), ("from_latent", from_latent))
+        ]
+    blocks.add_projection(prefix, norms.mlp_input, [to_latent], biases[:1])
+    columns: dict[str, Any] = {"first_column": 0, "num_columns": size, "vectors": [None]}
+    program.add_op("quantize_columns", activation_kind=native.input_kind, **columns)
+    program.add_op(
+        "gated_experts",
+        input_kind=native.input_kind,
+        activation_kind=native.output_kind,
+        **mixture,
+    )
+    program.add_op("expert_outputs", input_kind=native.output_kind, **mixture)
+    program.add_op("combine_experts", target=QKV if blocks.is_alone else PART, **mixture)
+    if not blocks.is_alone:
+        blocks.add_sum(QKV, size=size)
+    if experts.shared_intermediate_size:
+        mlp = blocks.read_mlp(f"{prefix}mlp.shared_experts.", experts.shared_intermediate_size)
+        blocks.add_gated(mlp, blocks.quantize(prefix, norms.mlp_input, mlp.gate_up))
+        blocks.add_block(prefix, mlp.down, mlp.down_bias, None, 1.0, target=BLOCK)
+    kind = from_latent.activation_kind.for_whole_rows
+    program.add_op("quantize_columns", activation_kind=kind, **columns)
+    program.add_op(
+        "linear",
+        input_kind=kind,
+        source=0,
+        target=RESIDUAL,
+        parts=[from_latent],
+        vectors=biases[1:],
+        scale=scale,
+    )
+    if experts.shared_intermediate_size:
+        program.add_op("norm_add", vectors=[None], scale=scale)

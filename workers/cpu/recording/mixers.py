@@ -1,0 +1,59 @@
+"""The recurrent part of a layer, recorded in a native program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
+from ...layers.spec import LayerSpec, NormNames
+from ..mixers import NativeMixer
+from ..weights import ActivationKind
+from .blocks import PART, QKV, BlockRecorder
+
+
+def record_mixer(
+    blocks: BlockRecorder,
+    index: int,
+    prefix: str,
+    layer: LayerSpec,
+    recurrent: RecurrentLayer,
+    norms: NormNames,
+) -> ActivationKind:
+    """Record a recurrent part. `index` is that of its states' cache. Return the format of its input."""
+    spec, program = blocks.spec, blocks.program
+    own_prefix = f"{prefix}mixer."
+    mixer = NativeMixer(spec, recurrent, blocks.weights, own_prefix, blocks.shard)
+    projection = [
+        blocks.packed_rows([rows], mixer.has_projection_bias) for rows in mixer.projection
+    ]
+    output = blocks.output_projection(
+        f"{own_prefix}out_proj.weight", mixer.num_columns, mixer.shares
+    )
+    bias = None
+    if mixer.has_output_bias:
+        bias = blocks.weights.vector(f"{own_prefix}out_proj.bias", spec.hidden_size)
+    kind = blocks.add_projection(
+        prefix,
+        norms.attention_input,
+        [weight for weights, _ in projection for weight in weights],
+        [bias for _, biases in projection for bias in biases],
+    )
+    for columns, weight, first_column in mixer.second_products:
+        blocks.add_second_product(columns, weight, first_column)
+    state: dict[str, Any] = {"layer": index, "group": layer.state_group, "mixer": mixer}
+    if isinstance(recurrent, ShortConvolution):
+        program.add_op("short_convolution", activation_kind=output.activation_kind, **state)
+    else:
+        program.add_op("convolve", **state)
+        program.add_op("scan", **state)
+        if mixer.shares_norm:
+            program.add_op("share_squares", mixer=mixer)
+        program.add_op(
+            "gate_mixed",
+            activation_kind=output.activation_kind,
+            target=PART if mixer.shares_norm else QKV,
+            mixer=mixer,
+            eps=mixer.norm_eps,
+        )
+    blocks.add_block(prefix, output, bias, norms.attention_output, spec.recurrent_multiplier)
+    return kind

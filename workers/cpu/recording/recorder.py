@@ -1,0 +1,180 @@
+"""Records a model's operations in a native program while its weights are read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...layers.rope import RopeSpec
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...models.decoder import check_num_positions
+from ...models.mlp import read_xielu
+from ...parallel.shard import ModelShard
+from ..library import AttentionLayer, NotSupportedNatively
+from ..program import Floats, NativeProgram
+from ..weights import NativeWeightReader, PackedWeight
+from .attention import AttentionRecorder
+from .blocks import RESIDUAL, BlockRecorder
+from .experts import record_experts
+from .mixers import record_mixer
+
+
+class Recorder:
+    """Records the layers of this shard, with their weights, in a program."""
+
+    def __init__(
+        self,
+        program: NativeProgram,
+        spec: ModelSpec,
+        shard: ModelShard,
+        weights: NativeWeightReader,
+        max_model_len: int,
+    ) -> None:
+        self._program = program
+        self._spec = spec
+        self._shard = shard
+        self._weights = weights
+        self._max_model_len = max_model_len
+        self._ropes: dict[RopeSpec, int] = {}
+        self._num_caches = 0
+        for layer in spec.layers:
+            if layer.rope is not None and layer.rope not in self._ropes:
+                program.add_rope(layer.rope, max_model_len)
+                self._ropes[layer.rope] = len(self._ropes)
+        self._blocks = BlockRecorder(program, spec, shard, weights)
+        self._attention = AttentionRecorder(self._blocks, self._ropes)
+
+    def record(self) -> None:
+        """Record all operations.
+
+        Without an embedding, the program starts from the hidden states of the previous stage. Without a final norm, its
+        hidden states are for the next stage.
+        """
+        spec, weights, shard, program = self._spec, self._weights, self._shard, self._program
+        if not (spec.is_causal or self._blocks.is_alone):
+            raise NotSupportedNatively(
+                "the native CPU backend does not support encoders with --tensor-parallel-size"
+            )
+        vocabulary = spec.vocab_size, spec.hidden_size, self._blocks.part(spec.vocab_size)
+        scale = spec.rounded_embedding_scale(weights.dtype)
+        if shard.is_first:
+            embedding = self._embedding()
+            tables = [embedding, *self._position_embeddings()]
+            if self._blocks.is_alone:
+                program.add_op("embed", parts=tables, scale=scale)
+            else:
+                program.add_op("embed", parts=tables)
+                self._blocks.add_sum(RESIDUAL, scale=scale)
+        else:
+            program.add_op("embed")
+        if shard.is_first and spec.encoder is not None:
+            program.add_op("place")
+        if shard.is_first and spec.has_embedding_norm:
+            program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
+        for place, index in enumerate(shard.layers):
+            layer, prefix = spec.layers[index], f"layers.{index}."
+            norms = layer.norms or spec.norms
+            self._record_mixing(prefix, layer, norms)
+            if layer.has_mlp and layer.experts is None:
+                self._record_mlp(prefix, norms)
+            elif layer.has_mlp and layer.experts is not None:
+                record_experts(self._blocks, place, prefix, layer.experts, norms)
+        if shard.is_last:
+            norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
+            program.add_op("final_norm", vectors=norm)
+            if not spec.tie_word_embeddings:
+                head = weights.packed_head(*vocabulary)
+            elif shard.is_first:
+                head = embedding
+            else:
+                head = weights.packed("embed_tokens.weight", *vocabulary)
+            bias = None
+            if spec.head_bias:
+                bias_v = weights.read_head_bias(spec.vocab_size, self._blocks.part(spec.vocab_size))
+                bias = bias_v.float().numpy()
+            program.add_op(
+                "head",
+                input_kind=head.activation_kind.for_whole_rows,
+                parts=[head],
+                vectors=[bias],
+                scale=1 / spec.logits_divisor,
+                attention=AttentionLayer(softcap=spec.final_softcap or 0.0),
+            )
+        else:
+            program.add_op("final_norm", vectors=[None])
+            program.add_op("head")
+        weights.finish()
+
+    def _record_mixing(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
+        """Record the attention and the recurrent part of a layer, as far as it has them.
+
+        If it has both, the recurrent part is first, and the attention reads the same quantized input.
+        """
+        index = self._num_caches
+        self._num_caches += len(layer.cache_groups)
+        kind = None
+        if layer.recurrent is not None:
+            kind = record_mixer(
+                self._blocks, index + layer.attends, prefix, layer, layer.recurrent, norms
+            )
+        if layer.attends and self._spec.latent is not None:
+            self._attention.record_latent(index, prefix, layer, norms, self._spec.latent)
+        elif layer.attends:
+            self._attention.record(index, prefix, layer, norms, kind)
+
+    def _record_mlp(self, prefix: str, norms: NormNames) -> None:
+        """Record the MLP of a layer."""
+        spec = self._spec
+        mlp = self._blocks.read_mlp(f"{prefix}mlp.", spec.intermediate_size)
+        norm = norms.mlp_input
+        if spec.is_parallel and norm is None:
+            norm = norms.attention_input
+        input_kind = self._blocks.quantize(prefix, norm, mlp.gate_up)
+        xielu = self._xielu(f"{prefix}mlp.act_fn.") if spec.activation == "xielu" else None
+        self._blocks.add_gated(mlp, input_kind, xielu)
+        self._blocks.add_block(
+            prefix, mlp.down, mlp.down_bias, norms.mlp_output, spec.mlp_multiplier
+        )
+        if spec.is_parallel:
+            scale = spec.residual_multiplier * spec.attention_multiplier
+            self._program.add_op("norm_add", vectors=[None], scale=scale)
+
+    def _embedding(self) -> PackedWeight:
+        """Return the embedding, with rows for the second token type behind those of the first if it has any."""
+        spec, weights = self._spec, self._weights
+        size = spec.hidden_size
+        if not spec.tells_segments:
+            part = self._blocks.part(spec.vocab_size)
+            return weights.packed("embed_tokens.weight", spec.vocab_size, size, part)
+        first = weights.read("embed_tokens.weight", spec.vocab_size, size)
+        types = weights.read("embed_token_types.weight", spec.num_token_types, size)
+        second = first + (types[1] - types[0])
+        return weights.pack_float_tensor("embed_tokens.weight", torch.cat((first, second)))
+
+    def _position_embeddings(self) -> list[PackedWeight]:
+        """Return the tables that the embeddings of a token's position and type are in, as far as there are any."""
+        spec = self._spec
+        if not spec.num_positions:
+            return []
+        check_num_positions(spec, self._max_model_len)
+        rows = spec.num_positions + spec.position_offset
+        part = range(spec.position_offset, rows)
+        tables = [
+            self._weights.packed_float("embed_positions.weight", rows, spec.hidden_size, part)
+        ]
+        if spec.num_token_types:
+            types = range(spec.num_token_types)
+            tables.append(
+                self._weights.packed_float(
+                    "embed_token_types.weight", len(types), spec.hidden_size, types
+                )
+            )
+        return tables
+
+    def _xielu(self, prefix: str) -> Floats:
+        """Return the numbers of `Xielu` in csrc/rows/kernels.h."""
+        xielu = read_xielu(self._weights, prefix)
+        return np.array(
+            [xielu.alpha_p.item(), xielu.alpha_n.item(), xielu.beta.item(), xielu.eps.item()],
+            np.float32,
+        )
