@@ -202,7 +202,8 @@ def _models() -> str:
 
     rows = []
     for family in sorted(FAMILIES, key=lambda family: family.architecture.lower()):
-        config = AutoConfig.for_model(family.model_type).to_dict()
+        known = _SAME_CONFIG.get(family.model_type, family.model_type)
+        config = AutoConfig.for_model(known).to_dict()
         config |= {"architectures": [family.architecture]} | _USUAL.get(family.model_type, {})
         spec = model_spec(config, "config.json")
         rows.append((f"`{family.architecture}`", f"`{family.model_type}`", *describe(spec)))
@@ -219,6 +220,9 @@ _USUAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """Fields of published models, where the defaults of transformers are those of another kind of model."""
+
+_SAME_CONFIG = {"new": "gte"}
+"""A type that transformers knows, for each that it does not."""
 
 
 def _gguf_architectures() -> str:

@@ -20,7 +20,8 @@ FOREIGN_FLAGS = {
     "--from-file", "--why", "--plot", "--policy", "--replicas", "--rate", "--json", "--fit",
     "--step-time", "--drafts", "--num-blocks", "--out", "--core", "--tune", "--peers",
     "--model-file", "--contenders", "--points", "--rounds", "--table", "--steps",
-    "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory",
+    "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory", "--input", "--dimensions",
+    "--prompt-name",
 }  # fmt: skip
 
 

@@ -10,11 +10,17 @@ from typing import NoReturn
 
 from ... import __version__
 
-PROGRAMS = {"replay": "engine.core.replay", "simulate": "engine.core.simulation"}
+PROGRAMS = {
+    "embed": "engine.frontend.offline.embed",
+    "replay": "engine.core.replay",
+    "simulate": "engine.core.simulation",
+}
+"""Commands that are modules of their own. The frontend may not import the scheduler."""
 
 COMMANDS = """\
 commands:
   serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
+  embed [MODEL] [flags]     embed the lines of a file, without a server
   status [--url URL]        show a live table of a running server's processes
   replay FILE [flags]       replay a scheduler dump, or explain why a request waited
   simulate TRACE [flags]    predict the latency and throughput of a trace
@@ -38,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
     parser.add_argument(
         "command",
-        choices=("serve", "status", "replay", "simulate", "keygen", "worker"),
+        choices=("serve", "status", "keygen", "worker", *PROGRAMS),
         help=argparse.SUPPRESS,
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -46,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     parsed = parser.parse_args(arguments)
-    if parsed.command in ("replay", "simulate"):
-        # The frontend may not import the scheduler, so these run as another program.
+    if parsed.command in PROGRAMS:
         _run_module(PROGRAMS[parsed.command], parsed.arguments)
     if parsed.command == "status":
         from .status import status

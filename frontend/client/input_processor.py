@@ -148,6 +148,8 @@ class InputProcessor:
             name = self._model.served_names[0]
             if self._model.classifier is not None:
                 problem = f"{name} is a classifier; use /classify or /v1/score"
+            elif not self._model.is_encoder:
+                problem = f"{name} has no output projection and only embeds; use /v1/embeddings"
             else:
                 problem = f"{name} is an encoder, which only embeds text; use /v1/embeddings"
             raise ParameterError("prompt", f"cannot be continued: {problem}")

@@ -10,7 +10,12 @@ import msgspec
 
 from ...protocol.checkpoint.classification import TOKEN_IDS, TOKENS, read_classifier
 from ...protocol.checkpoint.config_fields import MAX_INTEGER, ConfigFields
-from ...protocol.checkpoint.embedding import ENCODERS, OFFSET_POSITIONS, read_embedding_files
+from ...protocol.checkpoint.embedding import (
+    OFFSET_POSITIONS,
+    has_head,
+    is_encoder,
+    read_embedding_files,
+)
 from ...protocol.checkpoint.field_names import read_text_config, with_common_names
 from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
@@ -61,7 +66,7 @@ GGUF_SAMPLING_KEYS = {
     "penalty_repeat": "repetition_penalty",
 }
 # With these types, max_position_embeddings already includes the scaling.
-LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "proportional")
+LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "ntk", "proportional")
 
 
 def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
@@ -84,7 +89,6 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     config = checkpoint_config.with_values(overrides)
     text = _text_config(config)
     vocab_size = text.integer("vocab_size")
-    is_encoder = text.text("model_type", "") in ENCODERS
     embedding = read_embedding_files(path, text)
     eos += generation.token_ids("eos_token_id") + text.token_ids("eos_token_id")
     return ResolvedModel(
@@ -97,18 +101,21 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             vocab_size=vocab_size,
             max_model_len=_max_model_len(text, options.max_model_len, embedding.max_length),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos) if 0 <= id_ < vocab_size),
-            dtype="float32" if is_encoder and options.dtype == "auto" else options.dtype,
+            dtype="float32" if is_encoder(text) and options.dtype == "auto" else options.dtype,
             load_format=options.load_format,
             quantization=_quantization_at_load(options.quantization, config, path),
             seed=options.seed,
             hf_overrides=overrides,
             model_impl=options.model_impl,
             trust_remote_code=options.trust_remote_code,
-            weight_files=identify_files(find_weight_files(path)),
+            weight_files=identify_files(
+                [*find_weight_files(path), *(Path(each.path) for each in embedding.pooler.dense)]
+            ),
             tokenizer_files=identify_files(
                 find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []
             ),
-            is_encoder=is_encoder,
+            is_encoder=is_encoder(text),
+            has_head=has_head(config),
             pooler=embedding.pooler,
             classifier=read_classifier(text),
             loras=loras,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -13,6 +13,7 @@ from ...protocol.errors import EngineError, ParameterError
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
 from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard
+from ..cli.arguments import Settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
 from ..client.embeddings import (
     DOCUMENT,
@@ -46,20 +47,33 @@ from .prompts import EncodedPrompt, Prompt, PromptEncoder
 
 Message: TypeAlias = Mapping[str, Any]
 
+DEFAULTS: Final = {"log_stats": False, "max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
+"""Options with other defaults than those of a server. A batch may have any size: it is in memory anyway."""
+
 
 class LLM:
     """A model and the processes that run it, until `close` or the end of a `with` block. It is thread-safe.
 
     Args:
         model: A directory, a `.gguf` file or a hub name; None for the default model.
-        keywords: The flags of `engine serve`, such as `max_model_len=4096`.
+        keywords: The flags of `engine serve`, such as `max_model_len=4096`. `log_stats` is off by default.
 
     Raises:
         EngineError: The engine cannot start.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
-        self._engine = LocalEngine(model, keywords)
+        self._serve(settings_of({"model": model} | DEFAULTS | keywords))
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Return a model with the settings of a command line."""
+        llm = cls.__new__(cls)
+        llm._serve(settings)
+        return llm
+
+    def _serve(self, settings: Settings) -> None:
+        self._engine = LocalEngine(settings)
         self._numbers = itertools.count()
         self._templates: dict[str | None, ModelTemplates] = {}
         policy = self._engine.config.frontend.special_tokens_in_text

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from ...protocol.config import EngineConfig
-from ..cli.arguments import settings_of
+from ..cli.arguments import Settings
 from ..cli.engine_config import make_engine_config
 from ..client.engine_client import EngineClient
 from ..model_source.config import resolve_model
@@ -30,17 +30,12 @@ T = TypeVar("T")
 WATCH_INTERVAL_S: Final = 0.1
 """Seconds between checks of the processes."""
 
-UNBOUNDED_QUEUE: Final = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
-"""A batch may have any size, because its requests are in memory anyway."""
-
 
 class LocalEngine:
     """A core and its workers as child processes. `client` belongs to the loop that `run` uses."""
 
-    def __init__(self, model: str | None, keywords: dict[str, Any]) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Start all processes and wait until they are ready.
-
-        `keywords` are options of `engine serve`, with underscores. Statistics are logged only with `log_stats=True`.
 
         Raises:
             ConfigError: The options are invalid.
@@ -48,7 +43,6 @@ class LocalEngine:
             EngineDead: A process failed.
         """
         console = Console()
-        settings = settings_of({"model": model, "log_stats": False} | UNBOUNDED_QUEUE | keywords)
         resolved = resolve_model(ModelOptions(**settings["model"]), console)
         with ExitStack() as resources:
             run_dir = resources.enter_context(RunDirectory())

@@ -7,14 +7,26 @@ from typing import Final
 
 import msgspec
 
-from ..config.model import PoolerConfig
+from ..config.model import DenseActivation, DenseConfig, PoolerConfig
 from ..errors import CheckpointError
 from ..pooling_params import PoolingKind
 from .classification import is_classifier
 from .config_fields import ConfigFields
 
-ENCODERS: Final = frozenset({"bert", "distilbert", "roberta", "xlm-roberta"})
-"""The `model_type` of every family with bidirectional attention."""
+_ENCODERS: Final = frozenset(
+    {
+        "bert",
+        "distilbert",
+        "eurobert",
+        "gte",
+        "jina_embeddings_v3",
+        "modernbert",
+        "new",
+        "nomic_bert",
+    }
+    | {"roberta", "xlm-roberta"}
+)
+"""The `model_type` of every family whose attention is always bidirectional."""
 
 OFFSET_POSITIONS: Final = frozenset({"roberta", "xlm-roberta"})
 """The `model_type` of every family whose table of positions starts with unused rows."""
@@ -24,7 +36,7 @@ _KINDS: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
-_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Normalize")
+_SUPPORTED_MODULES: Final = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 class _Module(msgspec.Struct):
@@ -43,6 +55,19 @@ class EmbeddingFiles(msgspec.Struct, frozen=True):
     max_length: int | None = None
 
 
+def is_encoder(fields: ConfigFields) -> bool:
+    """Return whether the attention of a model is bidirectional."""
+    if fields.text("model_type", "") in _ENCODERS:
+        return True
+    return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
+
+
+def has_head(fields: ConfigFields) -> bool:
+    """Return whether a checkpoint has an output projection: it was saved as more than a base model."""
+    names = fields.texts("architectures")
+    return not any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+
+
 def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     """Return how the checkpoint in `path` embeds text. `config` is that of the language model.
 
@@ -52,9 +77,12 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     # The worker rejects a config without a size.
     hidden_size = config.optional_integer("hidden_size") or 0
     if is_classifier(config) or not (path / "modules.json").is_file():
-        kind = PoolingKind.CLS if config.text("model_type", "") in ENCODERS else PoolingKind.LAST
+        kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
+        if config.text("classifier_pooling", "") == "mean":
+            kind = PoolingKind.MEAN
         return EmbeddingFiles(PoolerConfig(kind, True, hidden_size))
     kind, normalizes = PoolingKind.MEAN, False
+    dense: list[DenseConfig] = []
     for module in _modules(path / "modules.json"):
         if module.kind not in _SUPPORTED_MODULES:
             raise CheckpointError(
@@ -63,6 +91,14 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
             )
         if module.kind == "Pooling":
             kind = _pooling_kind(ConfigFields.read(path / module.path / "config.json"))
+        if module.kind == "Dense":
+            if normalizes:
+                raise CheckpointError(
+                    path / "modules.json", "a Dense module behind Normalize is not supported"
+                )
+            dense.append(
+                _dense(path / module.path, dense[-1].out_features if dense else hidden_size)
+            )
         normalizes |= module.kind == "Normalize"
     prompts = ConfigFields.read_if_present(path / "config_sentence_transformers.json")
     length = ConfigFields.read_if_present(path / "sentence_bert_config.json")
@@ -70,7 +106,8 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
         PoolerConfig(
             kind,
             normalizes,
-            hidden_size,
+            dense[-1].out_features if dense else hidden_size,
+            tuple(dense),
             _prompts(prompts),
             prompts.text("default_prompt_name", ""),
         ),
@@ -83,6 +120,29 @@ def _modules(path: Path) -> list[_Module]:
         return msgspec.json.decode(path.read_bytes(), type=list[_Module])
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(path, f"not a valid list of modules ({error})") from error
+
+
+def _dense(path: Path, size: int) -> DenseConfig:
+    """Return the dense layer in `path`, which reads vectors of `size` elements."""
+    fields = ConfigFields.read(path / "config.json")
+    if fields.integer("in_features") != size:
+        raise fields.error(f"in_features {fields.get('in_features')} must be {size} here")
+    name = fields.text("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = name.rpartition(".")[2].lower()
+    if activation not in list(DenseActivation):
+        raise fields.error(
+            f"activation_function {name!r} is not supported; supported are {', '.join(DenseActivation)}"
+        )
+    weights = path / "model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(weights, "the weights of the module Dense are missing; download them")
+    return DenseConfig(
+        str(weights),
+        size,
+        fields.integer("out_features"),
+        fields.boolean("bias", True),
+        DenseActivation(activation),
+    )
 
 
 def _pooling_kind(fields: ConfigFields) -> PoolingKind:

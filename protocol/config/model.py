@@ -25,13 +25,33 @@ class ModelImpl(enum.StrEnum):
     TRANSFORMERS = "transformers"
 
 
+class DenseActivation(enum.StrEnum):
+    """The activation of a dense layer."""
+
+    IDENTITY = "identity"
+    TANH = "tanh"
+    RELU = "relu"
+    GELU = "gelu"
+
+
+class DenseConfig(msgspec.Struct, frozen=True):
+    """A product with a pooled vector, of sentence-transformers' module Dense. `path` is that of its weights."""
+
+    path: str
+    in_features: int
+    out_features: int
+    has_bias: bool = True
+    activation: DenseActivation = DenseActivation.TANH
+
+
 class PoolerConfig(msgspec.Struct, frozen=True):
     """How the model's hidden states become embeddings.
 
     Attributes:
         kind: The pooling that the model was trained with.
         normalize: Whether embeddings have length 1.
-        hidden_size: The number of elements of a vector.
+        hidden_size: The number of elements of a vector, after the dense layers.
+        dense: What a pooled vector is multiplied by, in this order.
         prompts: Texts that are put before inputs, by name.
         default_prompt: The name of the prompt that inputs get by default; "" for none.
     """
@@ -39,6 +59,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     kind: PoolingKind = PoolingKind.LAST
     normalize: bool = True
     hidden_size: int = 0
+    dense: tuple[DenseConfig, ...] = ()
     prompts: dict[str, str] = {}
     default_prompt: str = ""
 
@@ -127,6 +148,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         weight_files: The files that were on disk when the server started.
         tokenizer_files: The same for the tokenizer and the chat templates.
         is_encoder: Whether the model's attention is bidirectional. It embeds text but cannot generate any.
+        has_head: Whether the checkpoint has an output projection, without which the model only embeds.
         pooler: How the model embeds text, or what its classification head reads.
         classifier: The model's classification head, if it has one. It then classifies text and does nothing else.
         loras: The directory of each LoRA adapter by the name that clients use.
@@ -153,6 +175,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     weight_files: tuple[FileIdentity, ...] = ()
     tokenizer_files: tuple[FileIdentity, ...] = ()
     is_encoder: bool = False
+    has_head: bool = True
     pooler: PoolerConfig = PoolerConfig()
     classifier: ClassifierConfig | None = None
     loras: dict[str, str] = {}
@@ -163,7 +186,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     @property
     def generates(self) -> bool:
         """True if the model can generate text."""
-        return not self.is_encoder and self.classifier is None
+        return self.has_head and not self.is_encoder and self.classifier is None
 
     @property
     def vector_size(self) -> int:

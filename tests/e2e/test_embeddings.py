@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -17,9 +20,10 @@ import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
+from safetensors.torch import save_file
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import qwen3_directory
+from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
 
 TEXTS = (
     "hello world",
@@ -250,3 +254,87 @@ def test_a_decoder_embeds_and_generates(tmp_path: Path) -> None:
         expected = torch.nn.functional.normalize(hidden, dim=0)
         for vector in vectors:
             np.testing.assert_allclose(vector, expected, atol=1e-4)
+
+
+def test_a_gemma_with_dense_layers_embeds_as_its_modules_say(tmp_path: Path) -> None:
+    """EmbeddingGemma: bidirectional attention with windows, a mean, two dense layers, a norm, and prompts."""
+    tokenizer = sentencepiece_tokenizer()
+    sizes = {"sliding_window": 16, "use_bidirectional_attention": True}
+    config = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3}
+    config |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    model = random_model("Gemma3TextConfig", "Gemma3TextModel", QWEN3 | config | sizes, tokenizer)
+    model.save_pretrained(tmp_path)
+    model = transformers.Gemma3TextModel.from_pretrained(tmp_path).eval()
+    tokenizer.save_pretrained(tmp_path)
+    size = model.config.hidden_size
+    layers = [torch.nn.Linear(size, 96, bias=False), torch.nn.Linear(96, 48)]
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense")]
+    modules += [("3_Dense", "Dense"), ("4_Normalize", "Normalize")]
+    for path, name, fields in (
+        ("1_Pooling", "", {"pooling_mode_mean_tokens": True}),
+        ("2_Dense", "torch.nn.modules.linear.Identity", {}),
+        ("3_Dense", "torch.nn.modules.activation.Tanh", {}),
+    ):
+        (tmp_path / path).mkdir()
+        if name:
+            layer = layers[int(path[0]) - 2]
+            fields = {"in_features": layer.in_features, "out_features": layer.out_features}
+            fields |= {"bias": layer.bias is not None, "activation_function": name}
+            tensors = {f"linear.{key}": value for key, value in layer.state_dict().items()}
+            save_file(tensors, tmp_path / path / "model.safetensors")
+        (tmp_path / path / "config.json").write_text(json.dumps(fields))
+    kinds = [{"path": path, "type": f"sentence_transformers.models.{x}"} for path, x in modules]
+    (tmp_path / "modules.json").write_text(json.dumps(kinds))
+    prompts = [[7, 8, 9], [*range(10, 110)], [*range(10, 90), 5], [3]]
+    with Server(str(tmp_path), "--served-model-name", "tiny") as server:
+        found = embed(server, input=prompts)
+        short = embed(server, input=prompts, dimensions=20)
+        status, answer = server.post("/v1/embeddings", {"input": "a", "dimensions": 49})
+        assert status == 400 and "between 1 and 48" in answer["error"]["message"]
+        status, answer = server.post("/v1/completions", {"prompt": "a"})
+        assert status == 400 and "tiny" in answer["error"]["message"]
+    for prompt, vector, shortened in zip(prompts, found, short, strict=True):
+        with torch.inference_mode():
+            mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+            expected = torch.tanh(layers[1](layers[0](mean)))
+        normed = torch.nn.functional.normalize(expected, dim=0)
+        np.testing.assert_allclose(vector, normed, atol=1e-4)
+        normed = torch.nn.functional.normalize(expected[:20], dim=0)
+        np.testing.assert_allclose(shortened, normed, atol=1e-4)
+
+
+def test_a_decoder_without_a_head_only_embeds(tmp_path: Path) -> None:
+    """E5-mistral is stored as MistralModel."""
+    tokenizer = sentencepiece_tokenizer()
+    model = random_model("MistralConfig", "MistralModel", QWEN3 | {"head_dim": 16}, tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32", served_model_name=("tiny",)) as llm:
+        (output,) = llm.embed([[*range(5, 60)]])
+        with pytest.raises(ParameterError, match="tiny has no output projection"):
+            llm.generate("a")
+    with torch.inference_mode():
+        hidden = model.eval()(torch.tensor([[*range(5, 60)]])).last_hidden_state[0, -1]
+    expected = torch.nn.functional.normalize(hidden, dim=0)
+    np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4)
+
+
+def test_the_command_embeds_the_lines_of_a_file(minilm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts"
+    file.write_text("\n".join(TEXTS[:3]) + "\n", encoding="utf-8")
+    program = [sys.executable, "-m", "engine.frontend.cli.main", "embed"]
+    command = [*program, str(minilm), "--max-num-seqs", "4"]
+    by_file = subprocess.run([*command, "--input", str(file)], capture_output=True, text=True)
+    assert by_file.returncode == 0, by_file.stderr
+    by_pipe = subprocess.run(
+        [*command, "--dimensions", "8"], capture_output=True, text=True, input="a\n\nb"
+    )
+    with LLM(str(minilm)) as llm:
+        wanted = [output.outputs.embedding for output in llm.embed(TEXTS[:3])]
+    found = [json.loads(line) for line in by_file.stdout.splitlines()]
+    assert [entry["index"] for entry in found] == [0, 1, 2]
+    assert [entry["embedding"] for entry in found] == wanted
+    assert [len(json.loads(line)["embedding"]) for line in by_pipe.stdout.splitlines()] == [8] * 3
+    for flag, message in (("--prompt-name=x", "prompt_name"), ("--input=absent", "absent")):
+        failed = subprocess.run([*command, flag], capture_output=True, text=True, input="a")
+        assert failed.returncode == 1 and message in failed.stderr, failed.stderr

@@ -173,14 +173,16 @@ class TorchPagedAttention(AttentionBackend):
         tiles = (
             self._tiles(slice(start, stop), position, first_key, window)
             if self.spec.is_causal
-            else self._bidirectional_tiles(slice(start, stop), seq_len)
+            else self._bidirectional_tiles(slice(start, stop), seq_len, window)
         )
         return _Prefill(
             pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()), tiles=list(tiles)
         )
 
-    def _bidirectional_tiles(self, tokens: slice, seq_len: int) -> Iterator[_Tile]:
-        """Split a whole sequence, each token of which sees all others, into tiles of queries."""
+    def _bidirectional_tiles(
+        self, tokens: slice, seq_len: int, window: Window | None
+    ) -> Iterator[_Tile]:
+        """Split a whole sequence, whose tokens see those behind them too, into tiles of queries."""
         repeats = self.num_heads // self.num_kv_heads
         num_keys = -(-seq_len // self.block_size) * self.block_size
         mask_1L = torch.zeros((1, num_keys), dtype=self.dtype)
@@ -188,7 +190,13 @@ class TorchPagedAttention(AttentionBackend):
         tile_queries = _tile_queries(self.num_heads, num_keys)
         for start in range(tokens.start, tokens.stop, tile_queries):
             stop = min(start + tile_queries, tokens.stop)
-            mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
+            if isinstance(window, int):
+                query_M1 = torch.arange(start - tokens.start, stop - tokens.start)[:, None]
+                is_hidden = (torch.arange(num_keys) - query_M1).abs() >= window
+                mask = mask_1L.masked_fill(is_hidden, -math.inf).repeat_interleave(repeats, 0)
+                mask_ML = mask.to(self.device)
+            else:
+                mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
             yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, None)
 
     def _tiles(

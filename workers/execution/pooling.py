@@ -5,7 +5,7 @@ Shapes: T tokens of a step, R rows that end their prompt or sample, P pooled one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,6 @@ from ...protocol.pooling_params import PoolingKind
 from ...protocol.worker_messages import ModelRunnerOutput, NewRequestData, RowVector
 from ..batch import StepPlan
 from ..device.transfers import Download
-from ..models.score_head import ScoreHead
 
 _NOT_FINITE: Final = "the model's output for this input is not finite"
 
@@ -52,11 +51,12 @@ class Pooled:
 class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
-    With `score_head` the vectors are the scores of its classes.
+    `head` computes what is sent from a pooled vector: the scores of a classification head, or the product with the
+    dense layers of an embedding model.
     """
 
-    def __init__(self, score_head: ScoreHead | None = None) -> None:
-        self._score_head = score_head
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._head = head
         self._kinds: dict[int, PoolingKind] = {}
         self._parts: dict[int, torch.Tensor] = {}
         """The first token's hidden state [D], or the sum of all so far."""
@@ -117,7 +117,7 @@ class Pooling:
             vector_D = vector_D / num_tokens
         self._parts.pop(slot, None)
         vector_D = vector_D.float()
-        return vector_D if self._score_head is None else self._score_head(vector_D)
+        return vector_D if self._head is None else self._head(vector_D)
 
 
 def mark_second_segments(new_requests: Sequence[NewRequestData], vocab_size: int) -> None:

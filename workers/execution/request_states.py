@@ -15,6 +15,7 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError
 from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
+from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
 from .encoders import Encoders
 from .model_loader import Model
@@ -45,7 +46,7 @@ class RequestStates:
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)
-        self.pooling = Pooling(model.score_head)
+        self.pooling = Pooling(model.score_head or DenseLayers.read(config.model, device))
         self._spec = model.spec
         self.loras = model.loras
         self.encoders = None if model.encoder is None else Encoders(model.encoder)

@@ -148,7 +148,8 @@ class AltUpSpec:
 class LayerSpec:
     """The properties that differ between layers.
 
-    A token at position p attends to positions p - window + 1 .. p, or to 0 .. p if `window` is None. `rope` is None for
+    A token at position p attends to positions p - window + 1 .. p, or to 0 .. p if `window` is None. In an encoder it
+    attends to as many positions behind its own as before it. `rope` is None for
     layers without position encoding. `kv_cache_group` is the index of the block table that the layer reads. `experts`
     is None for layers with an MLP.
 
@@ -188,16 +189,18 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScoreHeadSpec:
-    """A classification head on the pooled hidden state: output(activation(dense(x))), or output(x).
+    """A classification head on the pooled hidden state: output(norm(activation(dense(x)))), or output(x).
 
-    The checkpoint's tensors are called `score_head.dense` and `score_head.output`. With `token_ids` the output has the
-    rows of these tokens in the model's own output projection, or in the embedding with `reads_embedding`; two rows
-    become one, the second minus the first.
+    The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With
+    `token_ids` the output has the rows of these tokens in the model's own output projection, or in the embedding with
+    `reads_embedding`; two rows become one, the second minus the first.
     """
 
     num_labels: int
     has_dense: bool = False
-    activation: Literal["tanh", "relu"] = "tanh"
+    dense_bias: bool = True
+    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    has_norm: bool = False
     output_bias: bool = False
     token_ids: tuple[int, ...] = ()
     reads_embedding: bool = False
@@ -214,6 +217,8 @@ class ModelSpec:
     With `has_gate` the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). With
     `is_parallel` attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
     `norms` has none for it.
+
+    With `mlp_bias` the projections of MLPs have biases, with `mlp_output_bias` only the last one.
 
     `qk_norm` is "head" (one norm for each head, with shared weights), "each head" (with weights of its own), "unit"
     (without weights, in layers with a rotary embedding), or "full" (one norm over all heads). With
@@ -287,6 +292,7 @@ class ModelSpec:
     attention_output_bias: bool = False
     gates_attention: bool = False
     mlp_bias: bool = False
+    mlp_output_bias: bool = False
     head_bias: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None

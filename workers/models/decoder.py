@@ -98,10 +98,14 @@ class Decoder(TorchDecoder):
             self._streams: Streams | None = None
             if spec.altup is not None:
                 self._streams = Streams(spec, spec.altup, weights, "altup_projections", kernels)
+            self._first_type_D: Tensor | None = None
             self._second_type_D: Tensor | None = None
-            if spec.tells_segments:
+            if spec.num_token_types:
                 types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
-                self._second_type_D = types[1] - types[0]
+                self._first_type_D = types[0]
+                if spec.tells_segments:
+                    # A token of the second type has the difference to the first one in its own embedding.
+                    self._second_type_D = types[1] - types[0]
             self._positions_PD: Tensor | None = None
             if spec.num_positions:
                 self._positions_PD = _read_positions(spec, weights, max_model_len)
@@ -191,10 +195,13 @@ class Decoder(TorchDecoder):
         return added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
 
     def _embed_tokens(self, ids_T: Tensor) -> Tensor:
-        if self._second_type_D is None:
+        if self._first_type_D is None:
             return self._embed(ids_T)
+        x_TD = self._embed(ids_T % self.spec.vocab_size) + self._first_type_D
+        if self._second_type_D is None:
+            return x_TD
         is_second_T1 = (ids_T >= self.spec.vocab_size).unsqueeze(1)
-        return self._embed(ids_T % self.spec.vocab_size) + is_second_T1 * self._second_type_D
+        return x_TD + is_second_T1 * self._second_type_D
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the hidden states and the inputs of the layers that the previous stage sent."""
@@ -250,12 +257,7 @@ def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) 
     """
     check_num_positions(spec, max_model_len)
     num_rows = spec.num_positions + spec.position_offset
-    positions_PD = weights.read("embed_positions.weight", num_rows, spec.hidden_size)
-    if spec.num_token_types:
-        # A token of the second type has the difference to the first one in its own embedding.
-        shape = spec.num_token_types, spec.hidden_size
-        positions_PD = positions_PD + weights.read(_TOKEN_TYPES, *shape)[0]
-    return positions_PD
+    return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
 
 
 def check_num_positions(spec: ModelSpec, max_model_len: int) -> None:

@@ -49,7 +49,9 @@ class MLP:
             weights.read_matrix(
                 f"{prefix}down_proj.weight", hidden, intermediate, part=part, dim=1
             ),
-            weights.read(f"{prefix}down_proj.bias", hidden) if spec.mlp_bias else None,
+            weights.read(f"{prefix}down_proj.bias", hidden)
+            if spec.mlp_bias or spec.mlp_output_bias
+            else None,
             shard.tensor_parallel,
             kernels,
             adapt=lambda linear: weights.adapt_columns(

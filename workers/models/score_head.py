@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..layers.layers import LayerNorm
 from ..layers.spec import ModelSpec
 from .weights import WeightReader
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
 
 
 class ScoreHead:
@@ -23,12 +28,17 @@ class ScoreHead:
     def __init__(self, spec: ModelSpec, weights: WeightReader) -> None:
         assert spec.score_head is not None
         head, size = spec.score_head, spec.hidden_size
-        self._dense: tuple[Tensor, Tensor] | None = None
+        self._dense: tuple[Tensor, Tensor | None] | None = None
         if head.has_dense:
             self._dense = (
                 weights.read_score_head("dense.weight", size, size),
-                weights.read_score_head("dense.bias", size),
+                weights.read_score_head("dense.bias", size) if head.dense_bias else None,
             )
+        self._norm: LayerNorm | None = None
+        if head.has_norm:
+            norm_bias_D = weights.read_score_head("norm.bias", size) if spec.norm_bias else None
+            weight_D = weights.read_score_head("norm.weight", size)
+            self._norm = LayerNorm(weight_D, spec.norm_eps, norm_bias_D)
         self._activation = _ACTIVATIONS[head.activation]
         if head.token_ids:
             rows_LD = weights.read_token_rows(
@@ -51,4 +61,6 @@ class ScoreHead:
         """Return the scores [L] of the classes."""
         if self._dense is not None:
             vector_D = self._activation(F.linear(vector_D, *self._dense))
+        if self._norm is not None:
+            vector_D = self._norm(vector_D)
         return F.linear(vector_D, self._weight_LD, self._bias_L)

@@ -149,19 +149,27 @@ class WeightReader:
     ) -> list[Rows]:
         """Return the rows `parts` of the modules `names` with these numbers of rows.
 
-        They may be stored as one module, whose name joins theirs: "gate_up_proj" for "gate_proj" and "up_proj".
+        They may be stored as one module, whose name joins theirs: "gate_up_proj" for "gate_proj" and "up_proj", or
+        "up_gate_proj" if it has them in that order.
         """
-        fused = "_".join(name.removesuffix("_proj") for name in names) + "_proj"
-        fused = "qkv_proj" if fused == "q_k_v_proj" else fused
-        if f"{self._prefix}{prefix}{fused}.weight" not in self._stored:
-            return [
-                Rows(f"{prefix}{name}", size, part)
-                for name, size, part in zip(names, sizes, parts, strict=True)
-            ]
-        starts = accumulate(sizes, initial=0)
+        for order in (range(len(names)), range(len(names))[::-1]):
+            fused = "_".join(names[i].removesuffix("_proj") for i in order) + "_proj"
+            fused = "qkv_proj" if fused == "q_k_v_proj" else fused
+            if f"{self._prefix}{prefix}{fused}.weight" in self._stored:
+                starts = dict(
+                    zip(order, accumulate((sizes[i] for i in order), initial=0), strict=False)
+                )
+                return [
+                    Rows(
+                        f"{prefix}{fused}",
+                        sum(sizes),
+                        range(starts[i] + part.start, starts[i] + part.stop),
+                    )
+                    for i, part in enumerate(parts)
+                ]
         return [
-            Rows(f"{prefix}{fused}", sum(sizes), range(start + part.start, start + part.stop))
-            for start, part in zip(starts, parts, strict=False)
+            Rows(f"{prefix}{name}", size, part)
+            for name, size, part in zip(names, sizes, parts, strict=True)
         ]
 
     def read_biases(self, rows: Sequence[Rows]) -> Tensor:

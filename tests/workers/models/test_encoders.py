@@ -1,5 +1,6 @@
 """Every encoder gives the hidden states of transformers, whatever shares the step."""
 
+import json
 import random
 import re
 
@@ -29,6 +30,27 @@ MODELS = {
     ),
     "roberta": ("RobertaModel", {"pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaModel", {"pad_token_id": 1}),
+    "modernbert": (
+        "ModernBertModel",
+        {"local_attention": 32, "num_hidden_layers": 4, "pad_token_id": 1},
+    ),
+    "modernbert-biases": (
+        "ModernBertForMaskedLM",
+        {"norm_bias": True, "mlp_bias": True, "attention_bias": True, "local_attention": 6}
+        | {"pad_token_id": 1},
+    ),
+    "nomic-bert": ("NomicBertModel", {"pad_token_id": 1}),
+    "gte": ("GteModel", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "gte-without-types": ("GteForMaskedLM", {"pad_token_id": 1, "type_vocab_size": 0}),
+    "jina-embeddings-v3": ("JinaEmbeddingsV3Model", {"pad_token_id": 1}),
+    "eurobert": ("EuroBertModel", {"num_key_value_heads": 2, "pad_token_id": 1}),
+    "qwen2-without-causal-mask": ("Qwen2Model", {"is_causal": False, "num_key_value_heads": 2}),
+    "embedding-gemma": (
+        "Gemma3TextModel",
+        {"use_bidirectional_attention": True, "sliding_window": 64, "head_dim": 8}
+        | {"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4, "query_pre_attn_scalar": 8},
+    ),
 }
 
 
@@ -48,8 +70,10 @@ def models(request, tmp_path_factory):
         else:
             torch.nn.init.normal_(parameter, 0, 0.15)
     reference.save_pretrained(path)
+    # The config of a saved Gemma has a smaller window.
+    reference = model_class.from_pretrained(path, attn_implementation="eager")
     load = load_native_decoder if native else load_decoder
-    return load(path, max_model_len=1100), reference.eval()
+    return load(path, max_model_len=1100), reference.base_model.eval()
 
 
 def test_hidden_states_equal_those_of_transformers(models):
@@ -63,5 +87,62 @@ def test_hidden_states_equal_those_of_transformers(models):
     hidden = runner.hidden(prompts).split([len(prompt) for prompt in prompts.values()])
     for prompt, found in zip(prompts.values(), hidden, strict=True):
         with torch.inference_mode():
-            outputs = reference(torch.tensor([prompt]), output_hidden_states=True)
-        torch.testing.assert_close(found, outputs.hidden_states[-1][0], atol=1e-4, rtol=1e-4)
+            expected = reference(torch.tensor([prompt])).last_hidden_state[0]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+SIZES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+}
+"""The names that nomic-embed-text uses."""
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("family", ["nomic", "gte", "modernbert"])
+def test_configs_are_read_as_published(family, load, tmp_path):
+    """The authors' checkpoints have other configs than those that transformers writes."""
+    names = {"nomic": "NomicBertModel", "gte": "GteModel", "modernbert": "ModernBertModel"}
+    model_class = getattr(transformers, names[family])
+    torch.manual_seed(1)
+    own = {"pad_token_id": 1, "layer_norm_eps": 1e-12}
+    if family == "gte":
+        # Scaling by 8 as published: a base of 8 * 20,000, and frequencies divided by 8^(2 / 8).
+        theta, factor = 160_000.0, 8 ** (2 / 8)
+        own["rope_parameters"] = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if family == "modernbert":
+        own |= {"local_attention": 16, "global_attn_every_n_layers": 2, "norm_eps": 1e-5}
+    config = model_class.config_class(**SMALL | own)
+    reference = model_class._from_config(config, attn_implementation="eager").eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.3)
+    reference.save_pretrained(tmp_path)
+    published = SMALL | {"layer_norm_eps": 1e-12}
+    if family == "nomic":
+        published = {SIZES.get(name, name): value for name, value in published.items()}
+        published |= {
+            "activation_function": "swiglu",
+            "rotary_emb_base": 1000,
+            "type_vocab_size": 2,
+        }
+        published |= {"architectures": ["NomicBertModel"], "model_type": "nomic_bert"}
+        published |= {"rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "prenorm": False}
+    elif family == "gte":
+        published |= {"architectures": ["NewModel"], "model_type": "new", "hidden_act": "gelu"}
+        published |= {"rope_theta": 20_000, "rope_scaling": {"type": "ntk", "factor": 8.0}}
+        published |= {"position_embedding_type": "rope", "type_vocab_size": config.type_vocab_size}
+    else:
+        published |= {"architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert"}
+        published |= {"local_attention": 16, "global_attn_every_n_layers": 2, "norm_eps": 1e-5}
+        published |= {"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0}
+        del published["layer_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    prompt = list(range(2, 90))
+    found = Runner(load(tmp_path, max_model_len=200), 1).hidden({0: prompt})
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).last_hidden_state[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

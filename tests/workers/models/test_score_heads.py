@@ -28,6 +28,12 @@ MODELS = {
     "RobertaForSequenceClassification": ({}, 0),
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
+    "ModernBertForSequenceClassification": (
+        {"classifier_pooling": "mean", "norm_bias": True},
+        "mean",
+    ),
+    "GteForSequenceClassification": ({"type_vocab_size": 1}, 0),
+    "JinaEmbeddingsV3ForSequenceClassification": ({"num_labels": 1}, 0),
     "LlamaForSequenceClassification": ({"num_labels": 1}, -1),
     "Qwen2ForSequenceClassification": ({"num_key_value_heads": 2}, -1),
     "Qwen3ForSequenceClassification": ({"head_dim": 8, "num_key_value_heads": 2}, -1),
@@ -57,7 +63,8 @@ def test_scores_equal_those_of_transformers(name, load, tmp_path):
         hidden = Runner(model, 3).hidden({request: ids})
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt]), **options).logits[0]
-        found = model.score_head(hidden[row].float())
+        pooled = hidden.float().mean(0) if row == "mean" else hidden[row].float()
+        found = model.score_head(pooled)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

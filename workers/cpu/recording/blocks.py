@@ -128,7 +128,7 @@ class BlockRecorder:
         )
         down = self.output_projection(f"{prefix}down_proj.weight", size, shares)
         bias = None
-        if spec.mlp_bias:
+        if spec.mlp_bias or spec.mlp_output_bias:
             bias = self.weights.vector(f"{prefix}down_proj.bias", spec.hidden_size)
         return MLP(gate_up, biases, down, bias)
 

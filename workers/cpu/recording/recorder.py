@@ -140,16 +140,23 @@ class Recorder:
             self._program.add_op("norm_add", vectors=[None], scale=scale)
 
     def _embedding(self) -> PackedWeight:
-        """Return the embedding, with rows for the second token type behind those of the first if it has any."""
+        """Return the embedding, with rows for the second token type behind those of the first if it has any.
+
+        Without a table of positions, the embedding of a token's type is in its own.
+        """
         spec, weights = self._spec, self._weights
         size = spec.hidden_size
-        if not spec.tells_segments:
+        has_type = bool(spec.num_token_types) and not spec.num_positions
+        if not (spec.tells_segments or has_type):
             part = self._blocks.part(spec.vocab_size)
             return weights.packed("embed_tokens.weight", spec.vocab_size, size, part)
-        first = weights.read("embed_tokens.weight", spec.vocab_size, size)
+        rows = weights.read("embed_tokens.weight", spec.vocab_size, size)
         types = weights.read("embed_token_types.weight", spec.num_token_types, size)
-        second = first + (types[1] - types[0])
-        return weights.pack_float_tensor("embed_tokens.weight", torch.cat((first, second)))
+        if has_type:
+            rows = rows + types[0]
+        if spec.tells_segments:
+            rows = torch.cat((rows, rows + (types[1] - types[0])))
+        return weights.pack_float_tensor("embed_tokens.weight", rows)
 
     def _position_embeddings(self) -> list[PackedWeight]:
         """Return the tables that the embeddings of a token's position and type are in, as far as there are any."""

@@ -65,7 +65,9 @@ def with_score_head(
     *,
     output: str,
     dense: str | None = None,
-    activation: Literal["tanh", "relu"] = "tanh",
+    dense_bias: bool = True,
+    activation: Literal["tanh", "relu", "gelu"] = "tanh",
+    norm: str | None = None,
     output_bias: bool = False,
 ) -> ModelSpec:
     """Return a spec with a classification head instead of the output projection.
@@ -75,20 +77,26 @@ def with_score_head(
         fields: The model's config.
         output: A regular expression for the start of the names of the head's output projection.
         dense: The same for the product before it; None for a head without one.
+        dense_bias: Whether that product has a bias.
         activation: The activation between them.
+        norm: The same for the norm after it; None for a head without one.
         output_bias: Whether the output projection has a bias.
     """
     head = ScoreHeadSpec(
         read_num_labels(fields),
-        dense is not None,
-        activation,
-        output_bias,
-        tuple(fields.token_ids(TOKEN_IDS)),
-        spec.tie_word_embeddings,
+        has_dense=dense is not None,
+        dense_bias=dense_bias,
+        activation=activation,
+        has_norm=norm is not None,
+        output_bias=output_bias,
+        token_ids=tuple(fields.token_ids(TOKEN_IDS)),
+        reads_embedding=spec.tie_word_embeddings,
     )
     names = [(output, "score_head.output.")]
     if dense is not None:
         names.insert(0, (dense, "score_head.dense."))
+    if norm is not None:
+        names.insert(0, (norm, "score_head.norm."))
     return replace(
         spec,
         score_head=head,

@@ -1,8 +1,8 @@
-"""Families of bidirectional encoders, which embed text."""
+"""Families of bidirectional encoders with learned positions, which embed text."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import ModelSpec, NormNames
@@ -47,24 +47,27 @@ _DISTILBERT_NAMES = (
 )
 
 
+POST_NORMED: Final[dict[str, Any]] = {
+    "is_causal": False,
+    "norms": NormNames(None, "attention_norm", None, "mlp_norm"),
+    "norms_stream": True,
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "has_final_norm": False,
+    "has_embedding_norm": True,
+    "has_gate": False,
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    # The head is not used.
+    "tie_word_embeddings": True,
+}
+"""The differences of BERT from Llama, but for the names of its tensors."""
+
+
 def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
     """Return the spec of a BERT model with `differences`."""
-    bert: dict[str, Any] = {
-        "is_causal": False,
-        "norms": NormNames(None, "attention_norm", None, "mlp_norm"),
-        "norms_stream": True,
-        "norm_kind": "layer",
-        "norm_bias": True,
-        "has_final_norm": False,
-        "has_embedding_norm": True,
-        "has_gate": False,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-        # The head is not used.
-        "tie_word_embeddings": True,
-        "tensor_names": _BERT_NAMES,
-    }
+    bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
 
 

@@ -85,10 +85,15 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
     )
     period = fields.integer("sliding_window_pattern", 6)
     slides = sliding_layers(fields, lambda i: (i + 1) % period != 0)
-    local = LayerSpec(local_rope, fields.optional_integer("sliding_window"))
+    window = fields.optional_integer("sliding_window")
+    is_encoder = fields.get("use_bidirectional_attention") is True
+    if is_encoder and window is not None:
+        # A token sees as many tokens behind it as before it.
+        window = window // 2 + 1
+    local = LayerSpec(local_rope, window)
     layers = tuple(local if sliding else LayerSpec(global_rope) for sliding in slides)
     # Its configs may name an attn_logit_softcapping, which the models do not have.
-    return _gemma(fields, layers, qk_norm="head")
+    return _gemma(fields, layers, qk_norm="head", is_causal=not is_encoder)
 
 
 _GEMMA4_DEFAULTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -9,11 +10,23 @@ from typing import Any
 
 from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.embedding import has_head, is_encoder
 from ....protocol.checkpoint.field_names import read_text_config, with_common_names
 from ....protocol.checkpoint.vision import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
-from . import encoders, experts, gemma, gpt, hybrid, latent, layer_normed, llama, llama_variants
+from . import (
+    encoders,
+    experts,
+    gemma,
+    gpt,
+    hybrid,
+    latent,
+    layer_normed,
+    llama,
+    llama_variants,
+    rotary_encoders,
+)
 from .common import Family, with_score_head
 
 FAMILIES = (
@@ -26,6 +39,7 @@ FAMILIES = (
     *layer_normed.FAMILIES,
     *llama.FAMILIES,
     *llama_variants.FAMILIES,
+    *rotary_encoders.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
@@ -36,9 +50,9 @@ _WITH_ANY_DECODER = {
     "SmolVLMForConditionalGeneration",
 }
 """Architectures whose decoder may be of any family: that of `text_config`."""
-_UNSUPPORTED = {
-    "use_bidirectional_attention": "bidirectional attention",
-}
+
+
+_WITHOUT_OTHER_HEAD = re.compile(rf"({CLASSIFIER_SUFFIX}|(Text)?Model)$")
 
 
 class UnknownArchitecture(CheckpointError):
@@ -66,11 +80,18 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             values["tie_word_embeddings"] = is_tied
         fields = text_fields.with_values(values)
     fields = with_common_names(fields)
-    for name, feature in _UNSUPPORTED.items():
-        # Images' tokens may see each other in models whose text is causal.
-        if (config.get(name) or fields.get(name)) not in (None, False, "vision"):
-            raise fields.error(f"{feature} are not supported ({name} is set); use another model")
     spec = family.read_spec(fields)
+    if is_encoder(fields) and spec.is_causal:
+        if any(layer.window or layer.recurrent for layer in spec.layers):
+            raise fields.error("is_causal false is not supported with windows or recurrent layers")
+        spec = replace(spec, is_causal=False)
+    if not has_head(fields):
+        # Nothing reads the head, and the checkpoint need not have any.
+        spec = replace(spec, tie_word_embeddings=True, head_bias=False)
+    # Images' tokens may see each other in models whose text is causal.
+    name = "use_bidirectional_attention"
+    if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):
+        raise fields.error(f"{name} is not supported for this family; use another model")
     if is_classifier(fields) and spec.score_head is None:
         spec = with_score_head(spec, fields, output=r"^score\.")
     for num_kv_heads in {spec.for_layer(layer).num_kv_heads for layer in spec.layers}:
@@ -92,8 +113,8 @@ def _family(fields: ConfigFields) -> Family:
         fields = text.with_defaults(model_type="llama")
         architectures = []
     if architectures:
-        # Every decoder can have a classification head.
-        known = (name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in architectures)
+        # Every decoder can have a classification head, or be stored without any, as embedding models are.
+        known = (_WITHOUT_OTHER_HEAD.sub("ForCausalLM", name) for name in architectures)
         names = (*architectures, *known)
         found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
     else:

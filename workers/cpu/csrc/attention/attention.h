@@ -66,6 +66,13 @@ inline int first_key(int position, int window) {
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 
+// Returns the end of the keys that a token sees: its own position, or if it sees keys behind it, which has `num_keys` in
+// all, the end of its window.
+inline int end_key(int position, int window, int num_keys) {
+  if (!num_keys) return position + 1;
+  return window > 0 && position + window < num_keys ? position + window : num_keys;
+}
+
 struct AttentionKernels {
   // Returns the 32-bit words of a query in the kernels' format, which depends on that of the keys.
   int (*query_words)(const KVLayout&);

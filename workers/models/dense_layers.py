@@ -1,0 +1,74 @@
+"""Dense layers of an embedding model, which multiply its pooled vectors (sentence-transformers' module Dense).
+
+Shapes: I input and O output features of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.config.model import DenseActivation, DenseConfig, LoadFormat, ModelConfig
+from ...protocol.errors import CheckpointError
+
+_ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
+    DenseActivation.IDENTITY: lambda x: x,
+    DenseActivation.TANH: torch.tanh,
+    DenseActivation.RELU: F.relu,
+    DenseActivation.GELU: F.gelu,
+}
+
+
+class DenseLayers:
+    """The layers, in float32. They read one vector at a time, so that it does not depend on the batch."""
+
+    def __init__(self, layers: list[tuple[DenseConfig, Tensor, Tensor | None]]) -> None:
+        self._layers = layers
+
+    @classmethod
+    def read(cls, config: ModelConfig, device: torch.device) -> DenseLayers | None:
+        """Return the layers of a model, or None if it has none.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or a shape is wrong.
+        """
+        if not config.pooler.dense:
+            return None
+        read = _make_up if config.load_format is LoadFormat.DUMMY else _read
+        return cls([(layer, *read(layer, device)) for layer in config.pooler.dense])
+
+    @torch.inference_mode()
+    def __call__(self, vector_I: Tensor) -> Tensor:
+        """Return the last layer's output [O]."""
+        for layer, weight_OI, bias_O in self._layers:
+            vector_I = _ACTIVATIONS[layer.activation](F.linear(vector_I, weight_OI, bias_O))
+        return vector_I
+
+
+def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    try:
+        file: Any = safe_open(layer.path, framework="pt")
+        weight_OI = file.get_tensor("linear.weight").float().to(device)
+        bias_O = file.get_tensor("linear.bias").float().to(device) if layer.has_bias else None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            layer.path, f"the weights are missing or damaged ({error}); download them again"
+        ) from error
+    expected = [layer.out_features, layer.in_features]
+    if list(weight_OI.shape) != expected or (bias_O is not None and len(bias_O) != expected[0]):
+        raise CheckpointError(
+            layer.path, f"linear.weight has the shape {list(weight_OI.shape)}, not {expected}"
+        )
+    return weight_OI, bias_O
+
+
+def _make_up(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return random weights, for `LoadFormat.DUMMY`."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(layer.out_features, layer.in_features, generator=generator)
+    return (weight_OI * layer.in_features**-0.5).to(device), None

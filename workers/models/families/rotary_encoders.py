@@ -1,0 +1,236 @@
+"""Families of bidirectional encoders with rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from .common import (
+    Family,
+    attention_biases,
+    base_spec,
+    head_dim,
+    sliding_layers,
+    uniform_layers,
+    with_score_head,
+)
+from .encoders import POST_NORMED
+from .llama import llama
+from .rope import read_rope, read_rope_of_layer_type
+
+_MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
+_MODERNBERT_NAMES = (
+    (r"^(.*\.)?(head|decoder|classifier)\..*", ""),
+    (r"embeddings\.tok_embeddings\.", "embed_tokens."),
+    (r"embeddings\.norm\.", "embed_norm."),
+    (r"final_norm\.", "norm."),
+    (r"\.attn_norm\.", ".attention_norm."),
+    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.Wo\.", ".self_attn.o_proj."),
+    (r"\.mlp\.Wi\.", ".mlp.gate_up_proj."),
+    (r"\.mlp\.Wo\.", ".mlp.down_proj."),
+)
+_POST_NORMED_NAMES = (
+    (r"^(.*\.)?(pooler|cls|lm_head|classifier|qa_outputs)\..*", ""),
+    (r"embeddings\.word_embeddings\.", "embed_tokens."),
+    (r"embeddings\.token_type_embeddings\.", "embed_token_types."),
+    (r"embeddings\.LayerNorm\.", "embed_norm."),
+    (r"emb_ln\.", "embed_norm."),
+    (r"encoder\.layers?\.", "layers."),
+    (r"\.(attn|attention|mixer)\.(Wqkv|qkv_proj)\.", ".self_attn.qkv_proj."),
+    (r"\.(attn|attention|mixer)\.(out_proj|o_proj)\.", ".self_attn.o_proj."),
+    (r"\.(norm1|attn_ln|post_attention_layernorm)\.", ".attention_norm."),
+    (r"\.(norm2|mlp_ln|post_mlp_layernorm)\.", ".mlp_norm."),
+)
+_NOMIC_NAMES = (
+    *_POST_NORMED_NAMES,
+    (r"\.fc11\.", ".up_proj."),
+    (r"\.fc12\.", ".gate_proj."),
+    (r"\.fc2\.", ".down_proj."),
+)
+_JINA_NAMES = (
+    *_POST_NORMED_NAMES,
+    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+)
+_NOMIC_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
+
+
+def _modernbert(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_activation="gelu",
+        rms_norm_eps=1e-5,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    size = head_dim(fields)
+    ropes = [
+        read_rope_of_layer_type(fields, kind, size, theta_field=field, theta=theta)
+        for kind, field, theta in (
+            ("full_attention", "global_rope_theta", 160_000.0),
+            ("sliding_attention", "local_rope_theta", 10_000.0),
+        )
+    ]
+    # A token sees as many tokens behind it as before it.
+    window = fields.integer("local_attention", 128) // 2 + 1
+    period = fields.integer("global_attn_every_n_layers", 3)
+    layers = [
+        LayerSpec(ropes[1], window) if slides else LayerSpec(ropes[0])
+        for slides in sliding_layers(fields, lambda i: i % period != 0)
+    ]
+    # The first layer reads the normed embedding.
+    first = NormNames(None, None, _MODERNBERT_NORMS.mlp_input, None)
+    layers[0] = LayerSpec(layers[0].rope, layers[0].window, norms=first)
+    return base_spec(
+        fields,
+        tuple(layers),
+        is_causal=False,
+        norms=_MODERNBERT_NORMS,
+        norm_kind="layer",
+        norm_bias=fields.boolean("norm_bias", False),
+        has_embedding_norm=True,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        tensor_names=_MODERNBERT_NAMES,
+        **attention_biases(fields),
+    )
+
+
+def _modernbert_classifier(fields: ConfigFields) -> ModelSpec:
+    activation = fields.text("classifier_activation", "gelu")
+    if activation != "gelu":
+        raise fields.error(f"classifier_activation {activation!r} is not supported; use 'gelu'")
+    return with_score_head(
+        _modernbert(fields),
+        fields,
+        dense=r"^head\.dense\.",
+        dense_bias=fields.boolean("classifier_bias", False),
+        activation="gelu",
+        norm=r"^head\.norm\.",
+        output=r"^classifier\.",
+        output_bias=True,
+    )
+
+
+def _post_normed(fields: ConfigFields, theta: float, **differences: Any) -> ModelSpec:
+    """Return the spec of a BERT model with rotary positions."""
+    rope = read_rope(_with_ntk_scaling(fields), head_dim(fields), theta=theta)
+    return base_spec(
+        fields,
+        uniform_layers(fields, rope),
+        **POST_NORMED
+        | {
+            "num_token_types": fields.integer("type_vocab_size", minimum=0),
+            "tensor_names": _POST_NORMED_NAMES,
+        }
+        | differences,
+    )
+
+
+def _with_ntk_scaling(fields: ConfigFields) -> ConfigFields:
+    """Return the fields with GTE's scaling as a larger base and a linear scaling, to which it is equal."""
+    scaling = fields.section("rope_scaling")
+    if scaling is None or scaling.text("type", scaling.text("rope_type", "")) != "ntk":
+        return fields
+    factor, size = scaling.positive("factor"), head_dim(fields)
+    return fields.with_values(
+        {
+            "rope_theta": fields.positive("rope_theta", 10_000.0) * factor,
+            "rope_scaling": {"rope_type": "linear", "factor": factor ** (2 / size)},
+        }
+    )
+
+
+def _nomic(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-12, hidden_act="silu", type_vocab_size=2)
+    for name, expected in (
+        ("prenorm", False),
+        ("parallel_block", False),
+        ("use_rms_norm", False),
+        ("rotary_emb_fraction", 1.0),
+        ("rotary_emb_interleaved", False),
+        ("rotary_scaling_factor", None),
+        ("num_experts", 0),
+    ):
+        if fields.get(name, expected) not in (expected, None):
+            raise fields.error(f"{name} {fields.get(name)!r} is not supported; use {expected!r}")
+    fields = fields.with_values(
+        {"hidden_act": _NOMIC_ACTIVATIONS.get(fields.text("hidden_act"), fields.text("hidden_act"))}
+    )
+    bias = fields.boolean("qkv_proj_bias", False)
+    return _post_normed(
+        fields,
+        fields.positive("rotary_emb_base", 1000.0),
+        has_gate=True,
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=fields.boolean("mlp_fc1_bias", False),
+        tensor_names=_NOMIC_NAMES,
+    )
+
+
+def _gte(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-12, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8192
+    )
+    for name, expected in (
+        ("position_embedding_type", "rope"),
+        ("layer_norm_type", "layer_norm"),
+        ("logn_attention_scale", False),
+    ):
+        if fields.get(name, expected) != expected:
+            raise fields.error(f"{name} {fields.get(name)!r} is not supported; use {expected!r}")
+    return _post_normed(fields, 160_000.0, has_gate=True, mlp_bias=False, mlp_output_bias=True)
+
+
+def _gte_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _gte(fields),
+        fields,
+        dense=r"^(.*\.)?pooler\.dense\.",
+        output=r"^classifier\.",
+        output_bias=True,
+    )
+
+
+def _jina3(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5, hidden_act="gelu", type_vocab_size=1, max_position_embeddings=8194
+    )
+    return _post_normed(fields, 20_000.0, tensor_names=_JINA_NAMES)
+
+
+def _jina3_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _jina3(fields),
+        fields,
+        dense=r"^classifier\.dense\.",
+        output=r"^classifier\.out_proj\.",
+        output_bias=True,
+    )
+
+
+def _eurobert(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=8192)
+    # The head is not used.
+    return llama(fields, is_causal=False, tie_word_embeddings=True)
+
+
+FAMILIES = (
+    Family("ModernBertModel", "modernbert", _modernbert),
+    Family("ModernBertForMaskedLM", "modernbert", _modernbert),
+    Family("ModernBertForSequenceClassification", "modernbert", _modernbert_classifier),
+    Family("NomicBertModel", "nomic_bert", _nomic),
+    Family("NomicBertForMaskedLM", "nomic_bert", _nomic),
+    Family("NewModel", "new", _gte),
+    Family("NewForMaskedLM", "new", _gte),
+    Family("NewForSequenceClassification", "new", _gte_classifier),
+    Family("GteModel", "gte", _gte),
+    Family("GteForMaskedLM", "gte", _gte),
+    Family("GteForSequenceClassification", "gte", _gte_classifier),
+    Family("JinaEmbeddingsV3Model", "jina_embeddings_v3", _jina3),
+    Family("JinaEmbeddingsV3ForMaskedLM", "jina_embeddings_v3", _jina3),
+    Family("JinaEmbeddingsV3ForSequenceClassification", "jina_embeddings_v3", _jina3_classifier),
+    Family("EuroBertModel", "eurobert", _eurobert),
+    Family("EuroBertForMaskedLM", "eurobert", _eurobert),
+)
