@@ -21,6 +21,7 @@ _ENCODERS: Final = frozenset(
         "gte",
         "jina_embeddings_v3",
         "modernbert",
+        "mpnet",
         "new",
         "nomic_bert",
     }
@@ -28,7 +29,7 @@ _ENCODERS: Final = frozenset(
 )
 """The `model_type` of every family whose attention is always bidirectional."""
 
-OFFSET_POSITIONS: Final = frozenset({"roberta", "xlm-roberta"})
+OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})
 """The `model_type` of every family whose table of positions starts with unused rows."""
 
 _KINDS: Final = {

@@ -112,7 +112,7 @@ class PagedCase:
             block_size=block_size,
             dtype=cache_dtype or dtype,
             device=device,
-            has_alibi=layer.alibi_slopes_H is not None,
+            reads_distances=layer.alibi_slopes_H is not None,
             latent_rank=latent_rank,
         )
         self.backend = attention_backend(spec, backend_name)

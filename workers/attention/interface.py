@@ -26,10 +26,11 @@ NULL_BLOCK = 0
 class AttentionSpec:
     """The heads and the KV cache of one worker's attention in layers with equal heads.
 
-    `dtype` is that of the KV cache; queries, keys and values may have another. `has_alibi` says whether layers have
-    `alibi_slopes_H`. If `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the
-    values. Unless `is_causal`, every token of a sequence sees all of it, and a step has either all its tokens or none.
-    A token has `tensor_elements` in a cache tensor, which other layers may share; 0 if the tensor is of one layer.
+    `dtype` is that of the KV cache; queries, keys and values may have another. `reads_distances` says whether layers
+    have `alibi_slopes_H` or `distance_biases_HE`. If `latent_rank` is not 0, the cache has only keys. Their first
+    `latent_rank` elements are the values. Unless `is_causal`, every token of a sequence sees all of it, and a step
+    has either all its tokens or none. A token has `tensor_elements` in a cache tensor, which other layers may
+    share; 0 if the tensor is of one layer.
     """
 
     num_heads: int
@@ -38,7 +39,7 @@ class AttentionSpec:
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    has_alibi: bool = False
+    reads_distances: bool = False
     latent_rank: int = 0
     is_causal: bool = True
     tensor_elements: int = 0
@@ -63,7 +64,7 @@ class AttentionSpec:
             block_size=block_size,
             dtype=dtype,
             device=device,
-            has_alibi=bool(model.alibi_slopes),
+            reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             is_causal=model.is_causal,
             tensor_elements=model.tensor_elements(ranks) if len(heads) > 1 else 0,
@@ -75,9 +76,11 @@ class AttentionLayer:
     """The parameters that differ between layers.
 
     Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. `alibi_slopes_H` times the
-    distance to the key is subtracted from them. A token at position p sees positions p - window + 1 .. p, those of its
-    chunk, or 0 .. p without a window. The softmax of a head has `sinks_H` as a further score, without a value. In an
-    FP8 cache, keys and values are divided by `kv_scales_2G`, each head's. The tensors are float32 on the device.
+    distance to the key is subtracted from them. Column e of the 2E + 1 columns of `distance_biases_HE` is added to
+    the scores of keys at position p + e - E, the first and the last one also to those of keys that are further
+    away. A token at position p sees positions p - window + 1 .. p, those of its chunk, or 0 .. p without a window.
+    The softmax of a head has `sinks_H` as a further score, without a value. In an FP8 cache, keys and values are
+    divided by `kv_scales_2G`, each head's. The tensors are float32 on the device.
     """
 
     scale: float
@@ -86,6 +89,7 @@ class AttentionLayer:
     kv_scales_2G: Tensor | None = None
     alibi_slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
+    distance_biases_HE: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

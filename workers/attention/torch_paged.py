@@ -153,7 +153,7 @@ class TorchPagedAttention(AttentionBackend):
                 pages=self._to_device(self._pages_of(blocks_RB[:, None], kv_heads).ravel()),
                 mask_N1L=self._of_kv_heads(mask_RL),
                 distance_N1L=self._of_kv_heads(torch.from_numpy(len_R1 - 1 - keys_RL).float())
-                if self.spec.has_alibi
+                if self.spec.reads_distances
                 else None,
             )
 
@@ -190,14 +190,15 @@ class TorchPagedAttention(AttentionBackend):
         tile_queries = _tile_queries(self.num_heads, num_keys)
         for start in range(tokens.start, tokens.stop, tile_queries):
             stop = min(start + tile_queries, tokens.stop)
-            if isinstance(window, int):
-                query_M1 = torch.arange(start - tokens.start, stop - tokens.start)[:, None]
-                is_hidden = (torch.arange(num_keys) - query_M1).abs() >= window
-                mask = mask_1L.masked_fill(is_hidden, -math.inf).repeat_interleave(repeats, 0)
-                mask_ML = mask.to(self.device)
-            else:
-                mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
-            yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, None)
+            mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
+            distance_ML: Tensor | None = None
+            if isinstance(window, int) or self.spec.reads_distances:
+                queries = torch.arange(start - tokens.start, stop - tokens.start)
+                distance = queries[:, None] - torch.arange(num_keys)
+                distance_ML = distance.repeat_interleave(repeats, 0).to(self.device)
+                if isinstance(window, int):
+                    mask_ML = mask_ML.masked_fill(distance_ML.abs() >= window, -math.inf)
+            yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, distance_ML)
 
     def _tiles(
         self, tokens: slice, position: int, first_key: int, window: Window | None
@@ -214,7 +215,7 @@ class TorchPagedAttention(AttentionBackend):
             keys_start = self._first_block(first, window) * self.block_size
             keys_stop = -(-(first + queries) // self.block_size) * self.block_size
             context = first - keys_start
-            if isinstance(window, Chunk) or self.spec.has_alibi:
+            if isinstance(window, Chunk) or self.spec.reads_distances:
                 mask_ML, distance_ML = self._tile_mask(
                     range(first, first + queries), range(keys_start, keys_stop), window
                 )
@@ -256,7 +257,7 @@ class TorchPagedAttention(AttentionBackend):
         mask = torch.zeros((len(queries), len(keys)), dtype=self.dtype)
         mask.masked_fill_((key > query) | (key < first), -math.inf)
         mask_ML = mask.repeat_interleave(repeats, 0).to(self.device)
-        if not self.spec.has_alibi:
+        if not self.spec.reads_distances:
             return mask_ML, None
         return mask_ML, (query - key).float().repeat_interleave(repeats, 0).to(self.device)
 
@@ -365,8 +366,12 @@ class TorchPagedAttention(AttentionBackend):
         )
 
     def _bias(self, mask: Tensor, distance: Tensor | None, layer: AttentionLayer) -> Tensor:
-        """Return what is added to the scores: the mask, and ALiBi's part."""
-        if distance is None or layer.alibi_slopes_H is None:
+        """Return what is added to the scores: the mask, and what depends on the distance to the key."""
+        if distance is None:
+            return mask
+        if layer.distance_biases_HE is not None:
+            return (mask + self._distance_biases(distance, layer.distance_biases_HE)).to(mask.dtype)
+        if layer.alibi_slopes_H is None:
             return mask
         slopes_GQ = layer.alibi_slopes_H.view(self.num_kv_heads, -1)
         if mask.dim() == 2:
@@ -375,6 +380,19 @@ class TorchPagedAttention(AttentionBackend):
             return (mask - slopes_GM1 * distance).to(mask.dtype)
         slopes_NQ1 = slopes_GQ.repeat(mask.shape[0] // self.num_kv_heads, 1).unsqueeze(2)
         return (mask - slopes_NQ1 * distance).to(mask.dtype)
+
+    def _distance_biases(self, distance: Tensor, biases_HE: Tensor) -> Tensor:
+        """Return each row's bias for each key [N, M, L], from their distances [M, L] or [N, 1, L]."""
+        furthest = biases_HE.shape[1] // 2
+        columns = (furthest - distance.long()).clamp(0, 2 * furthest)
+        biases_GQE = biases_HE.unflatten(0, (self.num_kv_heads, -1))
+        repeats = biases_GQE.shape[1]
+        if distance.dim() == 2:
+            # Rows are queries times the heads that share a key.
+            biases_GQML = biases_GQE[:, :, columns[::repeats]]
+            return biases_GQML.transpose(1, 2).flatten(1, 2)
+        kv_head_N = torch.arange(len(columns), device=columns.device) % self.num_kv_heads
+        return biases_GQE[kv_head_N].gather(2, columns.expand(-1, repeats, -1))
 
     def _of_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
         """Return each query head's value for each row of its queries, [N, M, 1] in their dtype."""

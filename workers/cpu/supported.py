@@ -26,6 +26,5 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside an MLP": any(
             x.experts is not None and x.experts.has_own_norms for x in spec.layers
         ),
-        "ALiBi": bool(spec.alibi_slopes),
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -236,10 +236,11 @@ class ModelSpec:
     that of the head's query.
 
     With `num_positions` the first layer's input is the sum of the embeddings of a token and of its position, which is
-    row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added, too:
-    that of the first type, or of the second for token ids from `vocab_size` on, if the model tells segments of a prompt
-    apart. `alibi_slopes` has the factor of each query head on the distance to a
-    key, which is subtracted from the score (ALiBi, arXiv 2108.12409). With `has_sinks` each query head has a score
+    row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added,
+    too: that of the first type, or of the second for token ids from `vocab_size` on, if the model tells segments of
+    a prompt apart. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
+    from the score (ALiBi, arXiv 2108.12409). With `num_distance_buckets` a number is added to the score, which each
+    query head has for each bucket of distances (T5, arXiv 1910.10683). With `has_sinks` each query head has a score
     that takes part in every softmax, without a value.
 
     With `latent` there is one key/value head, and `head_dim` is the size of its keys in the cache.
@@ -286,6 +287,7 @@ class ModelSpec:
     num_positions: int = 0
     position_offset: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    num_distance_buckets: int = 0
     has_sinks: bool = False
     latent: LatentSpec | None = None
     qkv_bias: bool = False

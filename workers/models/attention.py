@@ -6,8 +6,9 @@ Q rows of heads in a group: its queries, key and value; R rotated dimensions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
 from ..parallel.parallel_layers import RowParallelLinear
 from ..parallel.shard import ModelShard
 from .weights import Rows, WeightReader
+
+_FURTHEST: Final = 128
+"""Keys that are further away share a bucket of distances with those at this one."""
 
 
 class Attention:
@@ -53,6 +57,7 @@ class Attention:
             weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
             if spec.has_sinks
             else None,
+            _distance_biases(spec, weights, heads),
         )
         self._stores = layer.kv_source is None
         self._has_value_projection = layer.has_value_projection
@@ -224,6 +229,37 @@ def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor
     if not spec.alibi_slopes:
         return None
     return torch.tensor(spec.alibi_slopes[heads.start : heads.stop], device=device)
+
+
+def _distance_biases(spec: ModelSpec, weights: WeightReader, heads: range) -> Tensor | None:
+    """Return each query head's bias for keys that are `_FURTHEST` positions before a token to as many behind it."""
+    if not spec.num_distance_buckets:
+        return None
+    biases_BH = read_distance_biases(spec, weights)
+    distances = torch.arange(-_FURTHEST, _FURTHEST + 1, device=biases_BH.device)
+    buckets_E = distance_buckets(distances, spec.num_distance_buckets)
+    return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
+
+
+def read_distance_biases(spec: ModelSpec, weights: WeightReader) -> Tensor:
+    """Return the number of each bucket of distances for each head."""
+    shape = spec.num_distance_buckets, spec.num_heads
+    return weights.read_float32("distance_biases.weight", *shape)
+
+
+def distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
+    """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
+
+    Half of the buckets are for keys behind the token. Half of each half are for one distance each; those of the other
+    ones grow with the distance, and the last has all from `_FURTHEST` on.
+    """
+    half = num_buckets // 2
+    num_exact = half // 2
+    away = distances.abs()
+    growth = math.log(_FURTHEST / num_exact)
+    log = torch.log(away.clamp(min=1).float() / num_exact) / growth * (half - num_exact)
+    bucket = torch.where(away < num_exact, away, num_exact + log.long()).clamp(max=half - 1)
+    return bucket + (distances > 0) * half
 
 
 def head_norm(

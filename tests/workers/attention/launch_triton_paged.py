@@ -59,7 +59,7 @@ def launch(shape: Shape, backend_class: type[TritonPagedAttention]) -> None:
         block_size=block_size,
         dtype=shape.dtype,
         device=torch.device("cpu"),
-        has_alibi=shape.has_alibi,
+        reads_distances=shape.has_alibi,
         latent_rank=shape.latent_rank,
     )
     backend = backend_class(spec)

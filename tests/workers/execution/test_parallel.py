@@ -142,7 +142,6 @@ OTHER_LAYERS = {
     ),
 }
 NATIVE_LAYERS = [*OTHER_LAYERS][3:]
-NATIVE_LAYERS.remove("bloom")
 PER_LAYER = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 2,

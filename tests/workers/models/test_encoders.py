@@ -30,6 +30,7 @@ MODELS = {
     ),
     "roberta": ("RobertaModel", {"pad_token_id": 1}),
     "xlm-roberta": ("XLMRobertaModel", {"pad_token_id": 1}),
+    "mpnet": ("MPNetModel", {"pad_token_id": 1}),
     "modernbert": (
         "ModernBertModel",
         {"local_attention": 32, "num_hidden_layers": 4, "pad_token_id": 1},

@@ -28,6 +28,7 @@ MODELS = {
     "RobertaForSequenceClassification": ({}, 0),
     "XLMRobertaForSequenceClassification": ({"num_labels": 1}, 0),
     "DistilBertForSequenceClassification": (DISTILBERT, 0),
+    "MPNetForSequenceClassification": ({}, 0),
     "ModernBertForSequenceClassification": (
         {"classifier_pooling": "mean", "norm_bias": True},
         "mean",

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LatentSpec, LayerSpec, NormNames, QueryScaling, Window
-from ...models.attention import head_norm, qkv_rows
+from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.latent_attention import first_rows, query_rows
 from ..head_matrices import read_head_matrices
 from ..library import AttentionLayer, NotSupportedNatively
@@ -21,17 +22,24 @@ from .blocks import BLOCK, BlockRecorder
 _LOG2_E = np.float32(np.log2(np.e))
 """Native softmaxes have base 2."""
 
+_BIAS_MARGIN = 128
+"""`DistanceBiases::kMargin` in csrc/attention/attention.h."""
+
 _NO_NORM, _HEAD_NORM, _FULL_NORM, _EACH_HEAD_NORM = range(4)
 
 
 class AttentionRecorder:
     """Records the attention of layers. `ropes` has the numbers of the rotary embeddings in the program."""
 
-    def __init__(self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int]) -> None:
+    def __init__(
+        self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int], max_model_len: int
+    ) -> None:
         self._blocks = blocks
         self._ropes = ropes
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
+        self._max_distance = max_model_len
+        self._distance_biases = self._read_distance_biases()
 
     def record(
         self,
@@ -92,7 +100,8 @@ class AttentionRecorder:
         self._program.add_op(
             "attention",
             activation_kind=output.activation_kind,
-            vectors=[sinks],
+            vectors=[sinks, self._distance_biases],
+            num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
             **attention,
         )
@@ -167,6 +176,21 @@ class AttentionRecorder:
         self._blocks.add_block(
             prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
         )
+
+    def _read_distance_biases(self) -> Floats | None:
+        """Return `DistanceBiases` in csrc/attention/attention.h, or None if scores do not depend on distances."""
+        spec, heads = self._spec, self._shard.heads(self._spec)
+        num_columns = 2 * self._max_distance + _BIAS_MARGIN
+        distances_E = torch.arange(num_columns) - self._max_distance
+        if spec.alibi_slopes:
+            slopes_H1 = torch.tensor(spec.alibi_slopes[heads.start : heads.stop])[:, None]
+            biases_HE = slopes_H1 * distances_E
+        elif spec.num_distance_buckets:
+            biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
+            biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec.num_distance_buckets)]
+        else:
+            return None
+        return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
 
     def _attention_output(self, prefix: str, head_size: int) -> PackedWeight:
         """Return this rank's part of the projection of all heads' outputs, of `head_size` elements each."""

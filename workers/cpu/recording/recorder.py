@@ -42,7 +42,7 @@ class Recorder:
                 program.add_rope(layer.rope, max_model_len)
                 self._ropes[layer.rope] = len(self._ropes)
         self._blocks = BlockRecorder(program, spec, shard, weights)
-        self._attention = AttentionRecorder(self._blocks, self._ropes)
+        self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len)
 
     def record(self) -> None:
         """Record all operations.

@@ -27,6 +27,12 @@ _BERT_NAMES = (
     (r"\.output\.dense\.", ".mlp.down_proj."),
     (r"\.output\.LayerNorm\.", ".mlp_norm."),
 )
+_MPNET_NAMES = (
+    (r"encoder\.relative_attention_bias\.", "distance_biases."),
+    (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.attention\.LayerNorm\.", ".attention_norm."),
+    *_BERT_NAMES,
+)
 
 
 _DISTILBERT_NAMES = (
@@ -113,6 +119,33 @@ def _distilbert(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _mpnet(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=512, vocab_size=30527
+    )
+    # Positions count from the row after that of padding, which is always 1.
+    fields = fields.with_values(
+        {"max_position_embeddings": fields.integer("max_position_embeddings") - 2}
+    )
+    return _encoder_spec(
+        fields,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=2,
+        num_distance_buckets=32,
+        tensor_names=_MPNET_NAMES,
+    )
+
+
+def _mpnet_classifier(fields: ConfigFields) -> ModelSpec:
+    return with_score_head(
+        _mpnet(fields),
+        fields,
+        dense=r"^classifier\.dense\.",
+        output=r"^classifier\.out_proj\.",
+        output_bias=True,
+    )
+
+
 def _bert_classifier(fields: ConfigFields) -> ModelSpec:
     return with_score_head(
         _bert(fields),
@@ -151,6 +184,9 @@ FAMILIES = (
     Family("DistilBertForSequenceClassification", "distilbert", _distilbert_classifier),
     Family("RobertaForSequenceClassification", "roberta", _roberta_classifier),
     Family("XLMRobertaForSequenceClassification", "xlm-roberta", _roberta_classifier),
+    Family("MPNetModel", "mpnet", _mpnet),
+    Family("MPNetForMaskedLM", "mpnet", _mpnet),
+    Family("MPNetForSequenceClassification", "mpnet", _mpnet_classifier),
     Family("DistilBertModel", "distilbert", _distilbert),
     Family("DistilBertForMaskedLM", "distilbert", _distilbert),
     Family("RobertaModel", "roberta", _roberta),

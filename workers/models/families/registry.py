@@ -82,8 +82,10 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     fields = with_common_names(fields)
     spec = family.read_spec(fields)
     if is_encoder(fields) and spec.is_causal:
-        if any(layer.window or layer.recurrent for layer in spec.layers):
-            raise fields.error("is_causal false is not supported with windows or recurrent layers")
+        if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):
+            raise fields.error(
+                "is_causal false is not supported with windows, ALiBi or recurrent layers"
+            )
         spec = replace(spec, is_causal=False)
     if not has_head(fields):
         # Nothing reads the head, and the checkpoint need not have any.

@@ -22,6 +22,20 @@ struct AttentionLayer {
   int32_t window;  // a token sees that many, itself included; 0 for all. If negative: those of chunks of -window tokens
 };
 
+// What is added to scores by the distance from a token to a key.
+struct DistanceBiases {
+  const float* values;  // [query heads][2 * zero + kMargin], or null; times log2(e)
+  int zero;             // column of a token's own key, and the most tokens of a sequence
+
+  // Kernels read whole chunks, for up to kTaskRows tokens that see the last key of one.
+  static constexpr int kMargin = 128;
+
+  // Returns those of a key `distance` behind a token, negative if it is before it, and of the next ones.
+  const float* of(int head, int distance) const {
+    return values + size_t(head) * (2 * zero + kMargin) + zero + distance;
+  }
+};
+
 // The query heads that share one key/value head, for consecutive tokens of one sequence.
 struct AttentionTask {
   const uint32_t* queries;  // [num_tokens][num_heads][query_words]
@@ -35,6 +49,7 @@ struct AttentionTask {
   const uint8_t* kv_cache;
   const AttentionTask* next;            // what this thread computes next, or null
   uint8_t* copied_values;               // the thread's memory for the values of a chunk; unused if the cache has values
+  DistanceBiases biases;
 };
 
 // The number of parts in which the sum of a row is kept.

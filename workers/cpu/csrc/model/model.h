@@ -64,7 +64,8 @@ enum class OpKind : int32_t {
                      // only of the gate. With vectors[2], a Xielu, that is the activation
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
                      // vectors[2] is a QueryScaling, or null
-  attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set
+  attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set.
+                     // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
   norm_add = 6,      // residual += scale * block, normed if there is a norm
   final_norm = 7,    // hidden = residual, normed if there is a norm
   head = 8,          // logits of the rows asked for, with the bias vectors[0] or null; always the last operation

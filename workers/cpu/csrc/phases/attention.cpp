@@ -130,6 +130,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       slice_.step.kv_caches[op.layer],
       nullptr,
       nullptr,
+      {op.vectors[1], op.num_columns},
   };
 }
 
