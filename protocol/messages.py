@@ -85,6 +85,25 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     std: tuple[float, float, float]
 
 
+class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The data of a sound for an encoder: log-mel features, or the samples themselves.
+
+    `features` are [num_mel_bins, num_frames] in row-major order, float16 with `is_float16` and float32 otherwise. With
+    `num_mel_bins` 0 they are the `num_frames` samples of a model that reads those, in [-1, 1].
+    """
+
+    num_mel_bins: int
+    num_frames: int
+    features: bytes
+    is_float16: bool = False
+
+
+class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The data of a source text for an encoder: its `token_ids` int32."""
+
+    token_ids: I32
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A request to generate one sequence or, with `pooling_params`, to pool the hidden states of its prompt.
 

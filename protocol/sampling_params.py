@@ -68,6 +68,29 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_isolated: bool = False
 
 
+class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The tokens that a speech model may sample (Whisper, arXiv 2212.04356).
+
+    `suppressed_token_ids` are never sampled, and `begin_suppressed_token_ids` are not sampled first. With
+    `first_timestamp_id` 0 there are no other rules. Otherwise the tokens from this id on are timestamps, and these
+    rules make them pairs around pieces of text, in the order of time:
+
+    * The first token is a timestamp, at most `max_initial_timestamp` after the first one, if that is not -1.
+    * After a timestamp that follows a timestamp, or that is the first token, comes no further one.
+    * After another timestamp comes a timestamp or a token from `end_token_id` on.
+    * A timestamp is not before the last one. Only the second of a pair may equal the first.
+    * If all timestamps together are more probable than every other token, a timestamp is sampled.
+
+    The last token before the timestamps, which asks for none, is never sampled then.
+    """
+
+    suppressed_token_ids: tuple[int, ...] = ()
+    begin_suppressed_token_ids: tuple[int, ...] = ()
+    first_timestamp_id: int = 0
+    end_token_id: int = 0
+    max_initial_timestamp: int = -1
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     """Sampling parameters, with OpenAI's and vLLM's names and meanings.
 
@@ -77,6 +100,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
     other filters choose among the typical tokens. Greedy requests ignore it. `logprobs` and `prompt_logprobs` are
     numbers of alternatives to report; -1 means the whole vocabulary. If `seed` is None or -1, the frontend draws one.
+    `transcript_rules` are set by the frontend alone. They apply to the logits before all other filters.
     """
 
     max_tokens: int | None = None
@@ -104,6 +128,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
     bad_words: tuple[str, ...] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
+    transcript_rules: TranscriptRules | None = None
 
     def verify(self, *, vocab_size: int, max_logprobs: int) -> None:
         """Raise ParameterError for the first parameter that is out of range."""

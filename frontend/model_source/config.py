@@ -27,6 +27,11 @@ from ...protocol.checkpoint.model_dimensions import (
     ModelDimensions,
 )
 from ...protocol.checkpoint.recurrent_layers import RecurrentModel, read_recurrent_layer
+from ...protocol.checkpoint.speech import (
+    read_audio_processor,
+    read_source_text,
+    with_decoder_fields,
+)
 from ...protocol.config import ModelConfig
 from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
@@ -126,6 +131,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS
             else read_image_processor(path, config, text, options.mm_processor_kwargs),
+            audio=read_audio_processor(path, config, generation),
+            source_text=read_source_text(config, generation),
         ),
         default_sampling=_default_sampling(options, generation),
         size_bytes=_size_bytes(path),
@@ -195,7 +202,7 @@ def _text_config(config: ConfigFields) -> ConfigFields:
     """Return the language model's part of a config, with the defaults that its family omits."""
     nested = read_text_config(config)
     text = config if nested is None else config.with_values(nested.config)
-    text = with_common_names(text)
+    text = with_common_names(with_decoder_fields(text))
     is_gemma3 = text.text("model_type").startswith("gemma3")
     return text.with_defaults(**DEFAULTS_OF_GEMMA3) if is_gemma3 else text
 

@@ -54,7 +54,7 @@ __all__ = [
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1

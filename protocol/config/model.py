@@ -131,6 +131,83 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True):
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
+class SpeechKind(enum.StrEnum):
+    """The decoder's prompt that a speech model expects: Whisper's tokens for language and task, or a start token."""
+
+    WHISPER = "whisper"
+    MOONSHINE = "moonshine"
+
+
+class AudioProcessorConfig(msgspec.Struct, frozen=True):
+    """How the model reads sounds. A token id of -1 means that the model has no such token.
+
+    Attributes:
+        kind: The decoder's prompt.
+        num_mel_bins: The log-mel features of a frame; 0 if the encoder reads samples.
+        sampling_rate: Samples per second.
+        hop_length: Samples from one frame to the next.
+        fft_length: Samples that a frame reads.
+        chunk_seconds: The maximum length of a sound. Whisper's are always filled up to this length.
+        strides: The factors by which the encoder's convolutions shorten a sequence of frames or samples.
+        kernels: The inputs that each of these convolutions reads.
+        paddings: The zeros that each of them adds on both sides.
+        max_source_positions: The maximum number of the encoder's outputs.
+        start_token_id: The first token of the decoder's prompt.
+        language_token_ids: The token of each language by its code; empty if the model has only one language.
+        transcribe_token_id: The token of the task to write what is said.
+        translate_token_id: The token of the task to translate it to English.
+        no_timestamps_token_id: The token that asks for text without timestamps. The first timestamp follows it.
+        previous_token_id: The token that begins the text before this sound.
+        no_speech_token_id: The token whose probability after `start_token_id` is that of silence.
+        time_precision: Seconds between a timestamp and the next one.
+        max_initial_timestamp: The maximum first timestamp, as its distance to the one of 0 s; -1 without a limit.
+        suppressed_token_ids: Tokens that are never sampled.
+        begin_suppressed_token_ids: Tokens that are not sampled first.
+        alignment_heads: The (layer, head) of cross attention that follow the time of words.
+    """
+
+    kind: SpeechKind
+    num_mel_bins: int
+    sampling_rate: int
+    hop_length: int
+    fft_length: int
+    chunk_seconds: float
+    strides: tuple[int, ...]
+    kernels: tuple[int, ...]
+    paddings: tuple[int, ...]
+    max_source_positions: int
+    start_token_id: int
+    language_token_ids: dict[str, int] = {}
+    transcribe_token_id: int = -1
+    translate_token_id: int = -1
+    no_timestamps_token_id: int = -1
+    previous_token_id: int = -1
+    no_speech_token_id: int = -1
+    time_precision: float = 0.02
+    max_initial_timestamp: int = -1
+    suppressed_token_ids: tuple[int, ...] = ()
+    begin_suppressed_token_ids: tuple[int, ...] = ()
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+
+    def num_outputs(self, num_frames: int) -> int:
+        """Return the number of the encoder's outputs for so many frames or samples."""
+        for stride, kernel, padding in zip(self.strides, self.kernels, self.paddings, strict=True):
+            num_frames = max(0, (num_frames + 2 * padding - kernel) // stride + 1)
+        return num_frames
+
+
+class SourceTextConfig(msgspec.Struct, frozen=True):
+    """How an encoder-decoder model of text reads its source.
+
+    Attributes:
+        start_token_ids: The decoder's prompt.
+        max_tokens: The maximum length of a source in tokens.
+    """
+
+    start_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """The model that is served.
 
@@ -155,6 +232,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         lora_files: The adapters' files that were on disk when the server started.
         max_lora_rank: The highest rank of an adapter.
         images: How the model reads images; None if it reads none.
+        audio: How the model reads sounds; None if it reads none.
+        source_text: How the model reads its source; None unless it is an encoder-decoder model of text.
     """
 
     model: str
@@ -182,6 +261,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     lora_files: tuple[FileIdentity, ...] = ()
     max_lora_rank: int = 16
     images: ImageProcessorConfig | None = None
+    audio: AudioProcessorConfig | None = None
+    source_text: SourceTextConfig | None = None
 
     @property
     def generates(self) -> bool:

@@ -1,0 +1,256 @@
+"""Reads how an encoder-decoder model reads sounds or a source text, from the files of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..config.model import AudioProcessorConfig, SourceTextConfig, SpeechKind
+from .config_fields import MAX_INTEGER, ConfigFields
+
+_SPEECH: Final = frozenset({"whisper", "moonshine"})
+_SOURCE_TEXT: Final = frozenset({"bart", "mbart", "t5"})
+
+MAX_SOURCE_TOKENS: Final = 512
+"""Default maximum length of a source and of an output of T5, which was trained with this length but has no limit."""
+
+_MOONSHINE_SECONDS: Final = 30.0
+_MAX_ALIGNMENT_HEADS: Final = 1024
+
+
+def is_encoder_decoder(fields: ConfigFields) -> bool:
+    """Return whether a model has an encoder whose outputs its decoder reads by cross attention."""
+    return fields.text("model_type", "") in _SPEECH | _SOURCE_TEXT
+
+
+def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
+    """Return the config of an encoder-decoder model with the decoder's fields under Llama's names.
+
+    Configs of other models are returned unchanged.
+    """
+    if not is_encoder_decoder(fields):
+        return fields
+    kind = fields.text("model_type")
+    found = {
+        name: value
+        for name, others in _DECODER_FIELDS[kind].items()
+        if (value := next((v for o in others if (v := fields.get(o)) is not None), None))
+        is not None
+    }
+    if kind == "t5":
+        found.setdefault("max_position_embeddings", MAX_SOURCE_TOKENS)
+    return fields.with_values(found)
+
+
+_BART_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("decoder_layers",),
+    "num_attention_heads": ("decoder_attention_heads",),
+    "num_key_value_heads": ("decoder_attention_heads",),
+    "intermediate_size": ("decoder_ffn_dim",),
+}
+_DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "whisper": _BART_FIELDS | {"max_position_embeddings": ("max_target_positions",)},
+    "bart": _BART_FIELDS,
+    "mbart": _BART_FIELDS,
+    "moonshine": {
+        "num_hidden_layers": ("decoder_num_hidden_layers",),
+        "num_attention_heads": ("decoder_num_attention_heads",),
+        "num_key_value_heads": ("decoder_num_key_value_heads", "decoder_num_attention_heads"),
+    },
+    "t5": {
+        "hidden_size": ("d_model",),
+        "head_dim": ("d_kv",),
+        "num_hidden_layers": ("num_decoder_layers", "num_layers"),
+        "num_attention_heads": ("num_heads",),
+        "num_key_value_heads": ("num_heads",),
+        "intermediate_size": ("d_ff",),
+        "max_position_embeddings": ("n_positions",),
+    },
+}
+
+
+def max_source_positions(fields: ConfigFields) -> int:
+    """Return the maximum number of the encoder's outputs.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    kind = fields.text("model_type")
+    if kind in _SPEECH:
+        return read_audio(ConfigFields({}, fields.path), fields).max_source_positions
+    return _max_source_tokens(fields)
+
+
+def read_audio_processor(
+    path: Path, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig | None:
+    """Return how the model reads sounds; None if it reads none.
+
+    Args:
+        path: The checkpoint.
+        config: Its config.
+        generation: Its generation config.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    if config.text("model_type", "") not in _SPEECH:
+        return None
+    processor = ConfigFields.read_if_present(path / "preprocessor_config.json")
+    # Processors of transformers 5 are in one file.
+    joined = ConfigFields.read_if_present(path / "processor_config.json")
+    processor = processor if processor.config else joined.first_section("feature_extractor")
+    return read_audio(processor, config, generation)
+
+
+def read_audio(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields | None = None
+) -> AudioProcessorConfig:
+    """Return how a speech model reads sounds, from the fields of its files."""
+    kind = SpeechKind(config.text("model_type"))
+    read = _whisper if kind is SpeechKind.WHISPER else _moonshine
+    return read(processor, config, generation or ConfigFields({}, config.path))
+
+
+def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
+    """Return how the model reads a source text; None unless it is an encoder-decoder model of text.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    kind = config.text("model_type", "")
+    if kind not in _SOURCE_TEXT:
+        return None
+    fields = config.with_values(
+        {
+            name: value
+            for name in ("decoder_start_token_id", "forced_bos_token_id")
+            if (value := generation.get(name)) is not None
+        }
+    )
+    default = config.integer("pad_token_id", 0, minimum=0) if kind == "t5" else 2
+    start = (_token(fields, "decoder_start_token_id", default),)
+    forced = _token(fields, "forced_bos_token_id", -1)
+    return SourceTextConfig(start if forced < 0 else (*start, forced), _max_source_tokens(config))
+
+
+def _max_source_tokens(config: ConfigFields) -> int:
+    if config.text("model_type") == "t5":
+        return config.integer("n_positions", MAX_SOURCE_TOKENS)
+    return config.integer("max_position_embeddings", 1024)
+
+
+def _whisper(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    num_mel_bins = config.integer("num_mel_bins", 80, maximum=1024)
+    if (found := processor.integer("feature_size", num_mel_bins)) != num_mel_bins:
+        raise processor.wrong("feature_size", f"num_mel_bins {num_mel_bins} of the config", found)
+    positions = config.integer("max_source_positions", 1500, maximum=1 << 16)
+    rate = processor.integer("sampling_rate", 16_000, maximum=1 << 20)
+    hop = processor.integer("hop_length", 160, maximum=1 << 16)
+    seconds = 2 * positions * hop / rate
+    no_timestamps = _token(generation, "no_timestamps_token_id", -1, config)
+    tasks = _tokens_by_name(generation, "task_to_id", config)
+    return AudioProcessorConfig(
+        kind=SpeechKind.WHISPER,
+        num_mel_bins=num_mel_bins,
+        sampling_rate=rate,
+        hop_length=hop,
+        fft_length=processor.integer("n_fft", 400, maximum=1 << 16),
+        chunk_seconds=seconds,
+        strides=(1, 2),
+        kernels=(3, 3),
+        paddings=(1, 1),
+        max_source_positions=positions,
+        start_token_id=_token(config, "decoder_start_token_id", 50257),
+        language_token_ids={
+            name.strip("<|>"): token
+            for name, token in _tokens_by_name(generation, "lang_to_id", config).items()
+        },
+        transcribe_token_id=tasks.get("transcribe", -1),
+        translate_token_id=tasks.get("translate", -1),
+        no_timestamps_token_id=no_timestamps,
+        # In all of Whisper's vocabularies these two tokens are before that one.
+        previous_token_id=_token(
+            generation, "prev_sot_token_id", max(no_timestamps - 2, -1), config
+        ),
+        no_speech_token_id=max(no_timestamps - 1, -1),
+        time_precision=2 * hop / rate,
+        max_initial_timestamp=_token(generation, "max_initial_timestamp_index", -1),
+        suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
+        begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
+        alignment_heads=_alignment_heads(generation),
+    )
+
+
+def _moonshine(
+    processor: ConfigFields, config: ConfigFields, generation: ConfigFields
+) -> AudioProcessorConfig:
+    rate = processor.integer("sampling_rate", 16_000, maximum=1 << 20)
+    audio = AudioProcessorConfig(
+        kind=SpeechKind.MOONSHINE,
+        num_mel_bins=0,
+        sampling_rate=rate,
+        hop_length=1,
+        fft_length=1,
+        chunk_seconds=_MOONSHINE_SECONDS,
+        strides=(64, 3, 2),
+        kernels=(127, 7, 3),
+        paddings=(0, 0, 0),
+        max_source_positions=0,
+        start_token_id=_token(generation, "decoder_start_token_id", 1, config),
+        suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
+        begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
+    )
+    positions = audio.num_outputs(int(_MOONSHINE_SECONDS * rate))
+    return msgspec.structs.replace(audio, max_source_positions=positions)
+
+
+def _token(fields: ConfigFields, name: str, default: int, other: ConfigFields | None = None) -> int:
+    """Return a token id from the first file that has it."""
+    if fields.get(name) is None and other is not None:
+        fields = other
+    value = fields.get(name, default)
+    return default if value == default else fields.integer(name, minimum=0)
+
+
+def _tokens_by_name(fields: ConfigFields, name: str, config: ConfigFields) -> dict[str, int]:
+    section = fields.section(name)
+    if section is None:
+        return {}
+    vocab_size = config.integer("vocab_size", 51_865)
+    return {
+        key: section.integer(key, minimum=0, maximum=vocab_size - 1)
+        for key in section.config
+        if section.get(key) is not None
+    }
+
+
+def _suppressed(generation: ConfigFields, config: ConfigFields, name: str) -> tuple[int, ...]:
+    """Return suppressed tokens that are in the vocabulary."""
+    fields = generation if generation.get(name) is not None else config
+    vocab_size = config.integer("vocab_size", MAX_INTEGER)
+    return tuple(token for token in fields.token_ids(name) if 0 <= token < vocab_size)
+
+
+def _alignment_heads(generation: ConfigFields) -> tuple[tuple[int, int], ...]:
+    found = generation.get("alignment_heads", [])
+    if (
+        not isinstance(found, list | tuple)
+        or len(found) > _MAX_ALIGNMENT_HEADS
+        or not all(_is_pair(each) for each in found)
+    ):
+        raise generation.wrong("alignment_heads", "a list of [layer, head]", found)
+    return tuple((layer, head) for layer, head in found)
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(number) is int and 0 <= number <= MAX_INTEGER for number in value)
+    )
