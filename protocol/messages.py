@@ -61,7 +61,8 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which the first token already needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings.
+    (32 bytes) means equal embeddings. If `row_length` is not 0, a token between each `row_length` embeddings keeps its
+    own embedding.
     """
 
     position: int
@@ -69,6 +70,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     content_hash: bytes
     size: int
     data: bytes = b""
+    row_length: int = 0
 
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

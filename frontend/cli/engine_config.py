@@ -29,7 +29,7 @@ from ...protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from ...protocol.config.model import ImageProcessorConfig
+from ...protocol.config.images import ImageProcessorConfig
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files

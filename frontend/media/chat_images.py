@@ -81,7 +81,6 @@ class ChatImages:
         assert config.model.images is not None, "the model reads no images"
         self._places = PromptImages(config.model.images, tokenizer)
         self._max_images = config.frontend.max_images
-        self._max_tiles = config.model.max_model_len // config.model.images.num_outputs
         self._max_model_len = config.model.max_model_len
         self._executor = executor.create_separate()
         self._downloader: Downloader | None = None
@@ -112,15 +111,15 @@ class ChatImages:
             ParameterError: An image cannot be read, or they do not fit into the context.
         """
         prepared: list[PreparedImage] = []
-        num_tiles = 0
+        num_outputs = 0
         for image in images:
             source: str | bytes | Image.Image = image.source
             if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
                 download = self._downloader.download
                 source = await self._downloads.in_thread(download, source, image.where)
             prepared.append(await self._executor.in_thread(self._prepare, source, image.where))
-            num_tiles += prepared[-1].num_tiles
-            if num_tiles > self._max_tiles:
+            num_outputs += prepared[-1].num_outputs
+            if num_outputs > self._max_model_len:
                 raise ParameterError(
                     image.where.split("[")[0],
                     f"have images with more tokens than the {self._max_model_len} of this model's maximum context "

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import accumulate
 
 import msgspec
 import numpy as np
 from PIL import Image
 
-from ...protocol.config.model import ImageProcessorConfig, TileLayout
+from ...protocol.config.images import AnyImageProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import IMAGE_MARK
 from ..tokenizer import Tokenizer
-from .processor import Tiles, split_image
+from .layouts.pixels import Parts, Tile
+from .processor import process_image
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -25,28 +27,36 @@ class PreparedImage:
 
     Attributes:
         text: What replaces the image's token in the text of the prompt.
-        num_tiles: The number of tiles.
+        num_outputs: The number of its embeddings, each of which takes the place of a token.
     """
 
-    def __init__(self, tiles: Tiles, text: str) -> None:
-        self.text = text
-        self.num_tiles = len(tiles.images)
-        self._data = [_encoder.encode(tile) for tile in tiles.images]
-        self._hashes = [sha256(data).digest() for data in self._data]
+    def __init__(self, parts: Parts, token: str) -> None:
+        self.text = "".join(part if isinstance(part, str) else _text(part, token) for part in parts)
+        tiles = [part for part in parts if isinstance(part, Tile)]
+        self.num_outputs = sum(tile.num_outputs for tile in tiles)
+        self.inputs = [_encoder_input(tile) for tile in tiles]
 
-    def inputs(self, positions: Sequence[int], num_outputs: int) -> list[EncoderInput]:
-        """Return the encoder inputs of the tiles, whose tokens begin at these positions."""
-        each = zip(positions, self._hashes, self._data, strict=True)
-        return [
-            EncoderInput(position, num_outputs, content_hash, num_outputs, data)
-            for position, content_hash, data in each
-        ]
+
+def _text(tile: Tile, token: str) -> str:
+    if not tile.row_length:
+        return token * tile.num_outputs
+    return tile.separator.join([token * tile.row_length] * (tile.num_outputs // tile.row_length))
+
+
+def _encoder_input(tile: Tile) -> EncoderInput:
+    """Return the input of a tile at position 0."""
+    data = _encoder.encode(tile.payload)
+    num_tokens = tile.num_outputs
+    if tile.row_length:
+        num_tokens += num_tokens // tile.row_length - 1
+    content_hash = sha256(data).digest()
+    return EncoderInput(0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length)
 
 
 class PromptImages:
     """Places images in the prompts of one model. It is thread-safe."""
 
-    def __init__(self, config: ImageProcessorConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: AnyImageProcessor, tokenizer: Tokenizer) -> None:
         self._config = config
         token = tokenizer.id_to_token(config.token_id)
         if not token:
@@ -58,8 +68,7 @@ class PromptImages:
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """Return an image in RGB as the model reads it."""
-        tiles = split_image(image, self._config)
-        return PreparedImage(tiles, self._text(tiles))
+        return PreparedImage(process_image(image, self._config), self._token)
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Return the prompt with an image token for each embedding.
@@ -85,38 +94,18 @@ class PromptImages:
         Raises:
             ParameterError: The tokens of an image are not where they should be.
         """
-        size = self._config.num_outputs
         positions = np.flatnonzero(np.asarray(token_ids) == self._config.token_id)
-        starts = positions[::size]
-        num_tiles = sum(image.num_tiles for image in images)
-        if (
-            len(positions) != num_tiles * size
-            or (positions[size - 1 :: size] - starts != size - 1).any()
-        ):
-            raise ParameterError(
-                "messages", "have text that the tokenizer joins with an image's token"
-            )
-        inputs: list[EncoderInput] = []
-        for image in images:
-            first = len(inputs)
-            inputs += image.inputs(starts[first : first + image.num_tiles].tolist(), size)
-        return inputs
-
-    def _text(self, tiles: Tiles) -> str:
-        embeddings = self._token * self._config.num_outputs
-        if self._config.layout is not TileLayout.GRID:
-            return f"{self._config.start}{embeddings * len(tiles.images)}{self._config.end}"
-        around = "<fake_token_around_image>"
-        rows = "".join(
-            "".join(
-                f"{around}<row_{row}_col_{column}>{embeddings}"
-                for column in _from_1(tiles.num_columns)
-            )
-            + "\n"
-            for row in _from_1(tiles.num_rows)
-        )
-        return f"{rows}{chr(10) if rows else ''}{around}<global-img>{embeddings}{around}"
-
-
-def _from_1(count: int) -> range:
-    return range(1, count + 1)
+        inputs = [item for image in images for item in image.inputs]
+        ends = list(accumulate(item.size for item in inputs))
+        if [len(positions)] == ends[-1:]:
+            starts = [positions[end - item.size] for item, end in zip(inputs, ends, strict=True)]
+            lasts = positions[np.asarray(ends) - 1]
+            expected = [
+                start + item.num_tokens - 1 for start, item in zip(starts, inputs, strict=True)
+            ]
+            if (lasts == expected).all():
+                return [
+                    msgspec.structs.replace(item, position=int(start))
+                    for item, start in zip(inputs, starts, strict=True)
+                ]
+        raise ParameterError("messages", "have text that the tokenizer joins with an image's token")

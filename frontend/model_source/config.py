@@ -39,7 +39,7 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer import TokenizerConfig, load_tokenizer
-from .images import read_image_processor
+from .images.read import read_image_processor
 from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .source import find_checkpoint, find_tokenizer, find_tokenizer_directory

@@ -8,6 +8,7 @@ import msgspec
 
 from ..file_identity import FileIdentity, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
+from .images import AnyImageProcessor
 
 
 class LoadFormat(enum.StrEnum):
@@ -77,58 +78,6 @@ class ClassifierConfig(msgspec.Struct, frozen=True):
 
     labels: tuple[str, ...]
     activation: Activation
-
-
-class TileLayout(enum.StrEnum):
-    """How an image becomes the tiles that a vision tower reads.
-
-    `GRID`: it is resized to a multiple of a tile in both directions, split, and followed by a small copy of the whole.
-    `CROP`: its shorter side becomes that of a tile, and the middle is taken. `SQUARE`: it is resized to a tile.
-    `CANVAS`: like `GRID`, but the grid is the one whose shape is most like its own.
-    """
-
-    GRID = "grid"
-    CROP = "crop"
-    SQUARE = "square"
-    CANVAS = "canvas"
-
-
-class ImageProcessorConfig(msgspec.Struct, frozen=True):
-    """How the model reads images.
-
-    Attributes:
-        token_id: The token whose embeddings an image's replace.
-        num_outputs: The embeddings of a tile.
-        side: The side of a tile in pixels.
-        layout: How images become tiles.
-        resample: The filter, by Pillow's number.
-        longest_edge: The longer side before the image is split, in pixels (`GRID`).
-        splits: Whether images are split (`GRID`, `CANVAS`).
-        shortest_edge: The shorter side before the middle is taken (`CROP`).
-        min_tiles: The minimum number of tiles beside the whole (`CANVAS`).
-        max_tiles: The maximum number of tiles beside the whole (`CANVAS`).
-        start: The text before an image (all but `GRID`).
-        end: The text after it.
-        scale: The factor on values from 0 to 255.
-        mean: The mean of each channel, which is subtracted from these products.
-        std: The divisor of each channel after that.
-    """
-
-    token_id: int
-    num_outputs: int
-    side: int
-    layout: TileLayout
-    resample: int
-    longest_edge: int = 0
-    splits: bool = True
-    shortest_edge: int = 0
-    min_tiles: int = 1
-    max_tiles: int = 1
-    start: str = ""
-    end: str = ""
-    scale: float = 1 / 255
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
 
 class SpeechKind(enum.StrEnum):
@@ -260,7 +209,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     loras: dict[str, str] = {}
     lora_files: tuple[FileIdentity, ...] = ()
     max_lora_rank: int = 16
-    images: ImageProcessorConfig | None = None
+    images: AnyImageProcessor | None = None
     audio: AudioProcessorConfig | None = None
     source_text: SourceTextConfig | None = None
 

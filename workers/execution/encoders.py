@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...protocol.arrays import Int32Array, int32_view
 from ...protocol.errors import EngineError
@@ -80,11 +81,21 @@ class Encoders:
                 if first >= last:
                     continue
                 token = int(plan.query_start_loc[row]) + first - start
-                rows_T[token : token + last - first] = np.arange(num_rows, num_rows + last - first)
-                output = self._outputs[item.content_hash]
-                parts.append(output[first - item.position : last - item.position])
-                num_rows += last - first
+                rows = _output_rows(item, first - item.position, last - item.position)
+                tokens = token + np.flatnonzero(rows >= 0)
+                rows_T[tokens] = np.arange(num_rows, num_rows + len(tokens))
+                parts.append(self._outputs[item.content_hash][rows[rows >= 0]])
+                num_rows += len(tokens)
         return Placed(rows_T, torch.cat(parts)) if parts else None
+
+
+def _output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:
+    """Return the row of an input's output for each of its tokens [first, last), or -1 for its separators."""
+    tokens = np.arange(first, last)
+    if not item.row_length:
+        return tokens
+    row, column = np.divmod(tokens, item.row_length + 1)
+    return np.where(column == item.row_length, -1, tokens - row)
 
 
 def _decode(data: bytes) -> ImagePayload:

@@ -8,7 +8,7 @@ import torch
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
-from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from .rope import RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..loaders import Checkpoint
 from .weights import VisionWeights, find_activation
 

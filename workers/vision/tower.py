@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..loaders import Checkpoint

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision import VisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import CheckpointError
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..loaders.dummy import made_up

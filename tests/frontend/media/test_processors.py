@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import transformers
 from engine.frontend.media.decode import to_rgb
-from engine.frontend.media.processor import split_image
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
 from engine.frontend.media.prompt_images import PromptImages
-from engine.frontend.model_source.images import read_image_processor
+from engine.frontend.model_source.images.read import read_image_processor
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
@@ -43,6 +44,11 @@ def _read(path, **overrides):
     return read_image_processor(path, config, config.section("text_config"), overrides)
 
 
+def _tiles(image, config):
+    parts = process_image(image, config)
+    return [part.payload for part in parts if isinstance(part, Tile)]
+
+
 def _normalized(tile):
     pixels = np.frombuffer(tile.pixels, np.uint8).reshape(tile.height, tile.width, 3)
     scaled = (pixels.astype(np.float64) * tile.scale).astype(np.float32)
@@ -55,7 +61,7 @@ def test_tiles_equal_those_of_transformers(model, size):
     image = _image(*size)
     expected = image_processor(path, kind)(image, return_tensors="np")["pixel_values"]
     expected = expected.reshape(-1, *expected.shape[-3:])
-    tiles = split_image(image, _read(path)).images
+    tiles = _tiles(image, _read(path))
     assert len(tiles) == len(expected)
     for tile, pixels in zip(tiles, expected, strict=True):
         np.testing.assert_array_equal(_normalized(tile), pixels)
@@ -71,7 +77,7 @@ def test_colors_and_transparency_equal_those_of_transformers(mode, tmp_path):
     if mode == "P":
         image.info["transparency"] = image.getpixel((0, 0))
     [expected] = image_processor(path, "llava-siglip")(image, return_tensors="np")["pixel_values"]
-    [tile] = split_image(to_rgb(image), _read(path)).images
+    [tile] = _tiles(to_rgb(image), _read(path))
     np.testing.assert_array_equal(_normalized(tile), expected)
 
 
@@ -81,7 +87,7 @@ def test_images_that_are_not_split_equal_those_of_transformers(tmp_path):
     image = _image(300, 200)
     processor = image_processor(path, kind, do_image_splitting=False)
     [[expected]] = processor(image, return_tensors="np")["pixel_values"]
-    [tile] = split_image(image, _read(path, do_image_splitting=False)).images
+    [tile] = _tiles(image, _read(path, do_image_splitting=False))
     np.testing.assert_array_equal(_normalized(tile), expected)
 
 

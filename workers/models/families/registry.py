@@ -12,7 +12,7 @@ from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classif
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
 from ....protocol.checkpoint.field_names import read_text_config, with_common_names
-from ....protocol.checkpoint.vision import has_vision, vision_spec
+from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from . import (

@@ -1,0 +1,107 @@
+"""Images that are split into tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from PIL import Image
+
+from ....protocol.config.images import CanvasProcessor, GridProcessor
+from .pixels import Parts, Tile, make_tile, resize
+
+_MAX_SIDE: Final = 4096
+"""The longest side to which an image is resized before it is split."""
+
+_AROUND: Final = "<fake_token_around_image>"
+
+
+def grid(image: Image.Image, config: GridProcessor) -> Parts:
+    """Return the rows of a grid one after the other, then the whole image; each tile after its name."""
+    side = config.side
+    image = resize(image, *_fit_longest(image.width, image.height, config.longest_edge), config)
+    if not config.splits:
+        return _with_whole([], resize(image, side, side, config), config)
+    image = resize(image, *_whole_tiles(image.width, image.height, side), config)
+    if image.size == (side, side):
+        return _with_whole([], image, config)
+    rows: Parts = []
+    for row, tiles in enumerate(_split(image, side), 1):
+        for column, tile in enumerate(tiles, 1):
+            rows += [f"{_AROUND}<row_{row}_col_{column}>", make_tile(tile, config)]
+        rows.append("\n")
+    return _with_whole([*rows, "\n"], resize(image, side, side, config), config)
+
+
+def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
+    """Return the rows of a grid one after the other, then the whole image if there are several tiles."""
+    side = config.side
+    num_columns, num_rows = _best_canvas(image.width, image.height, config)
+    canvas = resize(image, num_columns * side, num_rows * side, config)
+    tiles: list[Tile] = [make_tile(tile, config) for row in _split(canvas, side) for tile in row]
+    if len(tiles) > 1:
+        tiles.append(make_tile(resize(image, side, side, config), config))
+    return list(tiles)
+
+
+def _with_whole(rows: Parts, whole: Image.Image, config: GridProcessor) -> Parts:
+    return [*rows, f"{_AROUND}<global-img>", make_tile(whole, config), _AROUND]
+
+
+def _split(image: Image.Image, side: int) -> list[list[Image.Image]]:
+    """Return the rows of tiles."""
+    return [
+        [image.crop((x, y, x + side, y + side)) for x in range(0, image.width, side)]
+        for y in range(0, image.height, side)
+    ]
+
+
+def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Return the size with this longest side and, if there is one, an even other one."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > _MAX_SIDE:
+        width, height = _MAX_SIDE, int(_MAX_SIDE / ratio)
+    elif height > width and height > _MAX_SIDE:
+        width, height = int(_MAX_SIDE * ratio), _MAX_SIDE
+    return max(width, 1), max(height, 1)
+
+
+def _best_canvas(width: int, height: int, config: CanvasProcessor) -> tuple[int, int]:
+    """Return the columns and rows of the grid whose shape is most like the image's.
+
+    Of grids with the same shape it is the one with most tiles, unless more than half of them would be made up.
+    """
+    if not config.splits or config.max_tiles == 1:
+        return 1, 1
+    sides = range(1, config.max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides]
+    ratio, area = width / height, width * height
+    best, least = (1, 1), math.inf
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        if not config.min_tiles <= columns * rows <= config.max_tiles:
+            continue
+        difference = abs(ratio - columns / rows)
+        is_filled = area > 0.5 * config.side**2 * columns * rows
+        if difference < least or (difference == least and is_filled):
+            best, least = (columns, rows), difference
+    return best
+
+
+def _whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
+    """Return the size of the smallest grid of tiles for an image of this shape."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        height = math.ceil(int(width / ratio) / side) * side
+    else:
+        height = math.ceil(height / side) * side
+        width = math.ceil(int(height * ratio) / side) * side
+    return width, height

@@ -1,0 +1,41 @@
+"""Resized images and their pixels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from PIL import Image
+
+from ....protocol.config.images import ImageProcessorConfig
+from ....protocol.messages import ImagePayload
+
+
+class Tile(NamedTuple):
+    """What a vision tower reads at a time, and the number of embeddings that it makes of that.
+
+    If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt.
+    """
+
+    payload: ImagePayload
+    num_outputs: int
+    row_length: int = 0
+    separator: str = ""
+
+
+Parts: TypeAlias = list[str | Tile]
+"""What takes the place of an image in a prompt: texts and tiles in their order."""
+
+
+def make_tile(image: Image.Image, config: ImageProcessorConfig) -> Tile:
+    """Return an image as a tile."""
+    payload = ImagePayload(
+        image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
+    )
+    return Tile(payload, config.num_outputs)
+
+
+def resize(
+    image: Image.Image, width: int, height: int, config: ImageProcessorConfig
+) -> Image.Image:
+    """Return the image in another size."""
+    return image.resize((width, height), Image.Resampling(config.resample))

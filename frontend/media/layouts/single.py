@@ -1,0 +1,31 @@
+"""Images of which a tower reads one tile."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from ....protocol.config.images import CropProcessor, SquareProcessor
+from .pixels import Parts, make_tile, resize
+
+
+def square(image: Image.Image, config: SquareProcessor) -> Parts:
+    """Return the whole image as a tile."""
+    return [make_tile(resize(image, config.side, config.side, config), config)]
+
+
+def crop(image: Image.Image, config: CropProcessor) -> Parts:
+    """Return the middle of the image as a tile."""
+    return [make_tile(_crop_center(_resize_shortest(image, config), config.side), config)]
+
+
+def _resize_shortest(image: Image.Image, config: CropProcessor) -> Image.Image:
+    short, long = sorted(image.size)
+    other = int(config.shortest_edge * long / short)
+    if image.width <= image.height:
+        return resize(image, config.shortest_edge, other, config)
+    return resize(image, other, config.shortest_edge, config)
+
+
+def _crop_center(image: Image.Image, side: int) -> Image.Image:
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))

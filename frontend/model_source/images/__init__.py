@@ -1,0 +1,1 @@
+"""Reads how a checkpoint's images are processed, from the files of transformers' processors."""

@@ -1,0 +1,73 @@
+"""Reads the fields that image processors have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.spec import VisionSpec
+
+LANCZOS: Final = 1
+BILINEAR: Final = 2
+BICUBIC: Final = 3
+CLIP_VALUES: Final = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
+
+
+def values(
+    fields: ConfigFields, vision: VisionSpec, token_id: int, resample: int
+) -> dict[str, Any]:
+    """Return what all processors have in common."""
+    values: dict[str, Any] = {
+        "token_id": token_id,
+        "num_outputs": vision.num_outputs,
+        "resample": fields.integer("resample", resample, minimum=0, maximum=5),
+        "scale": fields.positive("rescale_factor", 1 / 255),
+    }
+    if not fields.boolean("do_rescale", True):
+        values["scale"] = 1.0
+    if not fields.boolean("do_normalize", True):
+        return values | {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    for name, read in (("mean", _number), ("std", _positive)):
+        found = fields.get(f"image_{name}")
+        if found is not None:
+            values[name] = _channels(fields, f"image_{name}", found, read)
+    return values
+
+
+def sides(fields: ConfigFields, name: str) -> ConfigFields:
+    """Return a size, which old files have as a number: of the shorter side, or of both sides of the middle."""
+    size = fields.get(name)
+    if isinstance(size, int):
+        names = ("shortest_edge",) if name == "size" else ("height", "width")
+        return ConfigFields(dict.fromkeys(names, size), fields.path, f"{name}.")
+    return fields.first_section(name)
+
+
+def side_of_tile(fields: ConfigFields, name: str, vision: VisionSpec) -> int:
+    """Return the side of a tile, which must be that of the images that the tower reads."""
+    side = fields.integer(name, vision.image_size)
+    if side != vision.image_size:
+        raise fields.wrong(name, f"{vision.image_size}, which is vision_config.image_size", side)
+    return side
+
+
+def _channels(
+    fields: ConfigFields, name: str, value: Any, is_valid: Callable[[Any], bool]
+) -> tuple[float, float, float]:
+    numbers = value if isinstance(value, list) else [value] * 3
+    if len(numbers) != 3 or not all(map(is_valid, numbers)):
+        raise fields.wrong(name, "three numbers", value)
+    first, second, third = map(float, numbers)
+    return first, second, third
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e6
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and value > 1e-6

@@ -1,0 +1,74 @@
+"""Reads how a checkpoint's images are processed, from the files of transformers' processors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.images import AnyImageProcessor
+from .idefics3 import grid
+from .internvl import canvas
+from .single import single
+
+logger = logging.getLogger(__name__)
+
+_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+
+
+def read_image_processor(
+    path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
+) -> AnyImageProcessor | None:
+    """Return how the model reads images; None if it reads none, or without the processor's file.
+
+    Args:
+        path: The checkpoint.
+        config: Its config.
+        text: The text decoder's part of it.
+        overrides: Fields that replace those of the processor.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    if not has_vision(config) or not path.is_dir():
+        return None
+    vision = vision_spec(config, text.integer("hidden_size"))
+    processor = _read_processor(path)
+    if processor is None:
+        logger.warning("%s has no %s, so images are refused", path, _FILES[0])
+        return None
+    token_id = config.integer(
+        "image_token_id" if config.get("image_token_id") is not None else "image_token_index",
+        minimum=0,
+        maximum=text.integer("vocab_size") - 1,
+    )
+    read = _READERS[config.text("model_type")]
+    # InternVL's processor ignores this field of the file.
+    processor = processor.with_values({"crop_to_patches": None})
+    return read(processor.with_values(dict(overrides)), config, vision, token_id)
+
+
+def _read_processor(path: Path) -> ConfigFields | None:
+    """Return the fields of the image processor; processors of transformers 5 have them in a section."""
+    for name in _FILES:
+        if (path / name).is_file():
+            fields = ConfigFields.read(path / name)
+            found = fields.section("image_processor") or fields
+            if found.get("image_processor_type") is not None or name == _FILES[0]:
+                return found
+    return None
+
+
+_Reader: TypeAlias = Callable[[ConfigFields, ConfigFields, VisionSpec, int], AnyImageProcessor]
+"""From the fields of the processor and of the model, its tower and the token that stands for an embedding."""
+
+_READERS: Final[dict[str, _Reader]] = {
+    "idefics3": grid,
+    "internvl": canvas,
+    "llava": single,
+    "smolvlm": grid,
+}

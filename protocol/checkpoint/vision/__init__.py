@@ -1,0 +1,1 @@
+"""Reads the vision towers of checkpoints from their configs."""

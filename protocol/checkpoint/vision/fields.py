@@ -1,0 +1,52 @@
+"""Reads the config fields that vision towers have in common."""
+
+from __future__ import annotations
+
+from ..config_fields import ConfigFields
+from .spec import MAX_SIDE
+
+
+def feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple[int, ...]:
+    """Return the layers whose outputs are the features, counted from 1."""
+    chosen = fields.get("vision_feature_layer", default)
+    layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
+    # Like indices of a list of the hidden states, of which the first is before the layers.
+    if not layers or not all(
+        type(i) is int and -num_layers <= i <= num_layers and i for i in layers
+    ):
+        raise fields.wrong("vision_feature_layer", f"of the {num_layers} layers", chosen)
+    return tuple(i if i > 0 else num_layers + 1 + i for i in layers)
+
+
+def check_factor(fields: ConfigFields, name: str, factor: int, num_patches: int) -> None:
+    """Raise CheckpointError unless squares of `factor` patches fill an image."""
+    if factor < 1 or num_patches % factor:
+        raise fields.error(f"{name} {factor} does not divide the {num_patches} patches of a side")
+
+
+def image_and_patch_size(vision: ConfigFields, image_size: int, patch_size: int) -> tuple[int, int]:
+    """Return the sides of an image and of a patch."""
+    if vision.integer("num_channels", 3) != 3:
+        raise vision.wrong("num_channels", "3", vision.get("num_channels"))
+    # A side may be given for both directions.
+    sides = {
+        name: value[0]
+        for name in ("image_size", "patch_size")
+        if isinstance(value := vision.get(name), list) and len(value) == 2 and value[0] == value[1]
+    }
+    vision = vision.with_values(sides)
+    image_size = vision.integer("image_size", image_size, maximum=MAX_SIDE)
+    return image_size, vision.integer("patch_size", patch_size, maximum=image_size)
+
+
+def head_count(vision: ConfigFields, size: int, default: int) -> int:
+    """Return the number of attention heads, which divides the hidden size (by default `size`)."""
+    num_heads, size = (
+        vision.integer("num_attention_heads", default),
+        vision.integer("hidden_size", size),
+    )
+    if size % num_heads:
+        raise vision.error(
+            f"{vision.prefix}hidden_size {size} must be a multiple of num_attention_heads {num_heads}"
+        )
+    return num_heads

@@ -1,0 +1,60 @@
+"""The vision tower of InternVL."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .fields import check_factor, feature_layers, head_count, image_and_patch_size
+from .spec import VisionSpec
+
+
+def internvl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of InternVL."""
+    image_size, patch_size = image_and_patch_size(vision, 448, 14)
+    factor = round(1 / fields.positive("downsample_ratio", 0.5))
+    check_factor(fields, "downsample_ratio 1 /", factor, image_size // patch_size)
+    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    layers = feature_layers(fields, num_layers, -1)
+    is_last = layers == (num_layers,)
+    norm_kind = vision.text("norm_type", "layer_norm")
+    if norm_kind not in ("layer_norm", "rms_norm"):
+        raise vision.wrong("norm_type", "'layer_norm' or 'rms_norm'", norm_kind)
+    strategy = fields.text("vision_feature_select_strategy", "default")
+    if strategy != "default":
+        raise fields.wrong("vision_feature_select_strategy", "'default'", strategy)
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 1024),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        num_heads=head_count(vision, 1024, 16),
+        feature_layers=layers,
+        activation=vision.text("hidden_act", "gelu"),
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        output_size=output_size,
+        projection="mlp",
+        shuffle_factor=factor,
+        projection_activation=fields.text("projector_hidden_act", "gelu"),
+        has_projection_norm=True,
+        has_class_token=True,
+        has_post_norm=is_last and not vision.boolean("use_mean_pooling", True),
+        norm_kind="rms" if norm_kind == "rms_norm" else "layer",
+        has_layer_scales=True,
+        has_qk_norm=vision.boolean("use_qk_norm", False),
+        qkv_bias=vision.boolean("attention_bias", False),
+        tensor_names=_INTERNVL_NAMES,
+    )
+
+
+_INTERNVL_NAMES: Final = (
+    (r"embeddings\.cls_token$", "embeddings.class_embedding"),
+    (r"embeddings\.patch_embeddings\.projection\.", "embeddings.patch_embedding."),
+    (r"embeddings\.position_embeddings$", "embeddings.position_embedding.weight"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".self_attn.out_proj."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.layernorm_before\.", ".layer_norm1."),
+    (r"\.layernorm_after\.", ".layer_norm2."),
+    (r"vision_tower\.layernorm\.", "vision_tower.post_layernorm."),
+)

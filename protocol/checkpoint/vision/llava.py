@@ -1,0 +1,44 @@
+"""The vision towers of LLaVA."""
+
+from __future__ import annotations
+
+from ..config_fields import ConfigFields
+from .fields import feature_layers, head_count, image_and_patch_size
+from .spec import VisionSpec
+
+
+def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of LLaVA."""
+    is_clip = vision.text("model_type", "clip_vision_model") == "clip_vision_model"
+    if not is_clip and vision.text("model_type") != "siglip_vision_model":
+        raise vision.wrong(
+            "model_type", "clip_vision_model or siglip_vision_model", vision.get("model_type")
+        )
+    image_size, patch_size = image_and_patch_size(vision, 224, 32 if is_clip else 16)
+    num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
+    layers = feature_layers(fields, num_layers, -2)
+    strategy = fields.text("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise fields.wrong("vision_feature_select_strategy", "'default' or 'full'", strategy)
+    if strategy == "default" and not is_clip:
+        raise fields.wrong(
+            "vision_feature_select_strategy", "'full' without a class token", strategy
+        )
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 768),
+        intermediate_size=vision.integer("intermediate_size", 3072),
+        num_heads=head_count(vision, 768, 12),
+        feature_layers=layers,
+        activation=vision.text("hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh"),
+        norm_eps=vision.positive("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        output_size=output_size,
+        projection="mlp",
+        projection_activation=fields.text("projector_hidden_act", "gelu"),
+        projection_bias=fields.boolean("multimodal_projector_bias", True),
+        has_class_token=is_clip,
+        keeps_class_token=is_clip and strategy == "full",
+        has_patch_bias=not is_clip,
+        has_pre_norm=is_clip,
+    )

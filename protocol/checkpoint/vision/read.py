@@ -1,0 +1,39 @@
+"""Finds the reader of a model's vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .idefics3 import idefics3
+from .internvl import internvl
+from .llava import llava
+from .spec import VisionSpec
+
+
+def has_vision(fields: ConfigFields) -> bool:
+    """Return whether a model with this config has a vision tower that Engine computes."""
+    return fields.text("model_type", "") in _READERS and fields.section("vision_config") is not None
+
+
+def vision_spec(fields: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the vision tower of a model with this config, which `has_vision`.
+
+    Args:
+        fields: The content of a config.json.
+        output_size: The hidden size of the decoder.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    read = _READERS[fields.text("model_type")]
+    return read(fields, fields.required_section("vision_config"), output_size)
+
+
+_READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec]]] = {
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
+    "internvl": internvl,
+    "llava": llava,
+}

@@ -1,0 +1,70 @@
+"""How a model reads images: one class for each way to cut an image into what the vision tower reads."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What all image processors have in common.
+
+    Attributes:
+        token_id: The token whose embeddings an image's replace.
+        num_outputs: The embeddings of a tile, or the most of an image whose number depends on its size.
+        resample: The filter, by Pillow's number.
+        start: The text before an image.
+        end: The text after it.
+        scale: The factor on values from 0 to 255.
+        mean: The mean of each channel, which is subtracted from these products.
+        std: The divisor of each channel after that.
+    """
+
+    token_id: int
+    num_outputs: int
+    resample: int
+    start: str = ""
+    end: str = ""
+    scale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
+    """Resizes an image to a tile of `side` pixels."""
+
+    side: int
+
+
+class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):
+    """Resizes the shorter side to `shortest_edge` pixels, and takes a tile of `side` pixels from the middle."""
+
+    side: int
+    shortest_edge: int
+
+
+class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid"):
+    """Resizes an image to a multiple of a tile in both directions, splits it, and adds a small copy of the whole.
+
+    `longest_edge` is the longer side before that, in pixels. Images are only split if it `splits` them.
+    """
+
+    side: int
+    longest_edge: int
+    splits: bool = True
+
+
+class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canvas"):
+    """Resizes an image to the grid of tiles whose shape is most like its own, splits it, and adds the whole.
+
+    The grid has `min_tiles` to `max_tiles` tiles. Images are only split if it `splits` them.
+    """
+
+    side: int
+    splits: bool = True
+    min_tiles: int = 1
+    max_tiles: int = 1
+
+
+AnyImageProcessor: TypeAlias = SquareProcessor | CropProcessor | GridProcessor | CanvasProcessor
