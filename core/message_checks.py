@@ -20,6 +20,7 @@ from ..protocol.messages import (
     AddRequests,
     ClientHello,
     ClientMessage,
+    EncoderGrid,
     EngineCoreRequest,
 )
 from ..protocol.worker_messages import (
@@ -31,6 +32,7 @@ from ..protocol.worker_messages import (
 )
 
 _MAX_INT32: Final = 2**31 - 1
+_MAX_TIME: Final = 1 << 24
 _UINT32: Final = np.dtype("<u4")
 
 _FEW_BYTES: Final = 4096
@@ -67,6 +69,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
             0 <= item.position <= _MAX_INT32
             and 0 <= item.num_tokens <= _MAX_INT32
             and 0 <= item.size <= _MAX_INT32
+            and (item.grid is None or _is_valid_grid(item.grid, item.num_tokens))
             for item in request.encoder_inputs
         )
     ):
@@ -144,6 +147,15 @@ def are_below(limit: int, array: bytes) -> bool:
 def _for_every_number(count: int, *numbers: int) -> list[int]:
     """Return integers that hold each of `numbers` (32 bits) repeated `count` times."""
     return [int.from_bytes(number.to_bytes(4, "little") * count, "little") for number in numbers]
+
+
+def _is_valid_grid(grid: EncoderGrid, num_tokens: int) -> bool:
+    return (
+        grid.rows > 0
+        and grid.columns > 0
+        and grid.rows * grid.columns == num_tokens
+        and 0 <= grid.time < _MAX_TIME
+    )
 
 
 def _is_valid_vector(row: RowVector, max_num_seqs: int) -> bool:

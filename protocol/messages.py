@@ -56,13 +56,26 @@ class EventKind(enum.IntEnum):
 # frontend -> core
 
 
+class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """The grid of an encoder input's embeddings, row by row, for models with rotary positions in three dimensions.
+
+    All have the same position in time. With `continues` they are a further frame of the previous input's video, and
+    this position is `time` after that of the video's first frame.
+    """
+
+    rows: int
+    columns: int
+    time: int = 0
+    continues: bool = False
+
+
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """An image, a sound or similar, in place of the prompt's tokens [position, position + num_tokens).
 
     `num_tokens` is 0 for the input of an encoder-decoder model, which the first token already needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
-    (32 bytes) means equal embeddings. If `row_length` is not 0, a token between each `row_length` embeddings keeps its
-    own embedding.
+    (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` cells if there is one. If `row_length`
+    is not 0, a token between each `row_length` embeddings keeps its own embedding.
     """
 
     position: int
@@ -71,6 +84,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     size: int
     data: bytes = b""
     row_length: int = 0
+    grid: EncoderGrid | None = None
 
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

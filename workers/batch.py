@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
+from .rotary_positions import RotaryPositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class StepPlan:
     """The tokens of a step, in batch order.
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
-    `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample.
+    `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample. `rotary_T3` int32
+    are the rotary positions where they differ from `positions_T`, else None.
     """
 
     slots_S: Int32Array
@@ -50,6 +52,7 @@ class StepPlan:
     slots_T: Int32Array
     positions_T: Int32Array
     sampling_rows: Int32Array
+    rotary_T3: Int32Array | None = None
 
     @property
     def logit_rows(self) -> Int32Array:
@@ -69,6 +72,7 @@ class StepPlan:
                 self.slots_T[tokens],
                 self.positions_T[tokens],
                 np.zeros(int(samples), np.int32),
+                None if self.rotary_T3 is None else self.rotary_T3[tokens],
             )
 
 
@@ -115,7 +119,8 @@ def _requests(
 class PersistentBatch:
     """Slot-indexed state of the requests.
 
-    Token ids are on the device, so that sampled tokens never have to leave it.
+    Token ids are on the device, so that sampled tokens never have to leave it. `rotary` has the rotary positions of
+    models with `has_rotary_axes`.
     """
 
     def __init__(
@@ -125,6 +130,8 @@ class PersistentBatch:
         block_size: int,
         num_groups: int,
         device: torch.device,
+        *,
+        has_rotary_axes: bool = False,
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.num_slots = num_slots
@@ -147,6 +154,7 @@ class PersistentBatch:
             np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)
         ]
         self.device_block_tables: list[torch.Tensor] = []
+        self.rotary = RotaryPositions(num_slots) if has_rotary_axes else None
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
 
@@ -184,6 +192,8 @@ class PersistentBatch:
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
             self.num_computed_tokens[slot] = new.num_computed_tokens
+            if self.rotary is not None:
+                self.rotary.add_request(slot, new.encoder_inputs)
             for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
                 blocks = int32_view(block_ids)
                 table[slot, : len(blocks)] = blocks
@@ -226,6 +236,9 @@ class PersistentBatch:
         seq_lens_S = num_computed_S + num_scheduled_S
         self.num_computed_tokens[slots_S] = seq_lens_S
         sampling_rows = np.flatnonzero(seq_lens_S == self.num_tokens[slots_S]).astype(np.int32)
+        rotary_T3 = None
+        if self.rotary is not None:
+            rotary_T3 = self.rotary.of_step(slots_S, query_start_loc, positions_T)
         return StepPlan(
             slots_S,
             num_computed_S,
@@ -234,6 +247,7 @@ class PersistentBatch:
             slots_T,
             positions_T,
             sampling_rows,
+            rotary_T3,
         )
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:

@@ -79,6 +79,7 @@ class NativeDecoder:
         self.loras = loras
         self.encoder: VisionTower | None = None
         self.placed: Placed | None = None
+        self.rotary_T3: Tensor | None = None
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
         self.hidden_dtype = torch.float32
@@ -243,6 +244,11 @@ class NativeDecoder:
         if self.placed is not None:
             encoded = self.placed.encoded.float().contiguous()
             step.placed, step.encoded = self.placed.rows_T.ctypes.data, encoded.data_ptr()
+            step.encoded_stride = encoded.shape[1]
+        step.rotary = None
+        if self.rotary_T3 is not None:
+            rotary_T3 = _int32(self.rotary_T3)
+            step.rotary = rotary_T3.data_ptr()
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.num_token_ids}), "

@@ -73,6 +73,7 @@ class NativeDecoding:
             num_sampled=self._num_sampled.ctypes.data,
             num_verified=self._num_verified.ctypes.data,
             adapters=None if adapter_by_slot is None else adapter_by_slot.ctypes.data,
+            rotary_offsets=None if batch.rotary is None else batch.rotary.offsets_N.ctypes.data,
         )
 
     def step(

@@ -41,6 +41,7 @@ OP_KINDS = (
     "share_squares",
     "adapt",
     "place",
+    "add_placed",
 )
 
 
@@ -310,6 +311,8 @@ class Step(ctypes.Structure):
         ("adapters", c_void_p),
         ("placed", c_void_p),
         ("encoded", c_void_p),
+        ("encoded_stride", c_int64),
+        ("rotary", c_void_p),
     )
 
 
@@ -357,6 +360,7 @@ class DecodeBatch(ctypes.Structure):
         ("num_sampled", c_void_p),
         ("num_verified", c_void_p),
         ("adapters", c_void_p),
+        ("rotary_offsets", c_void_p),
     )
 
 
@@ -398,7 +402,7 @@ FUNCTIONS: dict[str, Signature] = {
     "engine_program_new": (c_void_p, [POINTER(ModelShape)]),
     "engine_program_free": (None, [c_void_p]),
     "engine_program_add": (None, [c_void_p, POINTER(Op)]),
-    "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float]),
+    "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float, c_void_p]),
     "engine_program_exchange_bytes": (c_size_t, [c_void_p, c_int32]),
     "engine_program_join": (None, [c_void_p, c_void_p, c_int32, c_int32]),
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),

@@ -104,8 +104,13 @@ class NativeProgram:
         """Compute tables of this rotary embedding in every step. Operations refer to it by its index."""
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
         frequencies = np.ascontiguousarray(inv_freq.numpy(), np.float32)
+        axes = np.array(rope.axes, np.int32)
         self._library.engine_program_add_rope(
-            self._handle, frequencies.ctypes.data, len(frequencies), factor
+            self._handle,
+            frequencies.ctypes.data,
+            len(frequencies),
+            factor,
+            axes.ctypes.data if rope.axes else None,
         )
 
     def add_op(

@@ -118,9 +118,9 @@ class TritonKernels(LayerKernels):
         """Write each token behind its index."""
         append_tokens(token_ids_NL, index_S, tokens_S)
 
-    def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+    def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
         """Return cos and sin of these positions."""
-        return rotary_tables(rope, positions_T)
+        return rotary_tables(rope, positions)
 
 
 class _Norm(RMSNorm):

@@ -15,16 +15,28 @@ from ..layers.rope import RotaryEmbedding, RotaryTables
 
 @triton.jit
 def _rotary_tables_kernel(
-    positions_ptr, inv_freq_ptr, factor, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr
+    positions_ptr,
+    inv_freq_ptr,
+    axes_ptr,
+    factor,
+    cos_ptr,
+    sin_ptr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_AXES: tl.constexpr,
 ):
     """Compute cos and sin [T, R] of one token. Grid (T,).
 
-    positions is [T]. inv_freq is float32 [HALF], with HALF = R / 2.
+    positions is [T], or [T, 3] with HAS_AXES. inv_freq is float32 [HALF], with HALF = R / 2. axes is int32 [HALF].
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     mask = dims < HALF
-    position = tl.load(positions_ptr + token).to(tl.float32)
+    if HAS_AXES:
+        axes = tl.load(axes_ptr + dims, mask=mask, other=0)
+        position = tl.load(positions_ptr + token * 3 + axes).to(tl.float32)
+    else:
+        position = tl.load(positions_ptr + token).to(tl.float32)
     angles = position * tl.load(inv_freq_ptr + dims, mask=mask, other=0.0)
     cos = (tl.cos(angles) * factor).to(cos_ptr.dtype.element_ty)
     sin = (tl.sin(angles) * factor).to(sin_ptr.dtype.element_ty)
@@ -35,22 +47,25 @@ def _rotary_tables_kernel(
     tl.store(sin_ptr + row + HALF, sin, mask=mask)
 
 
-def rotary_tables(rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+def rotary_tables(rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
     """Return the same as `rope.tables`."""
     half = len(rope.inv_freq)
-    shape = (len(positions_T), 1, 2 * half)
+    shape = (len(positions), 1, 2 * half)
     cos_T1R, sin_T1R = (
-        torch.empty(shape, dtype=rope.dtype, device=positions_T.device) for _ in range(2)
+        torch.empty(shape, dtype=rope.dtype, device=positions.device) for _ in range(2)
     )
-    if len(positions_T):
-        _rotary_tables_kernel[(len(positions_T),)](
-            positions_T,
+    if len(positions):
+        has_axes = positions.ndim == 2
+        _rotary_tables_kernel[(len(positions),)](
+            positions,
             rope.inv_freq,
+            rope.axes if has_axes else None,
             rope.attention_factor,
             cos_T1R,
             sin_T1R,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
+            HAS_AXES=has_axes,
             num_warps=1,
         )
     return RotaryTables(cos_T1R, sin_T1R)

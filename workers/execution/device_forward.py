@@ -166,6 +166,7 @@ class DeviceForward:
             inputs = self._batch.token_ids_NL.view(-1).index_select(0, step.token_index_T)
         else:
             inputs = self._received_TD[: step.num_tokens]
+        self._model.rotary_T3 = step.rotary_T3
         return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)
 
     def _set_current(self, plan: StepPlan) -> None:

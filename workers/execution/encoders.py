@@ -29,21 +29,26 @@ class Encoders:
     def __init__(self, tower: VisionTower) -> None:
         self._tower = tower
         self._inputs: dict[int, list[EncoderInput]] = {}
+        self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
 
     def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
         """Keep the inputs of requests that take a slot."""
         for new in new_requests:
             if new.encoder_inputs:
+                last = new.encoder_inputs[-1]
                 self._inputs[new.slot] = new.encoder_inputs
+                self._ends[new.slot] = last.position + last.num_tokens
 
     def remove_request(self, slot: int) -> None:
         """Drop the inputs of a slot."""
         self._inputs.pop(slot, None)
+        self._ends.pop(slot, None)
 
     def clear(self) -> None:
         """Drop all inputs and outputs: the next core starts with an empty cache."""
         self._inputs.clear()
+        self._ends.clear()
         self._outputs.clear()
 
     def apply_work(self, work: EncoderWork) -> None:
@@ -63,6 +68,7 @@ class Encoders:
         return any(
             item.position <= num_computed_N[slot] < item.position + item.num_tokens
             for slot in self._inputs.keys() & set(slots_S.tolist())
+            if num_computed_N[slot] < self._ends[slot]
             for item in self._inputs[slot]
         )
 
@@ -75,6 +81,8 @@ class Encoders:
         num_rows = 0
         for row, slot in enumerate(plan.slots_S.tolist()):
             start, end = int(plan.num_computed_S[row]), int(plan.seq_lens_S[row])
+            if start >= self._ends.get(slot, 0):
+                continue
             for item in self._inputs.get(slot, ()):
                 first = max(start, item.position)
                 last = min(end, item.position + item.num_tokens)

@@ -233,6 +233,8 @@ class HostExecution:
             self._requests.loras.begin_step(plan.slots_T)
         if self._requests.encoders is not None:
             self._model.placed = self._requests.encoders.place(plan)
+        rotary_T3 = plan.rotary_T3
+        self._model.rotary_T3 = None if rotary_T3 is None else torch.from_numpy(rotary_T3)
         # The first stage starts from tokens, the others from hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._batch.input_ids(plan)

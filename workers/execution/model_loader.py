@@ -82,10 +82,13 @@ class Model(Protocol):
         """The LoRA adapters that requests may use."""
 
     encoder: VisionTower | None
-    """The encoder of the model's images; None without one, and on all stages but the first."""
+    """The encoder of the model's images; None without one, and on stages that read none of its outputs."""
 
     placed: Placed | None
     """The encoder outputs that the tokens of the current step read."""
+
+    rotary_T3: torch.Tensor | None
+    """The rotary positions of the current step where they differ from its positions, integers [T, 3]."""
 
     @property
     def score_head(self) -> ScoreHead | None:
@@ -129,7 +132,7 @@ def load_model(
     parallel: ParallelState,
     breaks_graphs: bool = False,
 ) -> Model:
-    """Load the model, on the first stage with its encoder.
+    """Load the model, with its encoder on the stages that read the encoder's outputs.
 
     With `breaks_graphs`, captured graphs can exclude the attention.
 
@@ -139,7 +142,9 @@ def load_model(
     """
     model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
     vision = model.spec.encoder
-    if vision is not None and model.shard.is_first and not isinstance(model, TransformersDecoder):
+    shard = model.shard
+    reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
+    if vision is not None and reads_outputs and not isinstance(model, TransformersDecoder):
         model.encoder = VisionTower(
             vision,
             checkpoint,

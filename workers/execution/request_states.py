@@ -42,7 +42,12 @@ class RequestStates:
         num_slots = config.scheduler.max_num_seqs
         self._shard = model.shard
         self.batch = PersistentBatch(
-            num_slots, config.model.max_model_len, config.cache.block_size, num_groups, device
+            num_slots,
+            config.model.max_model_len,
+            config.cache.block_size,
+            num_groups,
+            device,
+            has_rotary_axes=model.spec.has_rotary_axes,
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)

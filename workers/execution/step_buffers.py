@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array
@@ -33,11 +34,13 @@ _ALIGNMENT: Final = 4
 class DeviceStep:
     """One step, int32 on the device. Padding uses the slot after the last; padding requests have no tokens.
 
-    `token_index_T` is the index of each token in the flat `PersistentBatch.token_ids_NL`.
+    `token_index_T` is the index of each token in the flat `PersistentBatch.token_ids_NL`. `rotary_T3` are the rotary
+    positions, for models where they have three dimensions.
     """
 
     token_index_T: torch.Tensor
     positions_T: torch.Tensor
+    rotary_T3: torch.Tensor | None
     slots_S: torch.Tensor
     logit_rows_R: torch.Tensor
     groups: list[DeviceBatch]
@@ -80,14 +83,22 @@ class StepBuffers:
         The rows come last, so that their number does not move the other arrays.
         """
         sizes = self._sizes(num_tokens, num_requests, num_rows)
-        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
-            self._integers[section] for section in _layout(sizes)
-        )
+        (
+            token_index_T,
+            positions_T,
+            rotary,
+            slots_S,
+            seq_lens_S,
+            query_start_loc,
+            *mappings,
+            rows_R,
+        ) = (self._integers[section] for section in _layout(sizes))
+        rotary_T3 = None if self._batch.rotary is None else rotary.view(-1, 3)
         groups = [
             DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
             for block_table, slot_mapping_T in zip(self._block_tables, mappings, strict=True)
         ]
-        return DeviceStep(token_index_T, positions_T, slots_S, rows_R, groups)
+        return DeviceStep(token_index_T, positions_T, rotary_T3, slots_S, rows_R, groups)
 
     def gather_block_tables(self, step: DeviceStep) -> None:
         """Copy the block-table rows of the step's requests to its contiguous table."""
@@ -97,16 +108,31 @@ class StepBuffers:
     def _sizes(self, num_tokens: int, num_requests: int, num_rows: int) -> list[int]:
         mappings = [num_tokens] * self._num_groups
         requests = [num_requests, num_requests, num_requests + 1]
-        return [num_tokens, num_tokens, *requests, *mappings, num_rows]
+        num_rotary = 0 if self._batch.rotary is None else 3 * num_tokens
+        return [num_tokens, num_tokens, num_rotary, *requests, *mappings, num_rows]
 
     def _pack(self, plan: StepPlan, sections: Sequence[Int32Array]) -> None:
-        token_index_T, positions_T, slots_S, seq_lens_S, query_start_loc, *mappings, rows_R = (
-            sections
-        )
+        (
+            token_index_T,
+            positions_T,
+            rotary,
+            slots_S,
+            seq_lens_S,
+            query_start_loc,
+            *mappings,
+            rows_R,
+        ) = sections
         max_model_len, num_slots = self._batch.max_model_len, self._batch.num_slots
         index_T = plan.slots_T * max_model_len + plan.positions_T
         _pad(token_index_T, index_T, num_slots * max_model_len)
         _pad(positions_T, plan.positions_T, 0)
+        if self._batch.rotary is not None:
+            rotary_T3 = plan.rotary_T3
+            _pad(
+                rotary,
+                np.repeat(plan.positions_T, 3) if rotary_T3 is None else rotary_T3.ravel(),
+                0,
+            )
         _pad(slots_S, plan.slots_S, num_slots)
         _pad(seq_lens_S, plan.seq_lens_S, 0)
         _pad(query_start_loc, plan.query_start_loc, plan.query_start_loc[-1])

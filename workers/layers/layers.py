@@ -173,9 +173,9 @@ class LayerKernels:
         """Write each token behind its index `index_S`, int32, in the flat `token_ids_NL`; a negative index means 0."""
         token_ids_NL.view(-1)[1:][index_S] = tokens_S.clamp(min=0).to(torch.int32)
 
-    def rotary_tables(self, rope: RotaryEmbedding, positions_T: Tensor) -> RotaryTables:
+    def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
         """See `RotaryEmbedding.tables`."""
-        return rope.tables(positions_T)
+        return rope.tables(positions)
 
 
 def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:

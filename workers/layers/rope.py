@@ -6,6 +6,8 @@ request's results never depend on other requests.
 Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R of K).
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -17,18 +19,23 @@ from torch import Tensor
 class RopeScaling(Protocol):
     """Stretches the frequencies of a trained context to a longer one."""
 
-    def scale(self, inv_freq: Tensor, rope: "RopeSpec", max_model_len: int) -> tuple[Tensor, float]:
+    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
         """Return the new inverse frequencies [R/2] and the factor on cos and sin."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotation of the first `rotary_dim` dimensions of each head with base `theta`."""
+    """Rotation of the first `rotary_dim` dimensions of each head with base `theta`.
+
+    With `axes` a token has a position in time, one down and one across an image (M-RoPE, arXiv 2409.12191). Each
+    frequency reads one of the three, and these are the axes of all frequencies. The three are equal for text.
+    """
 
     theta: float
     rotary_dim: int
     scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
 
     def inverse_frequencies(self, max_model_len: int) -> tuple[Tensor, float]:
         """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
@@ -163,11 +170,18 @@ class RotaryEmbedding:
     ) -> None:
         inv_freq, self.attention_factor = rope.inverse_frequencies(max_model_len)
         self.inv_freq = inv_freq.to(device)
+        self.axes: Tensor | None = None
+        if rope.axes:
+            self.axes = torch.tensor(rope.axes, dtype=torch.int32, device=device)
         self.dtype = dtype
 
-    def tables(self, positions_T: Tensor) -> RotaryTables:
-        """Return the tables of these positions, of any integer dtype."""
-        angles = torch.outer(positions_T.float(), self.inv_freq).unsqueeze(1)
+    def tables(self, positions: Tensor) -> RotaryTables:
+        """Return the tables of these positions, of any integer dtype: [T], or [T, 3] for a rotation with axes."""
+        if positions.ndim == 1:
+            angles = torch.outer(positions.float(), self.inv_freq).unsqueeze(1)
+        else:
+            assert self.axes is not None
+            angles = (positions.float()[:, self.axes] * self.inv_freq).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self.attention_factor != 1.0:

@@ -250,7 +250,9 @@ class ModelSpec:
     have multipliers of their own. With `has_layer_scales` each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
-    With `encoder` the outputs of a vision tower are in place of the embeddings of some tokens.
+    With `encoder` the outputs of a vision tower are in place of the embeddings of some tokens. If they have
+    `num_deepstack_layers` further parts, each is added to the hidden states of these tokens after one of the first
+    layers (DeepStack, arXiv 2406.04334).
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and
     its replacement, which are applied in order. Tensors whose names become empty are not used.
@@ -317,11 +319,17 @@ class ModelSpec:
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
     encoder: VisionSpec | None = None
+    num_deepstack_layers: int = 0
 
     @property
     def tells_segments(self) -> bool:
         """True if the second text of a pair has a token type of its own. Only classification heads read pairs."""
         return self.score_head is not None and self.num_token_types > 1
+
+    @property
+    def has_rotary_axes(self) -> bool:
+        """True if the rotary position of an image's token has three coordinates."""
+        return any(layer.rope is not None and layer.rope.axes for layer in self.layers)
 
     @property
     def num_token_ids(self) -> int:

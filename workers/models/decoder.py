@@ -172,13 +172,17 @@ class Decoder(TorchDecoder):
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:
                 x_TD = self._streams.expand(x_TD)
+        rotary = positions_T if self.rotary_T3 is None else self.rotary_T3
         tables = {
-            rope: self.kernels.rotary_tables(embedding, positions_T)
+            rope: self.kernels.rotary_tables(embedding, rotary if rope.axes else positions_T)
             for rope, embedding in self._ropes.items()
         }
         block_TD, caches = None, iter(kv_caches)
         own, rest = per_layer[: len(self._layers)], per_layer[len(self._layers) :]
-        for layer, inputs_TP in zip_longest(self._layers, own):
+        num_deepstack = 0 if self.placed is None else self.spec.num_deepstack_layers
+        for index, (layer, inputs_TP) in enumerate(
+            zip_longest(self._layers, own), self.shard.layers.start
+        ):
             block_TD = layer.forward(
                 x_TD,
                 block_TD,
@@ -187,6 +191,9 @@ class Decoder(TorchDecoder):
                 [(next(caches), attn_metadata[group]) for group in layer.cache_groups],
                 inputs_TP,
             )
+            if index < num_deepstack:
+                assert self.placed is not None
+                self.placed.add_to(x_TD, index)
         if rest:
             return torch.cat((added(x_TD, block_TD, self.spec, None), *rest), -1)
         if self._last_streams is not None:

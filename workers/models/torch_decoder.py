@@ -40,6 +40,9 @@ class TorchDecoder(ABC):
     placed: Placed | None = None
     """The encoder outputs that the tokens of the current step read."""
 
+    rotary_T3: Tensor | None = None
+    """The rotary positions of the current step where they differ from its positions, integers [T, 3]."""
+
     def __init__(
         self,
         spec: ModelSpec,

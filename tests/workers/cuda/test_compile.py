@@ -37,10 +37,14 @@ def launch_all() -> None:
         tokens = choose_greedy(torch.zeros(2, vocab_size))
     indices = torch.zeros(2, dtype=torch.int32)
     append_tokens(torch.zeros(3, 9, dtype=torch.int32), indices, tokens)
-    rope = RotaryEmbedding(
-        RopeSpec(1e4, 128), max_model_len=9, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
-    rotary_tables(rope, indices)
+    for axes in ((), (0, 1, 2) * 20 + (0,) * 4):
+        rope = RotaryEmbedding(
+            RopeSpec(1e4, 128, axes=axes),
+            max_model_len=9,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        rotary_tables(rope, torch.zeros(2, 3, dtype=torch.int32) if axes else indices)
 
     rows, columns = 1024, 4096
 

@@ -98,17 +98,17 @@ std::string describe() {
          grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
          query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
-         sampling, adapters, placed, encoded)
+         sampling, adapters, placed, encoded, encoded_stride, rotary)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
          num_tokens, num_computed_tokens, block_tables, block_table_stride, kv_caches, sampling,
-         num_drafts, lookup, tokens, num_sampled, num_verified, adapters)
+         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
        head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
-       share_squares, adapt, place)
+       share_squares, adapt, place, add_placed)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,

@@ -79,6 +79,8 @@ class Recorder:
                 self._record_mlp(prefix, norms)
             elif layer.has_mlp and layer.experts is not None:
                 record_experts(self._blocks, place, prefix, layer.experts, norms)
+            if index < spec.num_deepstack_layers:
+                program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)

@@ -73,22 +73,18 @@ def qwen3(fields: ConfigFields) -> ModelSpec:
     return base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
 
 
-def _without_sections(fields: ConfigFields) -> ConfigFields:
-    """Return the fields without the division of rotary dimensions, which is the same for all positions of a text."""
+def interleaved_axes(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of a model whose rotary axes always alternate, whether or not its config says so."""
     values = {}
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.section(name)
-        if section is not None and "mrope" in (section.get("type"), section.get("rope_type")):
-            values[name] = {**section.config, "rope_type": "default"}
+        if section is not None and section.get("mrope_section") is not None:
+            values[name] = {**section.config, "mrope_interleaved": True}
     return fields.with_values(values)
 
 
-def _qwen2_vl(fields: ConfigFields) -> ModelSpec:
-    return qwen2(_without_sections(fields))
-
-
 def _qwen3_vl(fields: ConfigFields) -> ModelSpec:
-    return qwen3(_without_sections(fields))
+    return qwen3(interleaved_axes(fields))
 
 
 def phi3(fields: ConfigFields) -> ModelSpec:
@@ -157,8 +153,8 @@ FAMILIES = (
     Family("Olmo2ForCausalLM", "olmo2", olmo2),
     Family("Phi3ForCausalLM", "phi3", phi3),
     Family("Qwen2ForCausalLM", "qwen2", qwen2),
-    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", _qwen2_vl),
-    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", _qwen2_vl),
+    Family("Qwen2VLForConditionalGeneration", "qwen2_vl", qwen2),
+    Family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", qwen2),
     Family("Qwen3ForCausalLM", "qwen3", qwen3),
     Family("Qwen3VLForConditionalGeneration", "qwen3_vl", _qwen3_vl),
     Family("SmolLM3ForCausalLM", "smollm3", smollm3),

@@ -14,6 +14,7 @@ from ...layers.rope import (
     YarnScaling,
 )
 
+_TRAINED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -56,7 +57,7 @@ def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFiel
     if parameters is None:
         return scaling
     # Parameters of the training are kept.
-    kept = {name: parameters.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    kept = {name: parameters.get(name) for name in _TRAINED}
     return scaling.with_defaults(**kept)
 
 
@@ -82,7 +83,31 @@ def _read(
         theta=parameters.positive("rope_theta", theta, above=1),
         rotary_dim=rotary_dim,
         scaling=_read_scaling(fields, parameters, rotary_dim),
+        axes=_read_axes(parameters, rotary_dim // 2),
     )
+
+
+def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...]:
+    """Return the axis of each frequency, or none if all positions are the same.
+
+    The frequencies of an axis follow one another, or the axes alternate until one has all of its frequencies, and the
+    rest belongs to time.
+    """
+    counts = parameters.get("mrope_section")
+    if counts is None:
+        return ()
+    if not (
+        isinstance(counts, list)
+        and len(counts) == 3
+        and all(type(count) is int and count >= 0 for count in counts)
+        and sum(counts) == num_frequencies
+    ):
+        raise parameters.wrong(
+            "mrope_section", f"three numbers with the sum {num_frequencies}", counts
+        )
+    if not parameters.boolean("mrope_interleaved", False):
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    return tuple(i % 3 if i // 3 < counts[i % 3] else 0 for i in range(num_frequencies))
 
 
 def _read_scaling(
@@ -91,7 +116,7 @@ def _read_scaling(
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     if fields.get("model_type") == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
     if kind == "linear":
         return LinearScaling(parameters.positive("factor"))

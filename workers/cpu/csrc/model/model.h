@@ -97,7 +97,8 @@ enum class OpKind : int32_t {
   // Before a product with adapters, of which it has `source`, `parts` and `adapters`:
   adapt = 23,  // each row's activations times the first factors of its adapter
 
-  place = 24,  // residual = the row of `encoded` that the token has in its place, if it has one
+  place = 24,      // residual = the row of `encoded` that the token has in its place, if it has one
+  add_placed = 25,  // residual += the same row's elements from `first_column` on
 };
 
 // What the result of a product is written to. For `residual` it is multiplied by the scale and added.

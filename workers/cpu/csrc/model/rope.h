@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
 namespace engine {
@@ -16,8 +17,10 @@ class RotaryTables {
   };
 
   // Adds an embedding whose angles are position * inverse_frequencies[half]. `factor` multiplies sines and cosines.
-  void add(const float* inverse_frequencies, int half, float factor) {
-    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, factor, {}});
+  // With `axes`, each frequency has the index of its position among three.
+  void add(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
+    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, {}, factor, {}});
+    if (axes) ropes_.back().axes.assign(axes, axes + half);
   }
 
   void reserve(int rows) {
@@ -25,13 +28,15 @@ class RotaryTables {
       rope.table.resize(std::max(rope.table.size(), 2 * rows * rope.inverse_frequencies.size()));
   }
 
-  // Fills a row of every table. Rows may be filled at once.
-  void fill(int row, int position) {
+  // Fills a row of every table. Rows may be filled at once. `rotary` are three positions for embeddings with axes, or
+  // null.
+  void fill(int row, int position, const int32_t* rotary) {
     for (Rope& rope : ropes_) {
       const int half = int(rope.inverse_frequencies.size());
       float* cosines = rope.table.data() + size_t(row) * 2 * half;
       for (int i = 0; i < half; i++) {
-        const float angle = float(position) * rope.inverse_frequencies[i];
+        const int at = rotary && !rope.axes.empty() ? rotary[rope.axes[i]] : position;
+        const float angle = float(at) * rope.inverse_frequencies[i];
         cosines[i] = std::cos(angle) * rope.factor;
         cosines[half + i] = std::sin(angle) * rope.factor;
       }
@@ -48,6 +53,7 @@ class RotaryTables {
  private:
   struct Rope {
     std::vector<float> inverse_frequencies;
+    std::vector<int32_t> axes;  // of each frequency, or empty
     float factor;
     std::vector<float> table;  // [rows][cosines, sines]
   };

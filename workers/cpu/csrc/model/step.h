@@ -33,7 +33,9 @@ struct Step {
   const SamplingRows* sampling;  // null to choose the most likely tokens
   const int32_t* adapters;       // [num_tokens], the number of each token's LoRA adapter or -1; null if none has one
   const int32_t* placed;         // [num_tokens], the row of `encoded` in place of each token or -1; null if none has one
-  const float* encoded;          // [rows, hidden_size], outputs of encoders
+  const float* encoded;          // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
+  int64_t encoded_stride;
+  const int32_t* rotary;  // [num_tokens, 3], positions of embeddings with axes; null if all are those of `positions`
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
@@ -56,6 +58,7 @@ struct DecodeBatch {
   int32_t* num_sampled;          // [num_slots], how many of these tokens a request has
   int32_t* num_verified;         // [num_slots], how many drafts were computed
   const int32_t* adapters;       // [slots], as those of a step; or null
+  const int32_t* rotary_offsets;       // [slots], added to positions for embeddings with axes; null for 0
 };
 
 // Long steps run in slices, so that what lies between two operations stays small. A slice has this many tokens, or whole

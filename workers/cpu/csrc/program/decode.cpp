@@ -37,6 +37,11 @@ bool DecodeLayout::lay_out(const DecodeBatch& batch) {
     array(kAdapters)[r] = batch.adapters[slots_[r]];
     has_adapters_ |= array(kAdapters)[r] >= 0;
   }
+  rotary_.clear();
+  const int32_t* offsets = batch.rotary_offsets;
+  const auto has_offset = [&](int64_t slot) { return offsets[slot] != 0; };
+  if (offsets && std::any_of(slots_.begin(), slots_.end(), has_offset))
+    for (int r = 0; r < rows; r++) rotary_.insert(rotary_.end(), 3, positions[r] + offsets[slots_[r]]);
   std::iota(array(kLogitRows), array(kLogitRows) + rows, 0);
   const int block_size = shape_.block_size;
   groups_.clear();
@@ -74,6 +79,7 @@ Step DecodeLayout::step(const DecodeBatch& batch) {
   step.logit_rows = array(kLogitRows);
   step.sampling = rows_to_sample(batch);
   step.adapters = has_adapters_ ? array(kAdapters) : nullptr;
+  step.rotary = rotary_.empty() ? nullptr : rotary_.data();
   step.tokens = batch.chooses_later ? nullptr : batch.tokens;
   return step;
 }

@@ -202,6 +202,7 @@ int Program::begin_op(const Op& op) {
       // A product of one row takes about as long as other operations with a sixteenth of its multiplications.
       return products_.have_adapters() ? share_rows(op, op.num_parts * op.adapter_rank * op.parts[0]->k / 16) : 0;
     case OpKind::place:
+    case OpKind::add_placed:
       return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;
     case OpKind::combine_experts:
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
@@ -273,7 +274,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::norm:
       return model_.norm(op, rows.residual(row), rows.residual(row));
     case OpKind::place:
-      return place(rows, row);
+    case OpKind::add_placed:
+      return place(op, rows, row);
     case OpKind::norm_add:
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
@@ -309,14 +311,19 @@ void Program::embed(const Op& op, int row) {
     unpack_weight_row(*op.parts[part], part == 1 ? step.positions[token] : 0, other);
     model_.rows.add_scaled(residual, other, 1.0f, hidden_size);
   }
-  ropes_.fill(row, step.positions[token]);
+  ropes_.fill(row, step.positions[token], step.rotary ? step.rotary + 3 * token : nullptr);
 }
 
-void Program::place(const Rows& rows, int row) {
+void Program::place(const Op& op, const Rows& rows, int row) {
   const Step& step = slice_.step;
   const int index = step.placed ? step.placed[slice_.first_token + row] : -1;
-  const int64_t hidden_size = model_.shape.hidden_size;
-  if (index >= 0) std::copy_n(step.encoded + index * hidden_size, hidden_size, rows.residual(row));
+  if (index < 0) return;
+  const int hidden_size = model_.shape.hidden_size;
+  const float* encoded = step.encoded + index * step.encoded_stride + op.first_column;
+  if (op.kind == OpKind::place)
+    std::copy_n(encoded, hidden_size, rows.residual(row));
+  else
+    model_.rows.add_scaled(rows.residual(row), encoded, 1.0f, hidden_size);
 }
 
 // A tile is a thread's share of the work. It ends when nothing of it is left for any thread.

@@ -35,8 +35,8 @@ class Program final : private Phases {
   // Appends an operation. The arrays that it points to must outlive the program.
   void add(const Op& op);
   // Adds a rotary embedding; see RotaryTables. Operations name it by its number.
-  void add_rope(const float* inverse_frequencies, int half, float factor) {
-    ropes_.add(inverse_frequencies, half, factor);
+  void add_rope(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
+    ropes_.add(inverse_frequencies, half, factor, axes);
   }
 
   // Returns the bytes of memory that `num_ranks` programs with the same operations share to be ranks of one model.
@@ -70,7 +70,7 @@ class Program final : private Phases {
   void run_rows(const Op& op, Tile& tile);
   void run_row(const Op& op, const Rows& rows, int row);
   void embed(const Op& op, int row);
-  void place(const Rows& rows, int row);
+  void place(const Op& op, const Rows& rows, int row);
 
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);
