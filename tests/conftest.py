@@ -22,12 +22,16 @@ MARKER_OF_FOLDER = {"e2e": "e2e", "chaos": "chaos", "hostile": "chaos"}
 """All other folders hold unit tests."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test as `unit`, `e2e` or `chaos` by its folder."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test as `unit`, `e2e` or `chaos` by its folder, and sort them for several processes."""
     tests = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(tests).parts[0]
         item.add_marker(MARKER_OF_FOLDER.get(folder, "unit"))
+    if hasattr(config, "workerinput"):
+        from support.process_shares import sort_by_cost
+
+        sort_by_cost(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,10 +20,11 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["-tp", "-pp"])
+@pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
+    """Run a replica divided by the option that a test names. Each crash is caused with one of the two."""
     make = mixture_directory if request.param == "-tp" else qwen3_directory
     path: Path = make(tmp_path_factory.mktemp("tiny"))[0]
     args = ("--dtype", "float32", request.param, "2", "--heartbeat-timeout", "3")
@@ -38,13 +39,14 @@ def undisturbed(server: Server) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("title", "harm", "cause"),
+    ("server", "title", "harm", "cause"),
     [
-        ("worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"),
-        ("worker 1", psutil.Process.kill, "worker 1 was killed by SIGKILL"),
-        ("worker 1", psutil.Process.suspend, "worker 1 sent no heartbeat"),
-        ("worker 1", fail, "worker 1: RuntimeError: a test asked for this failure"),
+        ("-tp", "worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"),
+        ("-pp", "worker 1", psutil.Process.kill, "worker 1 was killed by SIGKILL"),
+        ("-tp", "worker 1", psutil.Process.suspend, "worker 1 sent no heartbeat"),
+        ("-pp", "worker 1", fail, "worker 1: RuntimeError: a test asked for this failure"),
     ],
+    indirect=["server"],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_streams_survive_and_the_error_names_the_first_crash(
@@ -73,7 +75,11 @@ def has_been_heard(server: Server) -> bool:
     return next(p for p in processes if p["name"] == "core 0")["steps_per_s"] > 0
 
 
-@pytest.mark.parametrize("harm", [psutil.Process.kill, psutil.Process.suspend, fail])
+@pytest.mark.parametrize(
+    ("server", "harm"),
+    [("-tp", psutil.Process.kill), ("-tp", psutil.Process.suspend), ("-pp", fail)],
+    indirect=["server"],
+)
 def test_workers_survive_a_core_crash(
     server: Server, undisturbed: list[dict[str, Any]], harm: Callable[[psutil.Process], None]
 ) -> None:
@@ -92,6 +98,7 @@ def test_workers_survive_a_core_crash(
     assert all(worker.is_running() for worker in workers)
 
 
+@pytest.mark.parametrize("server", ["-pp"], indirect=True)
 def test_a_core_without_a_writable_step_log_continues(
     server: Server, undisturbed: list[dict[str, Any]]
 ) -> None:

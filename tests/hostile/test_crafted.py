@@ -65,7 +65,6 @@ def nested_text(opening: str, inner: str, closing: str, levels: int) -> bytes:
 
 
 GRAMMARS: Final[dict[str, MakeBody]] = {
-    "a chain of 3,000 rules": lambda: completion(grammar=rule_chain(3000)),
     "a chain of 20,000 rules": lambda: completion(grammar=rule_chain(20_000)),
     "5,000 parentheses": lambda: completion(grammar="root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
     "left recursion": lambda: completion(grammar='root ::= root root root | "a" | ""'),

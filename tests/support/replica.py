@@ -35,6 +35,9 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 128
 BLOCKS_PER_ROW = MAX_MODEL_LEN // BLOCK_SIZE
 NUM_SLOTS = 4
+NUM_TOKENS = 33
+"""Tokens that the workload samples."""
+
 CPU = torch.device("cpu")
 TIMEOUT_S = 120
 
@@ -205,13 +208,13 @@ def workload(vocab_size: int, num_groups: int) -> list[SchedulerOutput]:
     step()
     step([0, 1, 2], [(2, 12)], [new(2, 30, SCORED)])
     step(None, [(2, 18)])
-    for _ in range(4):
+    for _ in range(2):
         step()
     # The token of the slot's last step is still in flight when the slot gets another request.
     step([0, 1, 2], [(0, 7)], [new(0, 7, PENALIZED)], removed=[0])
-    for _ in range(8):
+    for _ in range(3):
         step()
-    for _ in range(4):
+    for _ in range(2):
         step([1])
         step([0, 2])
     step([])

@@ -129,7 +129,7 @@ def test_a_block_may_be_filled_and_read_in_the_same_step(tmp_path):
     engine = Engine(pair)
     engine.step([(prefix, 0, 47, shared)])
     beside = [(prompt(321, i), 320, 321, [*long_context, 10 + i]) for i in range(7)]
-    for _ in range(100):
+    for _ in range(50):
         engine.step([([*prefix[:47], 0], 47, 48, shared)])
         states = engine.step([(prefix, 47, 48, shared), *beside, *readers])
         for state, row in zip(states[8:], expected, strict=True):
@@ -152,8 +152,7 @@ def test_partitions_and_slices_do_not_change_states(decoders):
         start = stop
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", sorted({ISAS[0], ISAS[-1]}))
 def test_preempted_threads_do_not_change_states(isa, checkpoint):
     """There are many more threads than processors. Work of a preempted thread is computed again by others."""
     select_isa(isa)
@@ -167,7 +166,7 @@ def test_preempted_threads_do_not_change_states(isa, checkpoint):
     blocks = [list(range(1 + 95 * i, 96 + 95 * i)) for i in range(len(prompts))]
     steps = [(0, 250), *((n, n + 1) for n in range(250, 290)), (290, 300)]
     steps_of_two = [(300, 1490), *((n, n + 1) for n in range(1490, 1500))]
-    for _ in range(12):
+    for _ in range(6):
         engine = Engine(crowd, num_blocks=1200)
         for start, stop in steps + steps_of_two:
             running = 12 if stop <= 300 else 2

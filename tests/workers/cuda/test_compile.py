@@ -27,8 +27,9 @@ def launch_all() -> None:
         gate_up = torch.zeros(4, 2 * intermediate_size).bfloat16()
         for rounding in (None, Rounding(), Rounding(128), Rounding(input_scale=0.1)):
             rms_norm(x, torch.ones(hidden_size), 1e-6, block_TD=x.clone(), rounding=rounding)
-            for name in GATED_ACTIVATIONS:
-                gated_activation(name, gate_up, rounding)
+            gated_activation("silu", gate_up, rounding)
+        for name in GATED_ACTIVATIONS:
+            gated_activation(name, gate_up)
 
     for vocab_size in (32000, 128256, 151936):
         state = SamplingState(2, vocab_size, torch.device("cpu"))
@@ -69,18 +70,20 @@ def launch_all() -> None:
             activations=activations,
         )
 
-    for kind in (
-        matrix(4, 128, zeros=True),
-        matrix(4, 32, offsets=True),
-        matrix(6, 16),
-        matrix(8, columns),
-        matrix(None, 128, ActivationScheme.GROUP),
-        matrix(None, columns, ActivationScheme.TOKEN),
-        matrix(None, columns),
-        matrix(None, columns, float_type=torch.bfloat16),
+    # Each number of tokens has another tile. The least and the largest need the most of something.
+    every, extremes = (1, 20, 50, 500), (1, 500)
+    for kind, lengths in (
+        (matrix(4, 128, zeros=True), every),
+        (matrix(4, 32, offsets=True), extremes),
+        (matrix(6, 16), extremes),
+        (matrix(8, columns), extremes),
+        (matrix(None, 128, ActivationScheme.GROUP), every),
+        (matrix(None, columns, ActivationScheme.TOKEN), extremes),
+        (matrix(None, columns), extremes),
+        (matrix(None, columns, float_type=torch.bfloat16), every),
     ):
         linear = QuantizedLinear([kind], torch.zeros(rows).bfloat16(), torch.bfloat16)
-        for num_tokens in (1, 20, 50, 500):
+        for num_tokens in lengths:
             linear(torch.zeros(num_tokens, columns).bfloat16())
     for kind in (matrix(4, 128, zeros=True), matrix(None, columns, float_type=torch.bfloat16)):
         grouped = GroupedLinear(kind, 8, None, torch.bfloat16)
