@@ -16,9 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.checkpoint.vision.spec import SpanKind
 from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
+from .layers.spec import Window
 from .rotary_positions import RotaryPositions
+from .spans import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,20 @@ class AttentionBatch:
 
     Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i. They are the last of its
     `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed; entries past the sequence are not
-    read. `slot_mapping` is the place of each token's keys and values: block id * block size + offset.
+    read. `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is
+    what `Spans.visible_tokens` returns, which only layers with a window follow if `spans_need_windows`.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
     seq_lens: NDArray[np.int32]  # [S], after this step
     block_table: NDArray[np.int32]  # [S, B]
     slot_mapping: NDArray[np.int32]  # [T]
+    visible: NDArray[np.int32] | None = None  # [T, 2]
+    spans_need_windows: bool = False
+
+    def visible_in(self, window: Window | None) -> NDArray[np.int32] | None:
+        """Return `visible` for layers with this window."""
+        return None if self.spans_need_windows and window is None else self.visible
 
 
 @dataclass(slots=True)
@@ -42,7 +52,7 @@ class StepPlan:
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
     `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample. `rotary_T3` int32
-    are the rotary positions where they differ from `positions_T`, else None.
+    are the rotary positions where they differ from `positions_T`, else None. `visible_T2` is what `Spans.visible_tokens` returns.
     """
 
     slots_S: Int32Array
@@ -53,6 +63,7 @@ class StepPlan:
     positions_T: Int32Array
     sampling_rows: Int32Array
     rotary_T3: Int32Array | None = None
+    visible_T2: Int32Array | None = None
 
     @property
     def logit_rows(self) -> Int32Array:
@@ -73,6 +84,7 @@ class StepPlan:
                 self.positions_T[tokens],
                 np.zeros(int(samples), np.int32),
                 None if self.rotary_T3 is None else self.rotary_T3[tokens],
+                None if self.visible_T2 is None else self.visible_T2[tokens],
             )
 
 
@@ -132,6 +144,7 @@ class PersistentBatch:
         device: torch.device,
         *,
         has_rotary_axes: bool = False,
+        span_kind: SpanKind | None = None,
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
         self.num_slots = num_slots
@@ -155,6 +168,8 @@ class PersistentBatch:
         ]
         self.device_block_tables: list[torch.Tensor] = []
         self.rotary = RotaryPositions(num_slots) if has_rotary_axes else None
+        self._spans = None if span_kind is None else Spans(span_kind)
+        self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
 
@@ -194,6 +209,8 @@ class PersistentBatch:
             self.num_computed_tokens[slot] = new.num_computed_tokens
             if self.rotary is not None:
                 self.rotary.add_request(slot, new.encoder_inputs)
+            if self._spans is not None:
+                self._spans.add_request(slot, new.num_prompt_tokens, new.encoder_inputs)
             for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
                 blocks = int32_view(block_ids)
                 table[slot, : len(blocks)] = blocks
@@ -239,6 +256,9 @@ class PersistentBatch:
         rotary_T3 = None
         if self.rotary is not None:
             rotary_T3 = self.rotary.of_step(slots_S, query_start_loc, positions_T)
+        visible_T2: Int32Array | None = None
+        if self._spans is not None and output.chunks:
+            visible_T2 = self._spans.visible_tokens(slots_S, query_start_loc, positions_T)
         return StepPlan(
             slots_S,
             num_computed_S,
@@ -248,6 +268,7 @@ class PersistentBatch:
             positions_T,
             sampling_rows,
             rotary_T3,
+            visible_T2,
         )
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:
@@ -276,6 +297,8 @@ class PersistentBatch:
                 seq_lens=plan.seq_lens_S,
                 block_table=block_table[plan.slots_S, :width],
                 slot_mapping=self.slot_mapping(plan, group),
+                visible=plan.visible_T2,
+                spans_need_windows=self._spans_need_windows,
             )
             for group, block_table in enumerate(self.block_tables)
         ]

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
+from ...protocol.checkpoint.vision.spec import SpanKind
 from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import (
     FIRST_EPOCH,
@@ -29,7 +30,6 @@ from ...protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from ...protocol.config.images import ImageProcessorConfig
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
@@ -59,10 +59,8 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     scheduler = _make_scheduler_config(
         settings,
         device.device,
-        model.config.max_model_len,
         parallel.pipeline_parallel_size,
-        is_encoder=model.config.is_encoder,
-        images=model.config.images,
+        model=model.config,
     )
     if model.config.is_encoder and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -160,16 +158,19 @@ def make_frontend_config(
 def _make_scheduler_config(
     settings: Settings,
     device: Device,
-    max_model_len: int,
     num_stages: int,
     *,
-    is_encoder: bool,
-    images: ImageProcessorConfig | None,
+    model: ModelConfig,
 ) -> SchedulerConfig:
+    images, max_model_len = model.images, model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
-    if is_encoder:
+    if model.is_encoder:
         # Every token sees the whole sequence, so it is computed in one step.
         given |= {"enable_chunked_prefill": False, "speculative": None}
+    if model.span_kind is SpanKind.PROMPT:
+        given["enable_chunked_prefill"] = False
+    elif model.span_kind is not None:
+        given["disable_chunked_mm_input"] = True
     if images is not None and not has_gpu(device):
         # A CPU takes seconds for a tile, in which no request gets a token.
         given.setdefault("max_num_encoder_input_tokens", images.num_outputs)
@@ -179,9 +180,11 @@ def _make_scheduler_config(
     limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
+    if images is not None and given.get("disable_chunked_mm_input"):
+        needed = max(needed, images.num_outputs)
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if images is not None:
-        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS)
+        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS, images.num_outputs)
         given.setdefault("encoder_cache_size", kept)
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
@@ -201,7 +204,7 @@ def _make_cache_config(
     settings: Settings, parallel: ParallelConfig, model: ResolvedModel, device: Device
 ) -> CacheConfig:
     given = dict(settings["cache"])
-    if model.config.is_encoder:
+    if model.config.is_encoder or model.config.span_kind is SpanKind.PROMPT:
         # A token's keys and values depend on the tokens after it.
         given["enable_prefix_caching"] = False
     if model.recurrent is not None and "block_size" not in given:

@@ -146,10 +146,14 @@ class ChatImages:
         if not images:
             return *encode(text), []
         text, token_ids = encode(self._places.expand(text, images))
+        token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
 
     def _prepare(self, source: str | bytes | Image.Image, where: str) -> PreparedImage:
         if isinstance(source, str):
             source = read_data_url(source, where)
         image = to_rgb(source) if isinstance(source, Image.Image) else decode_image(source, where)
-        return self._places.prepare(image)
+        try:
+            return self._places.prepare(image)
+        except ValueError as error:
+            raise ParameterError(where, f"cannot be read by this model: {error}") from None

@@ -9,24 +9,31 @@ from PIL import Image
 
 from ...protocol.config.images import (
     AnyImageProcessor,
+    BudgetProcessor,
     CanvasProcessor,
     CropProcessor,
+    FitProcessor,
     GridProcessor,
+    PanScanProcessor,
     SquareProcessor,
 )
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
+from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
+from .layouts.sized import fit, fit_budget
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
+    BudgetProcessor: fit_budget,
     CanvasProcessor: canvas,
     CropProcessor: crop,
+    FitProcessor: fit,
     GridProcessor: grid,
+    PanScanProcessor: pan_and_scan,
     SquareProcessor: square,
 }
 
 
 def process_image(image: Image.Image, config: AnyImageProcessor) -> Parts:
     """Return what takes the place of an image in RGB: texts and tiles in their order."""
-    parts = _LAYOUTS[type(config)](image, config)
-    return [config.start, *parts, config.end]
+    return _LAYOUTS[type(config)](image, config)

@@ -64,7 +64,9 @@ class PromptImages:
                 f"the tokenizer has no token {config.token_id}, which stands for images (image_token_id in config.json)"
             )
         self._token = token
-        self._place = re.compile(f"{re.escape(self._token)}|{IMAGE_MARK}")
+        self._mark = config.mark or token
+        self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
+        self._place = re.compile(f"{re.escape(self._mark)}|{IMAGE_MARK}")
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """Return an image in RGB as the model reads it."""
@@ -81,10 +83,19 @@ class PromptImages:
             raise ParameterError(
                 "messages",
                 f"have {len(images)} images, but the prompt has {num_places} image tokens; "
-                f"remove {self._token!r} from texts, or use another chat template",
+                f"remove {self._mark!r} from texts, or use another chat template",
             )
-        texts = iter(images)
-        return self._place.sub(lambda _: next(texts).text, text)
+        texts = [image.text for image in images]
+        if texts:
+            texts[-1] += self._config.after_images
+            text += self._config.prompt_end
+        each = iter(texts)
+        return self._place.sub(lambda _: next(each), text)
+
+    def drop_start(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return a prompt without the token before the images that has its place after them."""
+        starts = self._start_id is not None and token_ids[:1] == [self._start_id]
+        return token_ids[1:] if starts else token_ids
 
     def inputs(
         self, token_ids: Sequence[int], images: Sequence[PreparedImage]

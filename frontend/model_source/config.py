@@ -32,6 +32,8 @@ from ...protocol.checkpoint.speech import (
     read_source_text,
     with_decoder_fields,
 )
+from ...protocol.checkpoint.vision.read import has_vision, vision_spec
+from ...protocol.checkpoint.vision.spec import SpanKind
 from ...protocol.config import ModelConfig
 from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
@@ -131,6 +133,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS
             else read_image_processor(path, config, text, options.mm_processor_kwargs),
+            span_kind=_span_kind(options, config, text),
             audio=read_audio_processor(path, config, generation),
             source_text=read_source_text(config, generation),
         ),
@@ -139,6 +142,13 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
         dimensions=_dimensions(text),
         recurrent=_recurrent(text),
     )
+
+
+def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) -> SpanKind | None:
+    """Return which tokens of a prompt see those behind them."""
+    if options.model_impl is ModelImpl.TRANSFORMERS or not has_vision(config):
+        return None
+    return vision_spec(config, text.integer("hidden_size")).span_kind
 
 
 def _with_token_ids(

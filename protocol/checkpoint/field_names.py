@@ -58,4 +58,7 @@ def read_text_config(fields: ConfigFields) -> ConfigFields | None:
     text = fields.section("text_config")
     if text is None:
         return None
+    if fields.get("model_type") == "paligemma":
+        # It says that the tokens of a prompt see each other. Those after the prompt are causal.
+        text = text.with_values({"use_bidirectional_attention": None})
     return text.with_defaults(**_NESTED_DEFAULTS.get(text.text("model_type", ""), {}))

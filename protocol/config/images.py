@@ -14,8 +14,11 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
         token_id: The token whose embeddings an image's replace.
         num_outputs: The embeddings of a tile, or the most of an image whose number depends on its size.
         resample: The filter, by Pillow's number.
-        start: The text before an image.
+        mark: The text that stands for an image in prompts; empty for that of `token_id`.
+        start: The text before an image, or before each of several tiles of the same kind.
         end: The text after it.
+        after_images: The text after the last image of a prompt, which no other text precedes.
+        prompt_end: The text at the end of a prompt with images.
         scale: The factor on values from 0 to 255.
         mean: The mean of each channel, which is subtracted from these products.
         std: The divisor of each channel after that.
@@ -24,8 +27,11 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int
     num_outputs: int
     resample: int
+    mark: str = ""
     start: str = ""
     end: str = ""
+    after_images: str = ""
+    prompt_end: str = ""
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -67,4 +73,47 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
     max_tiles: int = 1
 
 
-AnyImageProcessor: TypeAlias = SquareProcessor | CropProcessor | GridProcessor | CanvasProcessor
+class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan_scan"):
+    """Resizes an image to a tile of `side` pixels, and with `scans` also up to `max_crops` parts of a long one.
+
+    An image is long if its longer side is `min_ratio` times the other. Both sides of a part have at least
+    `min_crop_side` pixels.
+    """
+
+    side: int
+    scans: bool = False
+    max_crops: int = 4
+    min_crop_side: int = 256
+    min_ratio: float = 1.2
+
+
+class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
+    """Shrinks an image until it fits into `max_width` x `max_height`, and resizes it to multiples of `side_factor`.
+
+    Each square of `side_factor` pixels makes one embedding. `row_end` is the text between rows of these.
+    """
+
+    max_width: int
+    max_height: int
+    side_factor: int
+    row_end: str = ""
+
+
+class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budget"):
+    """Resizes an image to multiples of `side_factor`, so that it has almost `num_outputs` squares of that side.
+
+    Each of these squares makes one embedding.
+    """
+
+    side_factor: int
+
+
+AnyImageProcessor: TypeAlias = (
+    SquareProcessor
+    | CropProcessor
+    | GridProcessor
+    | CanvasProcessor
+    | PanScanProcessor
+    | FitProcessor
+    | BudgetProcessor
+)

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from ..checkpoint.vision.spec import SpanKind
 from ..file_identity import FileIdentity, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor
@@ -181,6 +182,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         lora_files: The adapters' files that were on disk when the server started.
         max_lora_rank: The highest rank of an adapter.
         images: How the model reads images; None if it reads none.
+        span_kind: Which tokens of a prompt see those behind them.
         audio: How the model reads sounds; None if it reads none.
         source_text: How the model reads its source; None unless it is an encoder-decoder model of text.
     """
@@ -210,6 +212,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     lora_files: tuple[FileIdentity, ...] = ()
     max_lora_rank: int = 16
     images: AnyImageProcessor | None = None
+    span_kind: SpanKind | None = None
     audio: AudioProcessorConfig | None = None
     source_text: SourceTextConfig | None = None
 

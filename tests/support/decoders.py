@@ -2,8 +2,11 @@
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import torch
+from engine.protocol.checkpoint.vision.spec import SpanKind
 from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
@@ -99,6 +102,8 @@ class Runner:
                 states = torch.full(shape_of_states, 255, dtype=torch.uint8, device=device)
                 self.kv_caches.append(states)
         self.computed = [0] * num_requests
+        self.spans = None
+        """The spans of the requests, whose slots are their numbers."""
 
     def step(self, chunks):
         """Run {request: its next tokens}; return the logits of every token of each."""
@@ -116,6 +121,13 @@ class Runner:
             self.computed[request] = end
         batch = attention_batch(scheduled, self.block_size)
         device, spec = self.decoder.attention.device, self.decoder.spec
+        if self.spans is not None:
+            places = np.array(list(chunks)), batch.query_start_loc, positions(scheduled).numpy()
+            batch = replace(
+                batch,
+                visible=self.spans.visible_tokens(*places),
+                spans_need_windows=spec.span_kind is SpanKind.IMAGE_IN_WINDOWS,
+            )
         metadata = [
             self.attention_by_group.get(group, self.decoder.attention).build(batch, windows)
             if layer is None or self._is_native

@@ -1,6 +1,7 @@
 """Random batches of paged attention, and the same attention in plain float64."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from support.batches import Scheduled, attention_batch
 CPU = torch.device("cpu")
 
 
-def reference(q_TGQK, k_LGK, v_LGK, layer):
-    """Return plain attention of the last T of L tokens."""
+def reference(q_TGQK, k_LGK, v_LGK, layer, span=None):
+    """Return plain attention of the last T of L tokens. Those of `span` see each other, whatever the window."""
     num_queries, num_keys = len(q_TGQK), len(k_LGK)
     scores = torch.einsum("tgqk,lgk->gqtl", q_TGQK.double(), k_LGK.double()) * layer.scale
     if layer.softcap is not None:
@@ -27,6 +28,8 @@ def reference(q_TGQK, k_LGK, v_LGK, layer):
         hidden |= key < query - query % layer.window.size
     elif layer.window is not None:
         hidden |= key <= query - layer.window
+    if span is not None:
+        hidden &= ~((query >= span[0]) & (query < span[1]) & (key >= span[0]) & (key < span[1]))
     scores = scores.masked_fill(hidden, -math.inf)
     if layer.sinks_H is not None:
         sinks = layer.sinks_H.double().view(*scores.shape[:2], 1, 1).expand(-1, -1, num_queries, 1)
@@ -48,6 +51,12 @@ def special_layers(num_heads, device=CPU):
         "long chunks": AttentionLayer(0.25, window=Chunk(600)),
     }
 
+
+SPAN_CASES = {
+    "requests": [(0, 150), (70, 1), (20, 60), (64, 40), (0, 5)],
+    "spans": [(30, 120), None, (20, 75), (70, 104), (0, 5)],
+}
+"""Requests with a span of tokens that see each other: in the middle, after a cached part of it, and as a whole."""
 
 SPECIAL_LAYERS = tuple(special_layers(1))
 
@@ -101,8 +110,10 @@ class PagedCase:
         seed=0,
         backend_name="torch_paged",
         device=CPU,
+        spans=None,
     ):
         torch.manual_seed(seed)
+        self.spans = spans or [None] * len(requests)
         self.layer, self.dtype, self.device = layer, dtype, device
         self.num_kv_heads, self.repeats = num_kv_heads, repeats
         spec = AttentionSpec(
@@ -156,7 +167,12 @@ class PagedCase:
     def batch(self, rows=None):
         """Return the batch of the step, or of some of its requests."""
         steps = self.steps if rows is None else [self.steps[i] for i in rows]
-        return attention_batch(steps, self.backend.block_size)
+        batch = attention_batch(steps, self.backend.block_size)
+        spans = self.spans if rows is None else [self.spans[i] for i in rows]
+        if not any(spans):
+            return batch
+        visible = np.concatenate([_visible(*each) for each in zip(steps, spans, strict=True)])
+        return replace(batch, visible=visible)
 
     def forward(self, rows=None):
         """Return the attention output of these requests' tokens."""
@@ -188,10 +204,22 @@ class PagedCase:
                     torch.cat((k_before, k)),
                     torch.cat((v_before, v)),
                     self.layer,
+                    span,
                 ).flatten(1, 2)[..., : self.backend.value_dim]
-                for q, k, v, (k_before, v_before) in zip(*parts, self._earlier, strict=True)
+                for q, k, v, (k_before, v_before), span in zip(
+                    *parts, self._earlier, self.spans, strict=True
+                )
             ]
         )
+
+
+def _visible(step, span):
+    """Return which tokens each token of a request sees, [T, 2]."""
+    positions = np.arange(step.num_computed, step.num_computed + step.num_scheduled)
+    visible = np.stack((positions, positions + 1), 1).astype(np.int32)
+    if span is not None:
+        visible[(positions >= span[0]) & (positions < span[1])] = span
+    return visible
 
 
 def run(requests, **case):

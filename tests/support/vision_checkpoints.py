@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -40,6 +40,11 @@ MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_uttera
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
 ]
 MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl")
+GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
+SIZED_MODELS = ("pixtral", "mistral3")
+GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image>"}
+_Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
+"""The config of a model and the fields of its image processor and of its processor."""
 
 _PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
 CHAT_TEMPLATE = (
@@ -61,108 +66,249 @@ def vision_directory(
 
     `tower` and `decoder` are the sizes of its parts. `factor` squared patches become one row.
     """
-    tile = tower["image_size"]
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<image>", image_mark(kind))
-    if kind.startswith("internvl"):
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": [*MARKS, *INTERNVL_MARKS.values()]}
-        )
-    image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
+    tokenizer.add_special_tokens({"additional_special_tokens": _family_marks(kind)})
+    if kind.startswith("gemma"):
+        names = {f"{name}_token": mark for name, mark in GEMMA_MARKS.items()}
+        tokenizer.init_kwargs |= names
+        for name, mark in names.items():
+            setattr(tokenizer, name, mark)
+            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(mark))
     ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
     text = {"vocab_size": len(tokenizer)} | dict(decoder) | ids
-    if kind in ("idefics3", "smolvlm"):
-        name = "Idefics3" if kind == "idefics3" else "SmolVLM"
-        config = getattr(transformers, f"{name}Config")(
-            vision_config=dict(tower),
-            text_config=text,
-            image_token_id=image_token,
-            scale_factor=factor,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=False,
-        )
-        processor: dict[str, Any] = {
-            "do_convert_rgb": True,
-            "do_image_splitting": True,
-            "do_normalize": True,
-            "do_pad": True,
-            "do_rescale": True,
-            "do_resize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "image_processor_type": f"{name}ImageProcessor",
-            "max_image_size": {"longest_edge": tile},
-            "resample": 1,
-            "rescale_factor": 1 / 255,
-            "size": {"longest_edge": 4 * tile},
-        }
-        others = {"processor_class": f"{name}Processor", "image_seq_len": 16}
-    elif kind.startswith("internvl"):
-        is_rms = kind == "internvl-rms"
-        config = transformers.InternVLConfig(
-            vision_config=dict(tower)
-            | {"model_type": "internvl_vision", "use_qk_norm": is_rms, "attention_bias": not is_rms}
-            | {"norm_type": "rms_norm" if is_rms else "layer_norm", "use_mean_pooling": is_rms},
-            text_config=text | {"model_type": "qwen2"},
-            image_token_id=image_token,
-            image_seq_length=16,
-            tie_word_embeddings=False,
-        )
-        processor = {
-            "crop_to_patches": False,
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "max_patches": 12,
-            "size": {"height": tile, "width": tile},
-        }
-        others = {"processor_class": "InternVLProcessor", "image_seq_length": 16}
-    else:
-        name = kind.removeprefix("llava-")
-        config = transformers.LlavaConfig(
-            vision_config=dict(tower) | {"model_type": f"{name}_vision_model"},
-            text_config=text,
-            image_token_index=image_token,
-            image_token_id=image_token,
-            vision_feature_select_strategy="default" if name == "clip" else "full",
-            vision_feature_layer=-2,
-            tie_word_embeddings=False,
-        )
-        processor = {
-            "crop_size": {"height": tile, "width": tile},
-            "do_center_crop": name == "clip",
-            "do_convert_rgb": True,
-            "do_normalize": True,
-            "do_rescale": True,
-            "do_resize": True,
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
-            "image_processor_type": f"{'CLIP' if name == 'clip' else 'Siglip'}ImageProcessor",
-            "resample": 3,
-            "rescale_factor": 1 / 255,
-            "size": {"shortest_edge": tile} if name == "clip" else {"height": tile, "width": tile},
-        }
-        if name == "siglip":
-            del processor["crop_size"], processor["do_center_crop"]
-        others = {
-            "processor_class": "LlavaProcessor",
-            "patch_size": tower["patch_size"],
-            "vision_feature_select_strategy": config.vision_feature_select_strategy,
-            "num_additional_image_tokens": int(name == "clip"),
-            "image_token": "<image>",
-        }
+    parts = _PARTS_BY_FAMILY[kind.split("-")[0]]
+    config, processor, others = parts(kind, dict(tower), text, tokenizer, factor)
     model = getattr(transformers, _class(kind))(config)
     model = model.float().eval()
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("put_min", "put_max")):
+                buffer.fill_(-1.0 if name.endswith("min") else 1.0)
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.normal_(0.5, 0.15)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     (directory / "processor_config.json").write_text(json.dumps(others))
     return directory, model
+
+
+def _idefics3(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
+    name = "Idefics3" if kind == "idefics3" else "SmolVLM"
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=dict(tower),
+        text_config=text,
+        image_token_id=image_token,
+        scale_factor=factor,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    processor: dict[str, Any] = {
+        "do_convert_rgb": True,
+        "do_image_splitting": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_processor_type": f"{name}ImageProcessor",
+        "max_image_size": {"longest_edge": tile},
+        "resample": 1,
+        "rescale_factor": 1 / 255,
+        "size": {"longest_edge": 4 * tile},
+    }
+    others = {"processor_class": f"{name}Processor", "image_seq_len": 16}
+    return config, processor, others
+
+
+def _internvl(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
+    is_rms = kind == "internvl-rms"
+    config = transformers.InternVLConfig(
+        vision_config=dict(tower)
+        | {"model_type": "internvl_vision", "use_qk_norm": is_rms, "attention_bias": not is_rms}
+        | {"norm_type": "rms_norm" if is_rms else "layer_norm", "use_mean_pooling": is_rms},
+        text_config=text | {"model_type": "qwen2"},
+        image_token_id=image_token,
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "crop_to_patches": False,
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "max_patches": 12,
+        "size": {"height": tile, "width": tile},
+    }
+    others = {"processor_class": "InternVLProcessor", "image_seq_length": 16}
+    return config, processor, others
+
+
+def _llava(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    image_token = tokenizer.convert_tokens_to_ids(image_mark(kind))
+    name = kind.removeprefix("llava-")
+    config = transformers.LlavaConfig(
+        vision_config=dict(tower) | {"model_type": f"{name}_vision_model"},
+        text_config=text,
+        image_token_index=image_token,
+        image_token_id=image_token,
+        vision_feature_select_strategy="default" if name == "clip" else "full",
+        vision_feature_layer=-2,
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "crop_size": {"height": tile, "width": tile},
+        "do_center_crop": name == "clip",
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": f"{'CLIP' if name == 'clip' else 'Siglip'}ImageProcessor",
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"shortest_edge": tile} if name == "clip" else {"height": tile, "width": tile},
+    }
+    if name == "siglip":
+        del processor["crop_size"], processor["do_center_crop"]
+    others = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": tower["patch_size"],
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": int(name == "clip"),
+        "image_token": "<image>",
+    }
+    return config, processor, others
+
+
+def _gemma(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    text = text | {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3}
+    if kind == "paligemma":
+        text |= {"model_type": "gemma"}
+    elif kind == "paligemma2":
+        text |= {"model_type": "gemma2", "sliding_window": 24}
+    else:
+        text |= {"model_type": "gemma3_text", "sliding_window": 24}
+        text["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    vision = dict(tower) | {"model_type": "siglip_vision_model"}
+    num_outputs = (tile // tower["patch_size"]) ** 2
+    name = "Gemma3" if kind == "gemma3" else "PaliGemma"
+    marks = {"image_token_index": tokenizer.convert_tokens_to_ids("<image>")}
+    if kind == "gemma3":
+        num_outputs //= 4
+        marks |= {
+            f"{each}_token_index": tokenizer.convert_tokens_to_ids(GEMMA_MARKS[each])
+            for each in ("boi", "eoi")
+        }
+        marks["mm_tokens_per_image"] = num_outputs
+    else:
+        vision |= {"projection_dim": 64, "vision_use_head": False}
+        marks["projection_dim"] = 64
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config=text, tie_word_embeddings=False, **marks
+    )
+    processor = {
+        "image_processor_type": f"{'Gemma3' if kind == 'gemma3' else 'Siglip'}ImageProcessor",
+        "image_seq_length": num_outputs,
+        "size": {"height": tile, "width": tile},
+    }
+    return (
+        config,
+        processor,
+        {"processor_class": f"{name}Processor", "image_seq_length": num_outputs},
+    )
+
+
+def _gemma4(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    text = text | {"head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 3}
+    text |= {"model_type": "gemma4_text", "sliding_window": 24, "hidden_size_per_layer_input": 8}
+    text |= {"vocab_size_per_layer_input": text["vocab_size"], "num_kv_shared_layers": 0}
+    text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    text["use_bidirectional_attention"] = "vision"
+    vision = {name: tower[name] for name in tower if name != "image_size"}
+    vision |= {"head_dim": 12, "num_key_value_heads": 4, "pooling_kernel_size": 2}
+    vision |= {"position_embedding_size": 64, "standardize": True, "use_clipped_linears": True}
+    marks = {
+        f"{each}_token_id": tokenizer.convert_tokens_to_ids(GEMMA_MARKS[each])
+        for each in ("boi", "eoi", "image")
+    }
+    config = transformers.Gemma4Config(
+        vision_config=vision,
+        text_config=text,
+        audio_config=None,
+        tie_word_embeddings=False,
+        **marks,
+        **dict.fromkeys(("video_token_id", "boa_token_id", "audio_token_id"), 1),
+        eoa_token_index=1,
+    )
+    processor = {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "max_soft_tokens": 70,
+        "patch_size": tower["patch_size"],
+        "pooling_kernel_size": 2,
+    }
+    return config, processor, {"processor_class": "Gemma4Processor"}
+
+
+def _pixtral(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    name = "Mistral3" if kind == "mistral3" else "Llava"
+    merge = {"spatial_merge_size": 2} if kind == "mistral3" else {}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=dict(tower) | {"model_type": "pixtral"},
+        text_config=text | {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        **({} if merge else {"vision_feature_select_strategy": "full"}),
+        **merge,
+    )
+    processor = {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": tower["patch_size"], "width": tower["patch_size"]},
+        "size": {"longest_edge": 2 * tile},
+    }
+    others = {"processor_class": "PixtralProcessor", "patch_size": tower["patch_size"]} | merge
+    return config, processor, others
+
+
+_PARTS_BY_FAMILY = {
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "internvl": _internvl,
+    "llava": _llava,
+    "gemma3": _gemma,
+    "paligemma": _gemma,
+    "paligemma2": _gemma,
+    "gemma4": _gemma4,
+    "pixtral": _pixtral,
+    "mistral3": _pixtral,
+}
 
 
 def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
@@ -180,9 +326,21 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 
 def image_mark(kind: str) -> str:
     """Return the token that stands for an image."""
-    return "<IMG_CONTEXT>" if kind.startswith("internvl") else "<image>"
+    marks = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
+    marks |= dict.fromkeys(SIZED_MODELS, "[IMG]")
+    return marks.get(kind.split("-")[0], "<image>")
+
+
+def _family_marks(kind: str) -> list[str]:
+    if kind.startswith("internvl"):
+        return [*MARKS, *INTERNVL_MARKS.values()]
+    if kind in SIZED_MODELS:
+        return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
 
 
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
+    names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
+    names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

@@ -163,18 +163,24 @@ class TorchPagedAttention(AttentionBackend):
 
     def _prefill(self, batch: AttentionBatch, request: int, window: Window | None) -> _Prefill:
         start, stop = (int(x) for x in batch.query_start_loc[request : request + 2])
+        visible_T2 = batch.visible_in(window)
         seq_len = int(batch.seq_lens[request])
         position = seq_len - (stop - start)
         first_block = self._first_block(position, window)
+        if visible_T2 is not None:
+            first_block = min(first_block, int(visible_T2[start, 0]) // self.block_size)
         first_key = first_block * self.block_size
         last_block = (seq_len - 1) // self.block_size
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
         kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(-1, 1)
-        tiles = (
-            self._tiles(slice(start, stop), position, first_key, window)
-            if self.spec.is_causal
-            else self._bidirectional_tiles(slice(start, stop), seq_len, window)
-        )
+        if visible_T2 is not None:
+            tiles = self._span_tiles(
+                slice(start, stop), position, first_key, window, visible_T2[start:stop]
+            )
+        elif self.spec.is_causal:
+            tiles = self._tiles(slice(start, stop), position, first_key, window)
+        else:
+            tiles = self._bidirectional_tiles(slice(start, stop), seq_len, window)
         return _Prefill(
             pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()), tiles=list(tiles)
         )
@@ -199,6 +205,35 @@ class TorchPagedAttention(AttentionBackend):
                 if isinstance(window, int):
                     mask_ML = mask_ML.masked_fill(distance_ML.abs() >= window, -math.inf)
             yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, distance_ML)
+
+    def _span_tiles(
+        self,
+        tokens: slice,
+        position: int,
+        first_key: int,
+        window: Window | None,
+        visible_Q2: NDArray[np.int32],
+    ) -> Iterator[_Tile]:
+        """Split queries, some of which see tokens behind them, into tiles."""
+        num_queries = tokens.stop - tokens.start
+        tile_queries = _tile_queries(self.num_heads, position + num_queries)
+        for start in range(0, num_queries, tile_queries):
+            stop = min(start + tile_queries, num_queries)
+            first = min(first_visible(position + start, window), int(visible_Q2[start, 0]))
+            keys_start = first // self.block_size * self.block_size
+            keys_stop = -(-int(visible_Q2[stop - 1, 1]) // self.block_size) * self.block_size
+            mask_ML, distance_ML = self._tile_mask(
+                range(position + start, position + stop),
+                range(keys_start, keys_stop),
+                window,
+                visible_Q2[start:stop],
+            )
+            yield _Tile(
+                slice(tokens.start + start, tokens.start + stop),
+                slice(keys_start - first_key, keys_stop - first_key),
+                mask_ML,
+                distance_ML,
+            )
 
     def _tiles(
         self, tokens: slice, position: int, first_key: int, window: Window | None
@@ -247,15 +282,23 @@ class TorchPagedAttention(AttentionBackend):
             start += queries
 
     def _tile_mask(
-        self, queries: range, keys: range, window: Window | None
+        self,
+        queries: range,
+        keys: range,
+        window: Window | None,
+        visible_Q2: NDArray[np.int32] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mask and, for ALiBi, the distances [M, L] of queries and keys at these positions."""
         repeats = self.num_heads // self.num_kv_heads
         query = torch.arange(queries.start, queries.stop)[:, None]
         key = torch.arange(keys.start, keys.stop)
         first = torch.tensor([first_visible(position, window) for position in queries])[:, None]
+        last = query
+        if visible_Q2 is not None:
+            visible = torch.from_numpy(visible_Q2)
+            first, last = torch.minimum(first, visible[:, :1]), visible[:, 1:] - 1
         mask = torch.zeros((len(queries), len(keys)), dtype=self.dtype)
-        mask.masked_fill_((key > query) | (key < first), -math.inf)
+        mask.masked_fill_((key > last) | (key < first), -math.inf)
         mask_ML = mask.repeat_interleave(repeats, 0).to(self.device)
         if not self.spec.reads_distances:
             return mask_ML, None

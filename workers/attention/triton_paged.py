@@ -65,6 +65,8 @@ class TritonPagedMetadata:
     prefill_tiles: Tensor | None = (
         None  # [N, 2]: a request, and the first of its queries in the tile
     )
+    visible: Tensor | None = None  # [T, 2], as in `AttentionBatch`
+    spans_need_windows: bool = False
 
 
 class TritonPagedAttention(CapturableAttention):
@@ -125,13 +127,17 @@ class TritonPagedAttention(CapturableAttention):
         query_lens_S = np.diff(batch.query_start_loc)
         max_seq_len = int(batch.seq_lens.max())
         tiles_N2 = self._prefill_tiles(query_lens_S, batch.seq_lens)
-        query_start_loc, seq_lens, block_table, slot_mapping, prefill_tiles = _to_device(
-            self.device,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            batch.slot_mapping,
-            tiles_N2,
+        visible = np.zeros((0, 2), np.int32) if batch.visible is None else batch.visible
+        query_start_loc, seq_lens, block_table, slot_mapping, prefill_tiles, visible_T2 = (
+            _to_device(
+                self.device,
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.block_table,
+                batch.slot_mapping,
+                tiles_N2,
+                visible,
+            )
         )
         return TritonPagedMetadata(
             query_start_loc,
@@ -141,6 +147,8 @@ class TritonPagedAttention(CapturableAttention):
             max_seq_len,
             has_decodes=bool((query_lens_S < self.fewest_tiled_queries).any()),
             prefill_tiles=prefill_tiles if len(tiles_N2) else None,
+            visible=visible_T2 if len(visible) else None,
+            spans_need_windows=batch.spans_need_windows,
         )
 
     def build_decode(
@@ -284,6 +292,7 @@ class TritonPagedAttention(CapturableAttention):
             layer.kv_scales_2G,
             layer.alibi_slopes_H,
             layer.sinks_H,
+            None if metadata.spans_need_windows and layer.window is None else metadata.visible,
             layer.scale,
             q_THK.stride(0),
             metadata.block_table.stride(0),

@@ -28,6 +28,8 @@ class NativeAttentionMetadata:
     seq_lens: NDArray[np.int32]
     block_table: NDArray[np.int32]
     slot_mapping: NDArray[np.int32]
+    visible: NDArray[np.int32] | None
+    spans_need_windows: bool
 
 
 class NativeAttention(PagedAttention):
@@ -71,4 +73,6 @@ class NativeAttention(PagedAttention):
             np.ascontiguousarray(batch.seq_lens, np.int32),
             np.ascontiguousarray(batch.block_table, np.int32),
             np.ascontiguousarray(batch.slot_mapping, np.int32),
+            None if batch.visible is None else np.ascontiguousarray(batch.visible, np.int32),
+            batch.spans_need_windows,
         )

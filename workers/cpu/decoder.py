@@ -249,6 +249,9 @@ class NativeDecoder:
         if self.rotary_T3 is not None:
             rotary_T3 = _int32(self.rotary_T3)
             step.rotary = rotary_T3.data_ptr()
+        visible = attn_metadata[0].visible
+        step.visible = None if visible is None else visible.ctypes.data
+        step.spans_need_windows = attn_metadata[0].spans_need_windows
         if not self._program.run(step):
             raise ValueError(
                 f"token ids must be in [0, {self.spec.num_token_ids}), "

@@ -313,6 +313,8 @@ class Step(ctypes.Structure):
         ("encoded", c_void_p),
         ("encoded_stride", c_int64),
         ("rotary", c_void_p),
+        ("visible", c_void_p),
+        ("spans_need_windows", c_int32),
     )
 
 

@@ -48,6 +48,7 @@ class RequestStates:
             num_groups,
             device,
             has_rotary_axes=model.spec.has_rotary_axes,
+            span_kind=model.spec.span_kind,
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)

@@ -8,7 +8,7 @@ import torch
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
-from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.checkpoint.vision.spec import SpanKind, VisionSpec
 from .rope import RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
@@ -320,6 +320,11 @@ class ModelSpec:
     score_head: ScoreHeadSpec | None = None
     encoder: VisionSpec | None = None
     num_deepstack_layers: int = 0
+
+    @property
+    def span_kind(self) -> SpanKind | None:
+        """Which tokens see those behind them."""
+        return None if self.encoder is None else self.encoder.span_kind
 
     @property
     def tells_segments(self) -> bool:

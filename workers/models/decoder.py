@@ -169,6 +169,8 @@ class Decoder(TorchDecoder):
             if self._embedding_norm is not None:
                 x_TD = self._embedding_norm(x_TD)
             if self._per_layer_inputs is not None:
+                if self.placed is not None and self.spec.encoder is not None:
+                    inputs = self.placed.replace_ids(inputs, self.spec.encoder.layer_token_id)
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:
                 x_TD = self._streams.expand(x_TD)

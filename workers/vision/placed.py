@@ -42,3 +42,8 @@ class Placed:
         size = hidden_TD.shape[1]
         part = self.encoded[rows_T[tokens], index * size : (index + 1) * size]
         return tokens, part.to(hidden_TD.dtype)
+
+    def replace_ids(self, ids_T: Tensor, token_id: int) -> Tensor:
+        """Return the token ids with `token_id` for the replaced ones."""
+        places_T = torch.from_numpy(self.rows_T).to(ids_T.device) >= 0
+        return ids_T.masked_fill(places_T, token_id)

@@ -1,12 +1,12 @@
 """The projection of a vision tower's features into the hidden size of the decoder.
 
-Shapes: P patches, D hidden size of the tower.
+Shapes: P patches, D hidden size of the tower, M merged rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,45 +14,130 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..loaders import Checkpoint
-from .weights import VisionWeights, find_activation
+from .weights import Norm, VisionWeights, find_activation
 
-_MATRIX: Final = "connector.modality_projection.proj.weight"
+Projection: TypeAlias = Callable[[Tensor, int], Tensor]
+"""From features [P, D], and the number of patches in a row of the image, to embeddings [M, output size]."""
+
+_MATRIX: Final = "connector.modality_projection.proj"
 _MLP: Final = "multi_modal_projector."
-_NORM_EPS: Final = 1e-5
 
 
 def read_projection(
     spec: VisionSpec, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Callable[[Tensor], Tensor]:
-    """Return the function from features [P, D] to embeddings.
+) -> Projection:
+    """Return the projection.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
-    size = spec.output_size
-    columns = spec.hidden_size * len(spec.feature_layers) * spec.shuffle_factor**2
-    factor = spec.shuffle_factor
-    if spec.projection == "matrix":
-        weights = VisionWeights(checkpoint, _MATRIX, device, dtype)
-        weight = weights.read(_MATRIX, size, columns)
-        return lambda x_PD: F.linear(_shuffle(x_PD, factor), weight)
-    weights = VisionWeights(checkpoint, f"{_MLP}linear_1.weight", device, dtype)
-    has_bias = spec.projection_bias
-    first = weights.read_linear(f"{_MLP}linear_1", size, columns, has_bias=has_bias)
-    second = weights.read_linear(f"{_MLP}linear_2", size, size, has_bias=has_bias)
-    activation = find_activation(checkpoint, spec.projection_activation)
-    norm: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
+
+    def read(marker: str) -> VisionWeights:
+        return VisionWeights(checkpoint, marker, device, dtype, spec.tensor_names)
+
+    return _KINDS[spec.projection](spec, checkpoint, read)
+
+
+_Reader: TypeAlias = Callable[[str], VisionWeights]
+"""From the name of a tensor to the tensors beside it."""
+
+
+def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights = read(f"{_MATRIX}.weight")
+    product = weights.read_linear(
+        _MATRIX, spec.output_size, _merged_size(spec), has_bias=spec.projection_bias
+    )
+    return lambda x_PD, num_columns: product(_side_by_side(x_PD, num_columns, spec.merge_factor))
+
+
+def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights = read(f"{_MLP}linear_1.weight")
+    norm: Norm = lambda x: x  # noqa: E731
     if spec.has_projection_norm:
-        norm = weights.read_layer_norm(f"{_MLP}layer_norm", columns, _NORM_EPS)
-    return lambda x_PD: F.linear(
-        activation(F.linear(norm(_shuffle(x_PD, factor)), *first)), *second
+        norm = weights.read_layer_norm(f"{_MLP}layer_norm", _merged_size(spec), spec.projection_eps)
+    mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
+    return lambda x_PD, num_columns: mlp(norm(_side_by_side(x_PD, num_columns, spec.merge_factor)))
+
+
+def _merged_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights = read(f"{_MLP}linear_1.weight")
+    size, factor = spec.hidden_size * len(spec.feature_layers), spec.merge_factor
+    norm = weights.read_rms_norm(f"{_MLP}norm", size, spec.projection_eps)
+    # Its columns are stored by element, then by patch.
+    merge = weights.read(f"{_MLP}patch_merger.merging_layer.weight", size, size * factor**2)
+    merge = merge.unflatten(1, (size, factor**2)).transpose(1, 2).flatten(1).contiguous()
+    mlp = _two_products(spec, checkpoint, weights, size)
+    return lambda x_PD, num_columns: mlp(
+        F.linear(_side_by_side(norm(x_PD), num_columns, factor), merge)
     )
 
 
-def _shuffle(x_PD: Tensor, factor: int) -> Tensor:
-    """Return the features of each square of `factor` by `factor` patches as one row."""
-    if factor == 1:
-        return x_PD
-    side = int(len(x_PD) ** 0.5)
-    x = x_PD.view(side // factor, factor, side // factor, factor, x_PD.shape[1])
-    return x.permute(0, 2, 1, 3, 4).reshape((side // factor) ** 2, -1)
+def _mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    name = f"{_MLP}mm_input_projection_weight"
+    weights = read(name)
+    weight = weights.read(name, spec.hidden_size, spec.output_size).t().contiguous()
+    norm = weights.read_rms_norm(
+        f"{_MLP}mm_soft_emb_norm", spec.hidden_size, spec.projection_eps, offset=1.0
+    )
+    return lambda x_PD, num_columns: F.linear(
+        norm(_means(x_PD, num_columns, spec.merge_factor)), weight
+    )
+
+
+def _standardized_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    size = spec.hidden_size
+    product = read(f"{_MATRIX}.weight").read_linear(_MATRIX, spec.output_size, size, has_bias=False)
+    mean_and_factor: list[Tensor] = []
+    if spec.standardizes:
+        weights = read("std_bias")
+        mean_and_factor = [weights.read(name, size).float() for name in ("std_bias", "std_scale")]
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        # The scaled means may exceed the range of half precision.
+        x_MD = _means(x_PD, num_columns, spec.merge_factor).float() * size**0.5
+        if mean_and_factor:
+            x_MD = (x_MD - mean_and_factor[0]) * mean_and_factor[1]
+        return product(F.rms_norm(x_MD.to(x_PD.dtype), (size,), None, spec.projection_eps))
+
+    return project
+
+
+def _two_products(
+    spec: VisionSpec, checkpoint: Checkpoint, weights: VisionWeights, columns: int
+) -> Callable[[Tensor], Tensor]:
+    size, has_bias = spec.output_size, spec.projection_bias
+    first = weights.read_linear(f"{_MLP}linear_1", size, columns, has_bias=has_bias)
+    second = weights.read_linear(f"{_MLP}linear_2", size, size, has_bias=has_bias)
+    activation = find_activation(checkpoint, spec.projection_activation)
+    return lambda x: second(activation(first(x)))
+
+
+def _merged_size(spec: VisionSpec) -> int:
+    return spec.hidden_size * len(spec.feature_layers) * spec.merge_factor**2
+
+
+def _squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
+    """Return the features of each square of patches, [M, factor ** 2, D]. Incomplete squares are left out."""
+    rows = x_PD.unflatten(0, (-1, num_columns))
+    rows = rows[: len(rows) // factor * factor, : num_columns // factor * factor]
+    squares = rows.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))
+    return squares.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _side_by_side(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
+    """Return the features of each square of patches as one row."""
+    return x_PD if factor == 1 else _squares(x_PD, num_columns, factor).flatten(1)
+
+
+def _means(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
+    """Return the mean of the features of each square of patches."""
+    return x_PD if factor == 1 else _squares(x_PD, num_columns, factor).mean(1)
+
+
+_KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
+    "matrix": _matrix,
+    "mlp": _mlp,
+    "merged mlp": _merged_mlp,
+    "mean": _mean,
+    "standardized mean": _standardized_mean,
+}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -17,8 +18,36 @@ from ..loaders.dummy import made_up
 from ..loaders.tensor_names import TensorNames, translate_names
 
 Norm: TypeAlias = Callable[[Tensor], Tensor]
-Linear: TypeAlias = tuple[Tensor, Tensor | None]
-"""The matrix and the bias of a product."""
+
+
+@dataclass(slots=True)
+class Linear:
+    """A product with a matrix [rows, columns]. `bounds` are those of its inputs, then those of its outputs."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    bounds: Tensor | None = None
+
+    @classmethod
+    def join(cls, linears: Sequence[Linear]) -> Linear:
+        """Return the products with several matrices, none of which has bounds, as one."""
+        biases = [each.bias for each in linears if each.bias is not None]
+        weight = torch.cat([each.weight for each in linears])
+        return cls(weight, torch.cat(biases) if biases else None)
+
+    def scale_outputs(self, factors: Tensor) -> None:
+        """Multiply each output by a factor, which is one on a row of the matrix."""
+        self.weight.mul_(factors[:, None])
+        if self.bias is not None:
+            self.bias.mul_(factors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        if self.bounds is None:
+            return F.linear(x, self.weight, self.bias)
+        x = F.linear(x.clamp(*self.bounds[:2]), self.weight, self.bias)
+        return x.clamp(*self.bounds[2:])
+
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -88,10 +117,17 @@ class VisionWeights:
             )
         return self._checkpoint.tensor(stored, self._dtype).to(self._device).view(shape)
 
-    def read_linear(self, name: str, rows: int, columns: int, *, has_bias: bool = True) -> Linear:
-        """Return the matrix and the bias of a product."""
+    def read_linear(
+        self, name: str, rows: int, columns: int, *, has_bias: bool = True, clips: bool = False
+    ) -> Linear:
+        """Return a product, with bounds if it `clips`."""
         weight = self.read(f"{name}.weight", rows, columns)
-        return weight, self.read(f"{name}.bias", rows) if has_bias else None
+        bias = self.read(f"{name}.bias", rows) if has_bias else None
+        bounds: Tensor | None = None
+        if clips:
+            names = ("input_min", "input_max", "output_min", "output_max")
+            bounds = torch.stack([self.read(f"{name}.{each}") for each in names])
+        return Linear(weight, bias, bounds)
 
     def read_norm(
         self, name: str, size: int, spec: VisionSpec, kind: Literal["layer", "rms"] = "layer"
@@ -106,7 +142,7 @@ class VisionWeights:
         weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
         return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
 
-    def read_rms_norm(self, name: str, size: int, eps: float) -> Norm:
-        """Return a root-mean-square norm."""
-        weight = self.read(f"{name}.weight", size)
+    def read_rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
+        """Return a root-mean-square norm, to whose weights `offset` is added."""
+        weight = self.read(f"{name}.weight", size) + offset
         return lambda x: F.rms_norm(x, (size,), weight, eps)

@@ -41,7 +41,7 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     tiles: list[Tile] = [make_tile(tile, config) for row in _split(canvas, side) for tile in row]
     if len(tiles) > 1:
         tiles.append(make_tile(resize(image, side, side, config), config))
-    return list(tiles)
+    return [config.start, *tiles, config.end]
 
 
 def _with_whole(rows: Parts, whole: Image.Image, config: GridProcessor) -> Parts:

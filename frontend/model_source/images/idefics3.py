@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import GridProcessor
 from .fields import LANCZOS, side_of_tile, values
+from .source import ProcessorSource
 
 
-def grid(
-    fields: ConfigFields, config: ConfigFields, vision: VisionSpec, token_id: int
-) -> GridProcessor:
+def grid(source: ProcessorSource, vision: VisionSpec, token_id: int) -> GridProcessor:
     """Return the processor of Idefics3 or SmolVLM."""
+    fields = source.fields
     side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", vision)
     size = fields.first_section("size")
     return GridProcessor(

@@ -11,9 +11,12 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
+from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
+from .pixtral import pixtral
 from .single import single
+from .source import ProcessorSource
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,8 @@ def read_image_processor(
     read = _READERS[config.text("model_type")]
     # InternVL's processor ignores this field of the file.
     processor = processor.with_values({"crop_to_patches": None})
-    return read(processor.with_values(dict(overrides)), config, vision, token_id)
+    source = ProcessorSource(path, processor.with_values(dict(overrides)), config)
+    return read(source, vision, token_id)
 
 
 def _read_processor(path: Path) -> ConfigFields | None:
@@ -63,12 +67,16 @@ def _read_processor(path: Path) -> ConfigFields | None:
     return None
 
 
-_Reader: TypeAlias = Callable[[ConfigFields, ConfigFields, VisionSpec, int], AnyImageProcessor]
-"""From the fields of the processor and of the model, its tower and the token that stands for an embedding."""
+_Reader: TypeAlias = Callable[[ProcessorSource, VisionSpec, int], AnyImageProcessor]
+"""From the checkpoint's files, the tower and the token that stands for an embedding."""
 
 _READERS: Final[dict[str, _Reader]] = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
     "idefics3": grid,
     "internvl": canvas,
     "llava": single,
+    "mistral3": pixtral,
+    "paligemma": paligemma,
     "smolvlm": grid,
 }

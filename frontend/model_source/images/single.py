@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
-from ....protocol.config.images import CropProcessor, SquareProcessor
+from ....protocol.config.images import CropProcessor, FitProcessor, SquareProcessor
 from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .pixtral import pixtral
+from .source import ProcessorSource
 
 
 def single(
-    fields: ConfigFields, config: ConfigFields, vision: VisionSpec, token_id: int
-) -> SquareProcessor | CropProcessor:
-    """Return the processor of CLIP or SigLIP."""
+    source: ProcessorSource, vision: VisionSpec, token_id: int
+) -> SquareProcessor | CropProcessor | FitProcessor:
+    """Return the processor of CLIP or SigLIP, or of Pixtral, whose model has the same name."""
+    if vision.max_outputs:
+        return pixtral(source, vision, token_id)
+    fields = source.fields
     common = values(fields, vision, token_id, BICUBIC)
     size, crop = sides(fields, "size"), sides(fields, "crop_size")
     if vision.has_class_token:

@@ -25,7 +25,7 @@ def idefics3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vi
         norm_eps=vision.positive("layer_norm_eps", 1e-6),
         output_size=output_size,
         projection="matrix",
-        shuffle_factor=factor,
+        merge_factor=factor,
         projection_bias=False,
         has_post_norm=True,
     )

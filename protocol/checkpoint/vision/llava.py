@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from ..config_fields import ConfigFields
 from .fields import feature_layers, head_count, image_and_patch_size
+from .pixtral import pixtral
 from .spec import VisionSpec
 
 
 def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of LLaVA."""
+    """Return the tower of LLaVA, or of Pixtral, which has the same name."""
+    if vision.get("model_type") == "pixtral":
+        return pixtral(fields, vision, output_size)
     is_clip = vision.text("model_type", "clip_vision_model") == "clip_vision_model"
     if not is_clip and vision.text("model_type") != "siglip_vision_model":
         raise vision.wrong(

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 from ..config_fields import ConfigFields
+from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llava import llava
+from .pixtral import pixtral
 from .spec import VisionSpec
 
 
@@ -32,8 +34,12 @@ def vision_spec(fields: ConfigFields, output_size: int) -> VisionSpec:
 
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec]]] = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
     "llava": llava,
+    "mistral3": pixtral,
+    "paligemma": paligemma,
 }

@@ -16,8 +16,11 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
 from support.vision_checkpoints import (
+    GEMMA_MARKS,
+    GEMMA_MODELS,
     INTERNVL_MARKS,
     MODELS,
+    SIZED_MODELS,
     image_mark,
     image_processor,
     vision_directory,
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.slow
 SIZES = [(64, 64), (30, 20), (200, 150), (151, 333), (1000, 40), (7, 900), (1, 1)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=(*MODELS, "gemma3", "paligemma"))
 def model(request, tmp_path_factory):
     path, _ = vision_directory(tmp_path_factory.mktemp("model"), request.param)
     return request.param, path
@@ -67,6 +70,43 @@ def test_tiles_equal_those_of_transformers(model, size):
         np.testing.assert_array_equal(_normalized(tile), pixels)
 
 
+@pytest.mark.parametrize("kind", [*SIZED_MODELS, "gemma4"])
+def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
+    path, _ = vision_directory(tmp_path, kind)
+    processor, config = image_processor(path, kind), _read(path)
+    sizes = [size for size in SIZES if min(size) > 7 or kind not in SIZED_MODELS]
+    for size in (*sizes, (128, 128), (129, 64)):
+        image = _image(*size)
+        if kind in SIZED_MODELS:
+            options = {"patch_size": {"height": config.side_factor, "width": config.side_factor}}
+            [expected] = processor(image, return_tensors="np", **options)["pixel_values"]
+        else:
+            expected = processor(image, return_tensors="np")
+            [patches], [positions] = expected["pixel_values"], expected["image_position_ids"]
+            columns, rows = positions.max(0) + 1
+            patches = patches[: rows * columns].reshape(rows, columns, 8, 8, 3)
+            expected = (patches - 0.5) * 2
+            expected = expected.transpose(4, 0, 2, 1, 3).reshape(3, rows * 8, columns * 8)
+        [tile] = _tiles(image, config)
+        np.testing.assert_allclose(_normalized(tile), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(600, 260), (300, 800), (900, 200), (64, 64)])
+def test_parts_of_long_images_equal_those_of_transformers(size, tmp_path):
+    path, _ = vision_directory(tmp_path, "gemma3")
+    options = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 128}
+    processor = image_processor(
+        path,
+        "gemma3",
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+        **options,
+    )
+    expected = processor(_image(*size), return_tensors="np")["pixel_values"]
+    tiles = _tiles(_image(*size), _read(path, **options))
+    np.testing.assert_array_equal([_normalized(tile) for tile in tiles], expected)
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK"])
 def test_colors_and_transparency_equal_those_of_transformers(mode, tmp_path):
     path, _ = vision_directory(tmp_path, "llava-siglip")
@@ -91,40 +131,55 @@ def test_images_that_are_not_split_equal_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(_normalized(tile), expected)
 
 
+def _texts_of_images(kind, path, name, others, images):
+    """Return what replaces images, without an object of the processor's class, which needs torchvision or videos."""
+    if kind in SIZED_MODELS:
+        side = 8 * others.get("spatial_merge_size", 1)
+        sizes = image_processor(path, kind)(images, patch_size=side)["image_sizes"]
+        rows = [["[IMG]" * (width // side)] * (height // side) for height, width in sizes]
+        return ["[IMG_BREAK]".join(each) + "[IMG_END]" for each in rows]
+    names = INTERNVL_MARKS | others | {"image_token": image_mark(kind)}
+    names |= {f"{each}_token": GEMMA_MARKS[each] for each in ("boi", "eoi")}
+    tiles = image_processor(path, kind)(images)
+    processor_class = getattr(transformers, name)
+    return [
+        processor_class.replace_image_token(SimpleNamespace(**names), tiles, i)
+        for i in range(len(images))
+    ]
+
+
 # The processor of SmolVLM needs a package for numbers as words; its prompts are those of Idefics3.
-@pytest.mark.parametrize("kind", ["idefics3", "llava-clip", "llava-siglip", "internvl"])
+@pytest.mark.parametrize(
+    "kind", ["idefics3", "llava-clip", "llava-siglip", "internvl", *GEMMA_MODELS, *SIZED_MODELS]
+)
 def test_prompts_equal_those_of_transformers(kind, tmp_path):
     path, _ = vision_directory(tmp_path, kind)
     others = json.loads((path / "processor_config.json").read_text())
     name = others.pop("processor_class")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    mark = tokenizer.image_token = image_mark(kind)
-    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
+    mark = image_mark(kind)
+    if kind not in ("gemma3", "gemma4"):
+        tokenizer.image_token = mark
+        tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
     images = [_image(200, 150), _image(64, 64)]
     text = f"the {mark} quick\n{mark}fox"
-    processor_class = getattr(transformers, name)
-    if kind == "internvl":
-        # An object of this class needs torchvision, for videos.
-        names = INTERNVL_MARKS | others | {"image_token": mark}
-        tiles = image_processor(path, kind)(images)
-        texts = [
-            processor_class.replace_image_token(SimpleNamespace(**names), tiles, i)
-            for i in range(len(images))
-        ]
+    if kind in ("internvl", "gemma4", *SIZED_MODELS):
+        texts = _texts_of_images(kind, path, name, others, images)
         before, between, after = text.split(mark)
         expected = tokenizer(f"{before}{texts[0]}{between}{texts[1]}{after}")["input_ids"]
     else:
-        processor = processor_class(image_processor(path, kind), tokenizer, **others)
+        processor = getattr(transformers, name)(image_processor(path, kind), tokenizer, **others)
         expected = processor(images=[images], text=[text])["input_ids"][0]
 
     config = _read(path)
     places = PromptImages(config, load_tokenizer(path))
     prepared = [places.prepare(image) for image in images]
-    found = load_tokenizer(path).encode(places.expand(text, prepared))
+    found = places.drop_start(load_tokenizer(path).encode(places.expand(text, prepared)))
     assert list(found) == list(expected)
     inputs = places.inputs(found, prepared)
     covered = {item.position + i for item in inputs for i in range(item.num_tokens)}
-    assert covered == {i for i, token in enumerate(found) if token == config.token_id}
+    if kind not in SIZED_MODELS:
+        assert covered == {i for i, token in enumerate(found) if token == config.token_id}
     assert len({item.content_hash for item in inputs}) == len(inputs)
     with pytest.raises(ParameterError, match="have 2 images, but the prompt has 3 image tokens"):
         places.expand(text + mark, prepared)
@@ -136,6 +191,7 @@ def test_invalid_processor_fields_are_named(model):
     wrong["smolvlm"] = wrong["idefics3"]
     wrong["internvl"] = {"size": {"height": 32, "width": 32}}
     wrong["llava-clip"] = {"crop_size": 32}
+    wrong["gemma3"] = wrong["paligemma"] = wrong["internvl"]
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}
     with pytest.raises(CheckpointError, match=r"must be 64, which is vision_config\.image_size"):
         _read(path, **wrong[kind])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
 from support.examples import examples
-from support.paged_attention import SPECIAL_LAYERS, run, special_layers
+from support.paged_attention import SPAN_CASES, SPECIAL_LAYERS, run, special_layers
 
 torch.set_num_threads(1)
 
@@ -42,6 +42,20 @@ def test_agrees_with_plain_attention(
         layer=AttentionLayer(scale=head_dim**-0.5, window=window, softcap=softcap),
         dtype=torch.float32,
         seed=seed,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_tokens_of_a_span_see_each_other(window):
+    out, expected = run(
+        **SPAN_CASES,
+        num_kv_heads=2,
+        repeats=3,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.25, window=window),
+        dtype=torch.float32,
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
 

@@ -23,6 +23,7 @@ from support.decoders import Runner
 from support.examples import examples
 from support.native_decoders import ROPE, latent_spec, small_spec
 from support.paged_attention import (
+    SPAN_CASES,
     SPECIAL_LAYERS,
     OneSequence,
     PagedCase,
@@ -108,6 +109,18 @@ def test_long_contexts_are_split(window):
         [(5000, 1), (511, 1), (512, 1), (10, 1)],
         num_kv_heads=1,
         repeats=2,
+        head_dim=16,
+        block_size=16,
+        layer=AttentionLayer(scale=0.25, window=window),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_tokens_of_a_span_see_each_other(window):
+    assert_agrees(
+        **SPAN_CASES,
+        num_kv_heads=1,
+        repeats=3,
         head_dim=16,
         block_size=16,
         layer=AttentionLayer(scale=0.25, window=window),

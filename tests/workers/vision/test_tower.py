@@ -1,17 +1,26 @@
 """Models that read images give the logits of transformers."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from engine.protocol.checkpoint.vision.spec import SpanKind
 from engine.protocol.errors import EngineError
-from engine.protocol.messages import ImagePayload
+from engine.protocol.messages import EncoderInput, ImagePayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.spans import Spans
 from engine.workers.vision.placed import Placed
 from engine.workers.vision.tower import VisionTower
 from support.decoders import CPU, Runner, load_decoder, load_native_decoder
-from support.vision_checkpoints import MODELS, TILE, vision_directory
+from support.vision_checkpoints import (
+    GEMMA_MODELS,
+    MODELS,
+    SIZED_MODELS,
+    TILE,
+    vision_directory,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -19,49 +28,107 @@ torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "internvl-rms"])
+KINDS = (*MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS)
+SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
+SIZES["mistral3"] = [(48, 32), (80, 64)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
-    return vision_directory(tmp_path_factory.mktemp("model"), request.param)
+    return request.param, *vision_directory(tmp_path_factory.mktemp("model"), request.param)
 
 
-def _image(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (TILE, TILE, 3), np.uint8)
-    payload = ImagePayload(TILE, TILE, pixels.tobytes(), 1 / 255, MEAN, STD)
+def _image(seed, width=TILE, height=TILE):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    payload = ImagePayload(width, height, pixels.tobytes(), 1 / 255, MEAN, STD)
     normalized = (pixels.astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
     return payload, torch.from_numpy(normalized.transpose(2, 0, 1).copy())
 
 
+def _reference_images(kind, pixels):
+    """Return the arguments of transformers' model for images [3, height, width]."""
+    sizes = [image.shape[1:] for image in pixels]
+    if kind in ("idefics3", "smolvlm"):
+        return {"pixel_values": torch.stack(pixels)[None]}
+    if kind == "gemma4":
+        # Its model normalizes again, and reads patches with their pixels one after the other.
+        patches = [
+            image.div(2).add(0.5).unflatten(1, (-1, 8)).unflatten(3, (-1, 8)) for image in pixels
+        ]
+        patches = [each.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1) for each in patches]
+        places = [
+            torch.cartesian_prod(torch.arange(h // 8), torch.arange(w // 8)) for h, w in sizes
+        ]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "pixel_values": pad(patches, True),
+            "image_position_ids": pad([each.flip(1) for each in places], True, -1),
+        }
+    if kind not in SIZED_MODELS:
+        return {"pixel_values": torch.stack(pixels)}
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    padded = [
+        torch.nn.functional.pad(image, (0, width - w, 0, height - h))
+        for image, (h, w) in zip(pixels, sizes, strict=True)
+    ]
+    return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+
+
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-def test_logits_equal_those_of_transformers(model, load, tmp_path):
-    path, reference = model
+def test_logits_equal_those_of_transformers(model, load):
+    kind, path, reference = model
+    if kind == "gemma4" and load is load_native_decoder:
+        pytest.skip("its decoder has inputs of layers, which native programs do not compute")
     decoder = load(path, max_model_len=512)
-    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
-    images = [_image(seed) for seed in (1, 2)]
-    encoded = torch.cat([tower(payload) for payload, _ in images])
-    size = tower.spec.num_outputs
+    spec = decoder.spec
+    tower = VisionTower(spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
+    outputs = [tower(payload) for payload, _ in images]
     rng = random.Random(3)
     image_token = reference.config.image_token_id
-    text = [[rng.randrange(4, 300) for _ in range(count)] for count in (5, 3, 9)]
-    prompt = text[0] + [image_token] * size + text[1] + [image_token] * size + text[2]
-    pixels = torch.stack([pixels for _, pixels in images])
-    if reference.config.model_type in ("idefics3", "smolvlm"):
-        pixels = pixels[None]
+    prompt, spans = [], []
+    for count, output, (payload, _) in zip((5, 3), outputs, images, strict=True):
+        prompt += [rng.randrange(4, 300) for _ in range(count)]
+        columns = len(output)
+        if kind in SIZED_MODELS:
+            columns = payload.width // tower.spec.side_factor
+        start = len(prompt)
+        for row in range(len(output) // columns):
+            prompt += [9] * (row > 0) + [image_token] * columns
+        spans.append((start, len(prompt)))
+    prompt += [rng.randrange(4, 300) for _ in range(9)]
+    is_image = torch.tensor(prompt) == image_token
+    types = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+    arguments = _reference_images(kind, [pixels for _, pixels in images])
+    if kind in types:
+        arguments[types[kind]] = is_image[None].long()
+    if kind.startswith("paligemma"):
+        # Four tokens follow the prompt.
+        arguments["token_type_ids"] = torch.tensor([[0] * (len(prompt) - 4) + [1] * 4])
     with torch.inference_mode():
-        expected = reference(input_ids=torch.tensor([prompt]), pixel_values=pixels).logits[0]
+        expected = reference(input_ids=torch.tensor([prompt]), **arguments).logits[0]
     runner = Runner(decoder, 1, max_tokens=512)
-    rows = np.cumsum(np.array(prompt) == image_token).astype(np.int32) - 1
-    rows[np.array(prompt) != image_token] = -1
+    chunks = [9, 9 + spans[0][1]]
+    if spec.span_kind is not None:
+        chunks = [3, spans[0][1] + 1]
+    if spec.span_kind is SpanKind.PROMPT:
+        chunks = [len(prompt) - 4]
+    if spec.span_kind is not None:
+        runner.spans = Spans(spec.span_kind)
+        inputs = [EncoderInput(start, end - start, b"", 0) for start, end in spans]
+        runner.spans.add_request(0, chunks[0], inputs)
+    rows = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     found = []
-    # The first chunk ends within the first image, the second within the other.
-    for start, end in ((0, 9), (9, 9 + size), (9 + size, len(prompt))):
-        decoder.placed = Placed(rows[start:end].copy(), encoded)
+    # The first chunk ends within the first image, the second within the other, unless a span must not be divided.
+    for start, end in pairwise([0, *chunks, len(prompt)]):
+        decoder.placed = Placed(rows[start:end].copy(), torch.cat(outputs))
         found.append(runner.step({0: prompt[start:end]})[0])
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_image_of_another_size_is_refused(model):
-    path, _ = model
+    _, path, _ = model
     decoder = load_decoder(path, max_model_len=512)
     tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
-    with pytest.raises(EngineError, match="has 8 x 4 pixels, the model reads 64 x 64"):
-        tower(ImagePayload(8, 4, bytes(96), 1 / 255, MEAN, STD))
+    with pytest.raises(EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples)"):
+        tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))

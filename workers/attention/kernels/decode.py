@@ -116,6 +116,8 @@ def decode_kernel(
         q_MK,
         q_MR,
         tl.full((TILE_ROWS,), 0, tl.int32) + seq_len - 1,
+        None,
+        None,
         start,
         tl.minimum(start + split_keys, seq_len),
         seq_len,

@@ -24,6 +24,8 @@ def attend_keys(
     q_MK,
     q_MR,
     positions_M,
+    firsts_M,
+    ends_M,
     start,
     stop,
     seq_len,
@@ -48,6 +50,9 @@ def attend_keys(
     must see all of the keys, and `stop` must be a multiple of `TILE_KEYS`. With `IS_CHUNKED`, a row sees keys from the
     last multiple of `WINDOW`. `alibi_M` times the distance to a key is subtracted from scores, unless it is None.
 
+    Unless they are None, rows see the keys before `ends_M` instead of those up to their own position, and those from
+    `firsts_M` on whatever their window is.
+
     `q_MR` is None unless the first `VALUE_DIM` of a key's `HEAD_DIM` elements are its value.
     """
     BLOCK_K: tl.constexpr = q_MK.shape[1]
@@ -69,6 +74,8 @@ def attend_keys(
             first_key = tl.min(positions_M, 0) // WINDOW * WINDOW
         else:
             first_key = tl.min(positions_M, 0) - WINDOW + 1
+        if firsts_M is not None:
+            first_key = tl.minimum(first_key, tl.min(firsts_M, 0))
     # The block numbers of a tile are loaded one tile ahead, because the loads of its keys depend on them.
     blocks_N = tl.load(
         block_ptrs_N + start // BLOCK_SIZE, mask=start + in_tile_N < seq_len, other=0
@@ -105,12 +112,17 @@ def attend_keys(
             bias_MN = alibi_M[:, None] * distance_MN
             scores_MN -= bias_MN / scale if SOFTCAP is None else bias_MN
         if IS_MASKED:
-            is_seen_MN = distance_MN >= 0
-            if WINDOW is not None:
-                if IS_CHUNKED:
-                    is_seen_MN &= keys_N[None, :] >= (positions_M // WINDOW * WINDOW)[:, None]
-                else:
-                    is_seen_MN &= distance_MN < WINDOW
+            if WINDOW is None:
+                is_seen_MN = keys_N[None, :] >= 0
+            elif IS_CHUNKED:
+                is_seen_MN = keys_N[None, :] >= (positions_M // WINDOW * WINDOW)[:, None]
+            else:
+                is_seen_MN = distance_MN < WINDOW
+            if ends_M is None:
+                is_seen_MN &= distance_MN >= 0
+            else:
+                is_seen_MN |= keys_N[None, :] >= firsts_M[:, None]
+                is_seen_MN &= keys_N[None, :] < ends_M[:, None]
             scores_MN = tl.where(is_seen_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
         # A row that has seen no key yet subtracts 0, because -inf minus -inf is NaN.

@@ -25,6 +25,7 @@ def prefill_kernel(
     kv_scales_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
+    visible_ptr,
     scale,
     q_stride,
     block_table_stride,
@@ -45,7 +46,8 @@ def prefill_kernel(
 
     `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
     tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
-    `alibi_slopes` and `sinks` are float32 [H], or None. `WINDOW` is a number of tokens, or the size of a chunk.
+    `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is that of an `AttentionBatch`, or None.
+    `WINDOW` is a number of tokens, or the size of a chunk.
 
     With `BLOCK_R`, all heads share one key/value head, of which each of the G programs of a tile computes a group. Its
     values are the first `VALUE_DIM` elements of its keys: kv is [blocks, 1, 1, BLOCK_SIZE, K], out [T, H, VALUE_DIM].
@@ -77,7 +79,17 @@ def prefill_kernel(
         mask_MR = is_row_M[:, None] & (dims_R < HEAD_DIM)[None, :]
         q_MR = tl.load(q_ptrs_M1 + dims_R[None, :], mask=mask_MR, other=0.0)
 
-    stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
+    firsts_M = None
+    ends_M = None
+    if visible_ptr is None:
+        stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
+    else:
+        # Both ascend with the rows. Rows without a query repeat the last one.
+        last_query = tl.minimum(num_queries - 1, first_query + TILE_QUERIES - 1)
+        tokens_M = first_token + tl.minimum(first_query + queries_M, last_query)
+        firsts_M = tl.load(visible_ptr + tokens_M * 2)
+        ends_M = tl.load(visible_ptr + tokens_M * 2 + 1)
+        stop = tl.load(visible_ptr + (first_token + last_query) * 2 + 1)
     if WINDOW is None:
         start = 0
         all_seen = (first_position + 1) // TILE_KEYS * TILE_KEYS
@@ -85,7 +97,10 @@ def prefill_kernel(
         if IS_CHUNKED:
             start = first_position // WINDOW * WINDOW // TILE_KEYS * TILE_KEYS
         else:
-            start = tl.maximum(first_position + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+            start = tl.maximum(first_position + 1 - WINDOW, 0)
+            if visible_ptr is not None:
+                start = tl.minimum(start, tl.load(visible_ptr + (first_token + first_query) * 2))
+            start = start // TILE_KEYS * TILE_KEYS
         all_seen = start
     blocks_ptr = block_table_ptr + request.to(tl.int64) * block_table_stride
     CACHE_HEADS: tl.constexpr = 1 if BLOCK_R > 0 else NUM_KV_HEADS
@@ -105,6 +120,8 @@ def prefill_kernel(
             q_MK,
             q_MR,
             first_position + queries_M,
+            firsts_M,
+            ends_M,
             0,
             all_seen,
             seq_len,
@@ -129,6 +146,8 @@ def prefill_kernel(
         q_MK,
         q_MR,
         first_position + queries_M,
+        firsts_M,
+        ends_M,
         all_seen,
         stop,
         seq_len,

@@ -47,6 +47,8 @@ _WITH_ANY_DECODER = {
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
 }
 """Architectures whose decoder may be of any family: that of `text_config`."""

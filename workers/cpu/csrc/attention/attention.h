@@ -42,6 +42,7 @@ struct AttentionTask {
   int position;             // of the first token
   int num_tokens;
   int num_keys;             // that every token sees, or 0 if each sees those up to its own
+  const int32_t* visible;   // [num_tokens][2], as in Step; or null
   int num_heads;            // that share the key/value head
   int kv_head;
   int first_partition, last_partition;  // inclusive
@@ -86,6 +87,16 @@ inline int first_key(int position, int window) {
 inline int end_key(int position, int window, int num_keys) {
   if (!num_keys) return position + 1;
   return window > 0 && position + window < num_keys ? position + window : num_keys;
+}
+
+// The same for a token of a task, which `visible` may let see more.
+inline int first_key(const AttentionTask& task, int window, int token) {
+  const int key = first_key(task.position + token, window);
+  return task.visible && task.visible[2 * token] < key ? task.visible[2 * token] : key;
+}
+
+inline int end_key(const AttentionTask& task, int window, int token) {
+  return task.visible ? task.visible[2 * token + 1] : end_key(task.position + token, window, task.num_keys);
 }
 
 struct AttentionKernels {

@@ -36,6 +36,9 @@ struct Step {
   const float* encoded;          // [rows, encoded_stride], outputs of encoders, which begin with a hidden state
   int64_t encoded_stride;
   const int32_t* rotary;  // [num_tokens, 3], positions of embeddings with axes; null if all are those of `positions`
+  const int32_t* visible;        // [num_tokens][2], the first position that each token sees even outside of its window,
+                                 // and the one after the last; null if each sees those up to its own
+  int32_t spans_need_windows;    // only layers with a window follow `visible`
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
@@ -67,15 +70,15 @@ constexpr int kSliceTokens = 512;
 
 // The tokens of a step that go through all layers together.
 struct Slice {
-  // Divides the step, at ends of sequences only if it `keeps_sequences`. Returns the number of slices.
+  // Divides the step where no token sees those behind it, at ends of sequences only if it `keeps_sequences`. Returns the
+  // number of slices.
   int divide_step(bool keeps_sequences) {
     bounds_.assign(1, 0);
-    if (keeps_sequences) {
-      for (int s = 0; s < step.num_sequences; s++)
-        if (step.query_start_loc[s + 1] - bounds_.back() > kSliceTokens && step.query_start_loc[s] > bounds_.back())
-          bounds_.push_back(step.query_start_loc[s]);
-    } else {
-      for (int token = kSliceTokens; token < step.num_tokens; token += kSliceTokens) bounds_.push_back(token);
+    for (int token = 1, last = 0, sequence = 0; token <= step.num_tokens; token++) {
+      if (token - bounds_.back() > kSliceTokens && last > bounds_.back()) bounds_.push_back(last);
+      const bool begins = token == step.query_start_loc[sequence + 1];
+      sequence += begins;
+      if (begins || !(keeps_sequences || sees_on(token - 1))) last = token;
     }
     bounds_.push_back(step.num_tokens);
     return step.num_tokens ? int(bounds_.size()) - 1 : 0;
@@ -94,6 +97,11 @@ struct Slice {
     while (step.query_start_loc[first_sequence + 1] <= first_token) first_sequence++;
   }
 
+  // Returns what a token of the step sees in layers with this window, as AttentionTask::visible.
+  const int32_t* visible(int token, int window) const {
+    return step.visible && (window || !step.spans_need_windows) ? step.visible + 2 * token : nullptr;
+  }
+
   // Returns the position after a sequence's last token in the step.
   int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
 
@@ -110,6 +118,9 @@ struct Slice {
   int first_sequence = 0;  // the first one with tokens in the slice
 
  private:
+  // Returns whether a token of the step sees those behind it.
+  bool sees_on(int token) const { return step.visible && step.visible[2 * token + 1] > step.positions[token] + 1; }
+
   std::vector<int> bounds_;  // where the slices begin, and the end of the last one
 };
 

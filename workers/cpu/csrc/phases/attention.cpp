@@ -122,6 +122,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       slice_.step.positions[slice_.first_token + task.token],
       task.num_tokens,
       model_.shape.is_bidirectional ? slice_.end_position(task.sequence) : 0,
+      slice_.visible(slice_.first_token + task.token, op.attention.window),
       model_.heads_per_kv_head(),
       task.kv_head,
       task.first_partition,

@@ -30,8 +30,12 @@ void AttentionTasks::find(int window, int first_row, int end_row, std::vector<Ta
       const int num_tokens = std::min(end - token, tokens_of_task);
       const int position = step.positions[token];
       const int num_keys = model_.shape.is_bidirectional ? slice_.end_position(s) : 0;
-      const int last = end_key(position + num_tokens - 1, window, num_keys) - 1;
-      const int first = first_key(position, window);
+      int last = end_key(position + num_tokens - 1, window, num_keys) - 1;
+      int first = first_key(position, window);
+      if (const int32_t* visible = slice_.visible(token, window)) {
+        first = std::min(first, visible[0]);
+        last = visible[2 * num_tokens - 1] - 1;
+      }
       // To fetch a key costs about as much as to compute with it for one more token.
       const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
       for (int g = 0; g < model_.shape.num_kv_heads; g++)

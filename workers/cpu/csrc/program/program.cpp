@@ -157,7 +157,7 @@ void Program::begin_slice(int index) {
   mixers_.begin_slice();
   if (mixers_.are_any()) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
-                      model_.shape.is_bidirectional);
+                      model_.shape.is_bidirectional || slice_.step.visible);
   if (pieces_.count()) readahead_.begin_slice();
 }
 

@@ -1,0 +1,58 @@
+"""Reads the image processors of PaliGemma and Gemma."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.images import BudgetProcessor, PanScanProcessor, SquareProcessor
+from .fields import BICUBIC, BILINEAR, side_of_tile, sides, values
+from .source import ProcessorSource
+
+_BUDGETS: Final = (70, 140, 280, 560, 1120)
+
+
+def paligemma(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SquareProcessor:
+    """Return the processor of PaliGemma, whose prompts have their first token after the images."""
+    fields = source.fields
+    return SquareProcessor(
+        **values(fields, vision, token_id, BICUBIC),
+        side=side_of_tile(sides(fields, "size"), "height", vision),
+        after_images=source.special_token("bos_token"),
+        prompt_end="\n",
+    )
+
+
+def gemma3(source: ProcessorSource, vision: VisionSpec, token_id: int) -> PanScanProcessor:
+    """Return the processor of Gemma 3."""
+    fields = source.fields
+    start, end = source.special_token("boi_token"), source.special_token("eoi_token")
+    return PanScanProcessor(
+        **values(fields, vision, token_id, BILINEAR),
+        side=side_of_tile(sides(fields, "size"), "height", vision),
+        scans=fields.boolean("do_pan_and_scan", False),
+        max_crops=fields.integer("pan_and_scan_max_num_crops", 4, minimum=2, maximum=64),
+        min_crop_side=fields.integer("pan_and_scan_min_crop_size", 256),
+        min_ratio=fields.positive("pan_and_scan_min_ratio_to_activate", 1.2),
+        mark=start,
+        start=f"\n\n{start}",
+        end=f"{end}\n\n",
+    )
+
+
+def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> BudgetProcessor:
+    """Return the processor of Gemma 4."""
+    fields: ConfigFields = source.fields
+    budget = fields.integer("max_soft_tokens", vision.num_outputs)
+    if budget not in _BUDGETS:
+        raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
+    common = values(fields.with_values({"do_normalize": True}), vision, token_id, BICUBIC)
+    # The tower itself maps pixels to -1..1.
+    common |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "num_outputs": budget}
+    return BudgetProcessor(
+        **common,
+        side_factor=vision.side_factor,
+        start=source.special_token("boi_token"),
+        end=source.special_token("eoi_token"),
+    )

@@ -1,0 +1,29 @@
+"""The files of a checkpoint that say how images are processed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+
+
+@dataclass(frozen=True)
+class ProcessorSource:
+    """The fields of the image processor and of the model, in the directory `path`."""
+
+    path: Path
+    fields: ConfigFields
+    config: ConfigFields
+
+    def special_token(self, name: str) -> str:
+        """Return the text of a special token, which tokenizer_config.json names.
+
+        Raises:
+            CheckpointError: It does not.
+        """
+        fields = ConfigFields.read_if_present(self.path / "tokenizer_config.json")
+        token = fields.get(name)
+        if isinstance(token, dict):
+            return ConfigFields(token, fields.path, f"{name}.").text("content")
+        return fields.text(name)

@@ -1,0 +1,126 @@
+"""The vision towers of PaliGemma and Gemma."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .fields import head_count, image_and_patch_size
+from .spec import SpanKind, VisionSpec
+
+MAX_OUTPUTS: Final = 280
+"""The embeddings of an image that Gemma 4 reads by default."""
+
+
+def paligemma(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of PaliGemma (arXiv 2407.07726), whose prompts are read as a whole."""
+    return _siglip(
+        vision,
+        output_size,
+        projection="matrix",
+        span_kind=SpanKind.PROMPT,
+        tensor_names=((r"multi_modal_projector\.linear\.", "connector.modality_projection.proj."),),
+    )
+
+
+def gemma3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Gemma 3."""
+    num_outputs = fields.integer("mm_tokens_per_image", 256)
+    image_size, patch_size = image_and_patch_size(vision, 224, 16)
+    side, num_patches = round(num_outputs**0.5), image_size // patch_size
+    if side**2 != num_outputs or num_patches % side:
+        raise fields.wrong(
+            "mm_tokens_per_image", f"the square of a divisor of {num_patches}", num_outputs
+        )
+    return _siglip(
+        vision,
+        output_size,
+        projection="mean",
+        merge_factor=num_patches // side,
+        projection_eps=vision.positive("layer_norm_eps", 1e-6),
+        span_kind=SpanKind.IMAGE,
+    )
+
+
+def _siglip(vision: ConfigFields, output_size: int, **differences: object) -> VisionSpec:
+    image_size, patch_size = image_and_patch_size(vision, 224, 16)
+    num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 768),
+        intermediate_size=vision.integer("intermediate_size", 3072),
+        num_heads=head_count(vision, 768, 12),
+        feature_layers=(num_layers,),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        output_size=output_size,
+        has_post_norm=True,
+        **differences,  # type: ignore[arg-type]
+    )
+
+
+def gemma4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Gemma 4, which reads images of any size."""
+    text = fields.section("text_config") or fields
+    num_heads = vision.integer("num_attention_heads", 12)
+    if vision.integer("num_key_value_heads", num_heads) != num_heads:
+        raise vision.wrong("num_key_value_heads", f"{num_heads}", vision.get("num_key_value_heads"))
+    patch_size = vision.integer("patch_size", 16, maximum=1024)
+    rope = vision.first_section("rope_parameters")
+    sees_on = text.get("use_bidirectional_attention") == "vision"
+    return VisionSpec(
+        image_size=0,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 768),
+        intermediate_size=vision.integer("intermediate_size", 3072),
+        num_heads=num_heads,
+        head_dim=vision.integer("head_dim", 64),
+        attention_scale=1.0,
+        feature_layers=(
+            vision.with_defaults(num_hidden_layers=16).layer_count("num_hidden_layers"),
+        ),
+        activation=vision.text("hidden_activation", "gelu_pytorch_tanh"),
+        norm_eps=vision.positive("rms_norm_eps", 1e-6),
+        output_size=output_size,
+        projection="standardized mean",
+        max_outputs=MAX_OUTPUTS,
+        merge_factor=vision.integer("pooling_kernel_size", 3, maximum=64),
+        projection_eps=vision.positive("rms_norm_eps", 1e-6),
+        standardizes=vision.boolean("standardize", False),
+        has_patch_bias=False,
+        has_channels_last=True,
+        positions="axes",
+        num_positions=vision.integer("position_embedding_size", 10 * 1024),
+        rope_theta=rope.positive("rope_theta", 100.0),
+        rotary="halves",
+        norm_kind="rms",
+        qk_norm="head",
+        has_value_norm=True,
+        has_output_norms=True,
+        has_gate=True,
+        qkv_bias=False,
+        product_bias=False,
+        clips_products=vision.boolean("use_clipped_linears", False),
+        span_kind=SpanKind.IMAGE_IN_WINDOWS if sees_on else None,
+        layer_token_id=text.integer("pad_token_id", 0, minimum=0),
+        tensor_names=_GEMMA4_NAMES,
+    )
+
+
+_GEMMA4_NAMES: Final = (
+    (r"vision_tower\.patch_embedder\.input_proj\.", "vision_tower.embeddings.patch_embedding."),
+    (
+        r"vision_tower\.patch_embedder\.position_embedding_table$",
+        "vision_tower.embeddings.position_embedding.weight",
+    ),
+    (r"(vision_tower\..*_proj)\.linear\.", r"\1."),
+    (r"(vision_tower\..*)\.input_layernorm\.", r"\1.layer_norm1."),
+    (r"(vision_tower\..*)\.post_attention_layernorm\.", r"\1.output_norm1."),
+    (r"(vision_tower\..*)\.pre_feedforward_layernorm\.", r"\1.layer_norm2."),
+    (r"(vision_tower\..*)\.post_feedforward_layernorm\.", r"\1.output_norm2."),
+    (r"(vision_tower\..*)\.self_attn\.o_proj\.", r"\1.self_attn.out_proj."),
+    (r"(vision_tower\..*)\.mlp\.up_proj\.", r"\1.mlp.fc1."),
+    (r"(vision_tower\..*)\.mlp\.down_proj\.", r"\1.mlp.fc2."),
+    (r"embed_vision\.embedding_projection\.", "connector.modality_projection.proj."),
+)

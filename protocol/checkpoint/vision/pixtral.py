@@ -1,0 +1,59 @@
+"""The vision towers of Pixtral and Mistral 3, which read images of any size."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..config_fields import ConfigFields
+from .fields import feature_layers, head_count, image_and_patch_size
+from .spec import VisionSpec
+
+
+def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of Pixtral or Mistral 3, which differ in the projection."""
+    is_mistral3 = fields.text("model_type") == "mistral3"
+    image_size, patch_size = image_and_patch_size(vision, 1024, 16)
+    num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
+    rope = vision.first_section("rope_parameters")
+    factor = fields.integer("spatial_merge_size", 2, maximum=64) if is_mistral3 else 1
+    text = fields.first_section("text_config")
+    return VisionSpec(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=vision.integer("hidden_size", 1024),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        num_heads=head_count(vision, 1024, 16),
+        feature_layers=feature_layers(fields, num_layers, -1),
+        activation=vision.text("hidden_act", "gelu"),
+        norm_eps=1e-5,
+        output_size=output_size,
+        projection="merged mlp" if is_mistral3 else "mlp",
+        max_outputs=(-(-image_size // (patch_size * factor))) ** 2,
+        merge_factor=factor,
+        projection_activation=fields.text("projector_hidden_act", "gelu"),
+        projection_bias=fields.boolean("multimodal_projector_bias", not is_mistral3),
+        projection_eps=text.positive("rms_norm_eps", 1e-5 if is_mistral3 else 1e-6),
+        has_patch_bias=False,
+        positions=None,
+        rope_theta=rope.positive("rope_theta", vision.positive("rope_theta", 10_000.0)),
+        has_pre_norm=True,
+        norm_kind="rms",
+        has_gate=True,
+        qkv_bias=False,
+        product_bias=False,
+        tensor_names=_NAMES,
+    )
+
+
+_NAMES: Final = (
+    (r"(vision_\w+)\.patch_conv\.", r"\1.embeddings.patch_embedding."),
+    (r"(vision_\w+)\.ln_pre\.", r"\1.pre_layrnorm."),
+    (r"(vision_\w+)\.transformer\.layers\.", r"\1.encoder.layers."),
+    (r"(vision_\w+\..*)\.attention\.o_proj\.", r"\1.self_attn.out_proj."),
+    (r"(vision_\w+\..*)\.attention\.", r"\1.self_attn."),
+    (r"(vision_\w+\..*)\.attention_norm\.", r"\1.layer_norm1."),
+    (r"(vision_\w+\..*)\.ffn_norm\.", r"\1.layer_norm2."),
+    (r"(vision_\w+\..*)\.feed_forward\.up_proj\.", r"\1.mlp.fc1."),
+    (r"(vision_\w+\..*)\.feed_forward\.down_proj\.", r"\1.mlp.fc2."),
+    (r"(vision_\w+\..*)\.feed_forward\.", r"\1.mlp."),
+)
