@@ -52,7 +52,8 @@ class StepPlan:
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
     `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample. `rotary_T3` int32
-    are the rotary positions where they differ from `positions_T`, else None. `visible_T2` is what `Spans.visible_tokens` returns.
+    are the rotary positions where they differ from `positions_T`, else None. `visible_T2` is what
+    `Spans.visible_tokens` returns.
     """
 
     slots_S: Int32Array

@@ -26,6 +26,8 @@ from support.vision_checkpoints import image_processor, vision_directory
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
 NUM_TOKENS = 12
+TOKEN_TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+SMALL = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -86,11 +88,20 @@ class Model:
         inputs: dict[str, Any] = {}
         if images:
             batch = [images] if self.kind in ("idefics3", "smolvlm") else images
-            pixels = image_processor(self.path, self.kind)(batch, return_tensors="pt")
-            inputs["pixel_values"] = pixels["pixel_values"]
+            options = {"patch_size": 16} if self.kind == "mistral3" else {}
+            processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
+            names = ("pixel_values", "image_sizes", "image_position_ids")
+            inputs = {name: processed[name] for name in names if name in processed}
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
-            logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
+            types = {}
+            if self.kind in TOKEN_TYPES:
+                is_image = torch.tensor([tokens]) == self.model.config.image_token_id
+                types[TOKEN_TYPES[self.kind]] = is_image.long()
+            if self.kind.startswith("paligemma"):
+                num_generated = len(tokens) - len(prompt)
+                types["token_type_ids"] = torch.tensor([[0] * len(prompt) + [1] * num_generated])
+            logits = self.model(input_ids=torch.tensor([tokens]), **inputs, **types).logits[0, -1]
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]
 
@@ -128,11 +139,32 @@ def test_answers_equal_those_of_transformers(
         assert_nothing_is_held(server)
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("gemma3", (*SMALL, "--max-model-len", "200", "--num-gpu-blocks-override", "26")),
+        ("gemma3", ("-pp", "2", *SMALL)),
+        ("gemma4", ("-tp", "2", "--max-num-batched-tokens", "80")),
+        ("paligemma2", ("--max-model-len", "300", "--num-gpu-blocks-override", "60")),
+        ("mistral3", ("-tp", "2", *SMALL)),
+        ("pixtral", ()),
+    ],
+)
+def test_images_whose_tokens_see_each_other_or_have_any_size(
+    tmp_path: Path, kind: str, flags: tuple[str, ...]
+) -> None:
+    model = Model(tmp_path, kind)
+    with Server(str(model.path), *FLAGS, *flags) as server:
+        model.check_all(server, [0, 1, 2, 3, 4, 0, 3])
+        if "--num-gpu-blocks-override" in flags:
+            assert server.metric("engine:num_preemptions_total") > 0
+        assert_nothing_is_held(server)
+
+
 @pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")])
 def test_divided_models_read_images_under_memory_pressure_and_crashes(
     grid: Model, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    small = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
     # Two long prompts do not fit into the KV cache at once.
     blocks = (
         "--num-gpu-blocks-override",
@@ -142,7 +174,7 @@ def test_divided_models_read_images_under_memory_pressure_and_crashes(
         "--dump-dir",
         str(tmp_path),
     )
-    with Server(str(grid.path), *FLAGS, *small, *blocks, *flags) as server:
+    with Server(str(grid.path), *FLAGS, *SMALL, *blocks, *flags) as server:
         grid.check_all(server, [0, 1, 2, 3, 4, 0, 1])
         assert server.metric("engine:num_preemptions_total") > 0
         status, dumped = server.post("/debug/dump", {})
