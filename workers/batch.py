@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..protocol.arrays import Int32Array, int32_bytes, int32_view
-from ..protocol.checkpoint.vision.spec import SpanKind
+from ..protocol.config.images import SpanKind
 from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
 from .layers.spec import Window

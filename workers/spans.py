@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..protocol.arrays import Int32Array
-from ..protocol.checkpoint.vision.spec import SpanKind
+from ..protocol.config.images import SpanKind
 from ..protocol.messages import EncoderInput
 
 

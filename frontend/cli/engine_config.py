@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.checkpoint.vision.spec import SpanKind
 from ...protocol.cluster_key import load_cluster_key
 from ...protocol.config import (
     FIRST_EPOCH,
@@ -30,6 +29,7 @@ from ...protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from ...protocol.config.images import SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
@@ -167,11 +167,12 @@ def _make_scheduler_config(
     if model.is_encoder:
         # Every token sees the whole sequence, so it is computed in one step.
         given |= {"enable_chunked_prefill": False, "speculative": None}
-    if model.span_kind is SpanKind.PROMPT:
+    chunks = model.span_kind is not SpanKind.PROMPT
+    if not chunks:
         given["enable_chunked_prefill"] = False
     elif model.span_kind is not None:
         given["disable_chunked_mm_input"] = True
-    if images is not None and not has_gpu(device):
+    if images is not None and chunks and not has_gpu(device):
         # A CPU takes seconds for a tile, in which no request gets a token.
         given.setdefault("max_num_encoder_input_tokens", images.num_outputs)
     given["speculative"] = _speculation(given, device, num_stages)

@@ -33,8 +33,8 @@ from ...protocol.checkpoint.speech import (
     with_decoder_fields,
 )
 from ...protocol.checkpoint.vision.read import has_vision, vision_spec
-from ...protocol.checkpoint.vision.spec import SpanKind
 from ...protocol.config import ModelConfig
+from ...protocol.config.images import SpanKind
 from ...protocol.config.model import ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
 from ...protocol.file_identity import identify_files

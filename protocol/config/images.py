@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
 import msgspec
+
+
+class SpanKind(enum.Enum):
+    """Which tokens see each other.
+
+    `IMAGE`: those of an image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
+    window. `PROMPT`: those of the prompt, also outside of the window.
+    """
+
+    IMAGE = "image"
+    IMAGE_IN_WINDOWS = "image in windows"
+    PROMPT = "prompt"
 
 
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,9 @@ import enum
 
 import msgspec
 
-from ..checkpoint.vision.spec import SpanKind
 from ..file_identity import FileIdentity, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
-from .images import AnyImageProcessor
+from .images import AnyImageProcessor, SpanKind
 
 
 class LoadFormat(enum.StrEnum):

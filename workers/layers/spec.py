@@ -8,7 +8,8 @@ import torch
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
-from ...protocol.checkpoint.vision.spec import SpanKind, VisionSpec
+from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.config.images import SpanKind
 from .rope import RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]

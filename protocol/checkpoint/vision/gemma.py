@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from ...config.images import SpanKind
 from ..config_fields import ConfigFields
 from .fields import head_count, image_and_patch_size
-from .spec import SpanKind, VisionSpec
+from .spec import VisionSpec
 
 MAX_OUTPUTS: Final = 280
 """The embeddings of an image that Gemma 4 reads by default."""

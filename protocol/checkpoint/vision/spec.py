@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ...config.images import SpanKind
+
 MAX_SIDE: Final = 4096
 """Upper bound of the side of an image that a tower reads, in pixels."""
-
-
-class SpanKind(enum.Enum):
-    """Which tokens see each other.
-
-    `IMAGE`: those of an image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
-    window. `PROMPT`: those of the prompt, also outside of the window.
-    """
-
-    IMAGE = "image"
-    IMAGE_IN_WINDOWS = "image in windows"
-    PROMPT = "prompt"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine.protocol.checkpoint.vision.spec import SpanKind
+from engine.protocol.config.images import SpanKind
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
 from engine.workers.loaders.open_checkpoint import open_checkpoint
