@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -10,6 +12,7 @@ from starlette.types import ASGIApp
 from ..http.access import Access, Origins
 from ..http.errors import json_response
 from .bodies.intake import Intake
+from .dialects import anthropic, ollama
 from .docs_page import HEADERS, render_docs
 from .edge import Edge
 from .openapi import describe_routes
@@ -25,6 +28,12 @@ from .routes.scores import Scores
 from .routes.tokenization import Tokenization
 from .serving import Serving
 
+ERROR_BODIES: Final = {
+    anthropic.PATH: anthropic.error_body,
+    ollama.PATH: ollama.error_body,
+}
+"""How the errors of dialects are written, by the beginning of the path."""
+
 
 def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
     """Return the ASGI application.
@@ -35,7 +44,8 @@ def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
     """
     frontend = serving.config.frontend
     router = Router(make_routes(serving), redirect_slashes=False)
-    edge = Edge(router, Access(frontend, is_loopback=is_loopback), frontend.root_path)
+    access = Access(frontend, is_loopback=is_loopback)
+    edge = Edge(router, access, frontend.root_path, ERROR_BODIES)
     return Origins(edge, frontend, is_loopback=is_loopback)
 
 
@@ -72,6 +82,13 @@ def make_routes(serving: Serving) -> list[Route]:
             Invocations(serving, intake, completions, chat_completions),
             methods=["POST"],
         ),
+        Route("/v1/messages", anthropic.Messages(serving, intake), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens",
+            anthropic.TokenCounter(serving, intake).count,
+            methods=["POST"],
+        ),
+        *ollama.routes(serving, intake, embeddings),
         Route("/v2/rerank", scores.rerank, methods=["POST"]),
         Route("/pooling", embeddings.pool, methods=["POST"]),
         Route("/tokenizer_info", tokenization.tokenizer_info),

@@ -7,18 +7,23 @@ import contextlib
 import logging
 import re
 import uuid
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
 from ..http.access import Access, normalize_path
-from ..http.errors import APIError, bad_request, echo, internal_error
+from ..http.errors import APIError, bad_request, echo, internal_error, json_response
 from .bodies.body import ClientDisconnected
 
 logger = logging.getLogger(__name__)
+
+ErrorBody = Callable[[APIError, str], dict[str, Any]]
+"""Returns the body of an error; gets the error and the ID of the request."""
 
 MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of a rejected request's body that are received before the error is sent."""
@@ -32,11 +37,19 @@ class Edge:
     """ASGI middleware around the router.
 
     Every response carries `x-request-id`, and every failure becomes an error body. An unexpected exception is logged
-    with the request ID, and only that ID is sent to the client.
+    with the request ID, and only that ID is sent to the client. `error_bodies` write the errors of dialects, by the
+    beginning of the path; all other errors have OpenAI's form.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, root_path: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        root_path: str,
+        error_bodies: Mapping[str, ErrorBody] | None = None,
+    ) -> None:
         self._app = app
+        self._error_bodies = error_bodies or {}
         self._access = access
         self._root_path = root_path.rstrip("/")
 
@@ -88,7 +101,15 @@ class Edge:
         if not started:
             if has_body_left:
                 await _discard_body(receive)
-            await answer.response()(scope, receive, send_with_id)
+            await self._error_response(answer, scope)(scope, receive, send_with_id)
+
+    def _error_response(self, error: APIError, scope: Scope) -> Response:
+        path = get_route_path(scope)
+        for prefix, error_body in self._error_bodies.items():
+            if path.startswith(prefix):
+                body = error_body(error, scope["state"]["request_id"])
+                return json_response(body, error.status, error.headers)
+        return error.response()
 
 
 def _request_id(scope: Scope) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from types import UnionType
 from typing import Generic
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
@@ -49,7 +50,7 @@ class Endpoint(ABC, Generic[Request]):
         self, serving: Serving, intake: Intake, request_type: type[Request], id_prefix: str
     ) -> None:
         self._serving = serving
-        self.body_schema: type[Request] | UnionType = request_type
+        self.body_schema: type[msgspec.Struct] | UnionType = request_type
         self._intake = intake
         self._decoder = BodyDecoder(request_type, serving.config.frontend.strict)
         self._id_prefix = id_prefix
@@ -62,12 +63,15 @@ class Endpoint(ABC, Generic[Request]):
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
         serving, state = self._serving, scope["state"]
         deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
-        request, body_size = await self._intake.receive(scope, receive, self._decoder, lease)
+        request, body_size = await self._receive(scope, receive, lease)
         serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
         tenant = find_tenant(request, state["tenant"])
         rank = find_data_parallel_rank(scope, serving.num_replicas)
+        if (greeting := self._greeting(request)) is not None:
+            await json_response(greeting)(scope, receive, send)
+            return
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_images(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
@@ -115,6 +119,20 @@ class Endpoint(ABC, Generic[Request]):
                 await response(scope, receive, send)
         finally:
             group.abort()
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[Request, int]:
+        """Return the request and the size of its body in bytes.
+
+        Raises:
+            APIError: The body is too large or invalid.
+        """
+        return await self._intake.receive(scope, receive, self._decoder, lease)
+
+    def _greeting(self, request: Request) -> Json | None:
+        """Return the response to a request that asks for no text; None for all others."""
+        return None
 
     def _verify(self, params: SamplingParams, request: Request) -> None:
         """Verify sampling parameters.

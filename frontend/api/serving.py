@@ -223,6 +223,11 @@ class Serving:
             )
         return self._call_format
 
+    @property
+    def calls_tools(self) -> bool:
+        """True if the model's tool calls have a known format."""
+        return self._call_format is not None
+
     def new_tool_parser(self, functions: Mapping[str, Parameters]) -> CallParser:
         """Return a parser for the calls of these functions in one answer.
 

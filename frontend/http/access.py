@@ -65,7 +65,7 @@ class Access:
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host"))
         if path not in OPEN_PATHS:
-            self._authorize(scope, headers.get(b"authorization", b""), is_operator_path(path))
+            self._authorize(scope, _key_of(headers), is_operator_path(path))
             if is_operator_path(path) and b"origin" in headers:
                 raise _forbidden(
                     "Web pages may not call this route: the request has the header Origin "
@@ -87,17 +87,17 @@ class Access:
                 "or start it with --allowed-hosts NAME"
             )
 
-    def _authorize(self, scope: Scope, authorization: bytes, is_for_operators: bool) -> None:
+    def _authorize(self, scope: Scope, key: bytes, is_for_operators: bool) -> None:
         if not self._keys and not (self._admin_key is not None and is_for_operators):
             return
-        digest = _digest(_bearer(authorization))
+        digest = _digest(key)
         # Compare every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
         if not is_admin and not any(matches):
             raise APIError(
                 401,
-                "Incorrect or missing API key: send it as `Authorization: Bearer KEY`",
+                "Incorrect or missing API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 type="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
@@ -192,6 +192,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(b"engine.api-key:" + key).digest()
 
 
-def _bearer(authorization: bytes) -> bytes:
-    scheme, _, key = authorization.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+def _key_of(headers: dict[bytes, bytes]) -> bytes:
+    """Return the API key of a request. Anthropic's clients send it in a header of its own."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return headers.get(b"x-api-key", b"").strip()

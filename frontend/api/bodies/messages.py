@@ -24,6 +24,8 @@ from ..schema import (
     ScoreRequest,
     TokenizeRequest,
 )
+from ..schema.anthropic import MessagesRequest
+from ..schema.ollama import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -43,6 +45,10 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     PoolingRequest,
     ScoreRequest,
     RerankRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaEmbedRequest,
 )
 
 MAX_CPU_S: Final = 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from ...client.engine_client import Delta, Sequence
 from ...http.errors import bad_request, echo
 from ..answer import Answer, Outputs
 from ..bodies.intake import Intake
-from ..chat_prompt import render_chat
+from ..chat_prompt import RenderedChat, render_chat
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import (
     PreparedPrompt,
@@ -49,7 +50,17 @@ class ChatPlan:
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
-    """The chat completions endpoint."""
+    """The chat completions endpoint.
+
+    `cuts_max_tokens` says whether more tokens than the rest of the context may be requested; there are fewer then.
+    """
+
+    cuts_max_tokens: ClassVar[bool] = False
+
+    @property
+    def answer_type(self) -> type[ChatAnswer]:
+        """The class that writes answers."""
+        return ChatAnswer
 
     def __init__(
         self,
@@ -101,18 +112,12 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             APIError: The conversation is invalid or too long (400).
         """
         serving, params = self._serving, plan.params
-        chat = await render_chat(
-            serving,
-            request,
-            size,
-            tools=plan.tools.shown,
-            add_special_tokens=bool(request.add_special_tokens),
-            template_kwargs=_reasoning_kwargs(request),
-        )
+        chat = await self._render(plan, request, size)
         token_ids, max_tokens = fit_context(
             np.asarray(chat.token_ids, np.int32),
             "messages",
-            max_tokens=params.max_tokens,
+            max_tokens=None if self.cuts_max_tokens else params.max_tokens,
+            default_max_tokens=params.max_tokens,
             max_tokens_limit=serving.max_tokens_limit,
             truncate=request.truncate_prompt_tokens,
             truncation_side=request.truncation_side,
@@ -138,7 +143,24 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             plan.predicted_token_ids,
             encoder_inputs=chat.encoder_inputs,
         )
-        return prompt, partial(_Answer, serving, request, plan.tools, prompt)
+        return prompt, partial(self.answer_type, serving, request, plan.tools, prompt)
+
+    async def _render(
+        self, plan: ChatPlan, request: ChatCompletionRequest, size: int
+    ) -> RenderedChat:
+        """Return the prompt for a conversation of about `size` characters.
+
+        Raises:
+            APIError: The conversation is invalid or too long (400).
+        """
+        return await render_chat(
+            self._serving,
+            request,
+            size,
+            tools=plan.tools.shown,
+            add_special_tokens=bool(request.add_special_tokens),
+            template_kwargs=reasoning_kwargs(request),
+        )
 
     async def _constrain_auto(
         self, tools: ToolChoice, constraint: Constraint | None, receive: Receive
@@ -185,7 +207,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         return _max_tokens_param(request) if name == "max_tokens" else request.sent_name(name)
 
 
-def _reasoning_kwargs(request: ChatCompletionRequest) -> Json:
+def reasoning_kwargs(request: ChatCompletionRequest) -> Json:
     """Return the requested reasoning effort under the names that chat templates use."""
     effort, thinking = request.reasoning_effort, (request.thinking or {}).get("type")
     kwargs: Json = {} if effort is None else {"reasoning_effort": effort}
@@ -201,10 +223,10 @@ def _max_tokens_param(request: ChatCompletionRequest) -> str:
     return request.sent_name("max_tokens")
 
 
-class _Choice:
+class ChatChoice:
     """One sequence and the parsers of its output."""
 
-    def __init__(self, answer: _Answer, index: int) -> None:
+    def __init__(self, answer: ChatAnswer, index: int) -> None:
         serving, prompt = answer.serving, answer.prompt
         self.index = index
         self._answer = answer
@@ -215,7 +237,7 @@ class _Choice:
         self._parser = ChatOutputParser(self._reasoning, self._new_tool_parser(answer.tools))
         self.is_plain = self._reasoning is None and answer.tools.mode is ToolMode.NONE
         self.calls = CallWriter(answer.tools)
-        self._called_tools = False
+        self.called_tools = False
         self._token_ids: list[int] = []
 
     def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
@@ -259,18 +281,14 @@ class _Choice:
         message.tool_calls = self.calls.translate(
             message.tool_calls, is_end=is_end, is_cut=_is_cut(delta)
         )
-        self._called_tools |= bool(message.tool_calls)
+        self.called_tools |= bool(message.tool_calls)
         return message
 
     def ending(self, delta: Delta) -> Json:
         """Return all fields of a choice except its message or delta."""
         request = self._answer.request
         reason = delta.finish_reason
-        if (
-            reason == "stop"
-            and self._called_tools
-            and self._answer.tools.mode is not ToolMode.NAMED
-        ):
+        if reason == "stop" and self.called_tools and self._answer.tools.mode is not ToolMode.NAMED:
             reason = "function_call" if self._answer.tools.is_legacy else "tool_calls"
         choice: Json = {"logprobs": None, "finish_reason": reason, "stop_reason": delta.stop_reason}
         if request.logprobs and delta.logprobs is not None:
@@ -287,7 +305,9 @@ def _is_cut(delta: Delta) -> bool:
     return delta.finish_reason == "length" or delta.stop_reason is not None
 
 
-class _Answer(Answer[ChatCompletionRequest]):
+class ChatAnswer(Answer[ChatCompletionRequest]):
+    """The answer to one conversation, in OpenAI's format. Other dialects override `whole` and `chunks`."""
+
     def __init__(
         self,
         serving: Serving,
@@ -304,7 +324,7 @@ class _Answer(Answer[ChatCompletionRequest]):
             self.role = request.messages[-1]["role"]
         self.echoed = _echoed(request, self.role)
         self.prompt = prompt
-        self.choices = [_Choice(self, i) for i in range(len(group.sequences))]
+        self.choices = [ChatChoice(self, i) for i in range(len(group.sequences))]
 
     def usage(self) -> Json:
         """Return the final usage, including reasoning tokens."""
@@ -316,6 +336,7 @@ class _Answer(Answer[ChatCompletionRequest]):
         )
 
     def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
         choices = self.render_choices(
             outputs,
             lambda index, position: self._whole_choice(
@@ -332,14 +353,15 @@ class _Answer(Answer[ChatCompletionRequest]):
             answer["prompt_token_ids"] = self.prompt.token_ids.tolist()
         return answer
 
-    def _whole_choice(self, index: int, choice: _Choice, output: Delta) -> Json:
+    def _whole_choice(self, index: int, choice: ChatChoice, output: Delta) -> Json:
         message = self._message(choice, output)
         return {"index": index, "message": message} | choice.ending(output)
 
     def chunks(self) -> ChunkEncoder:
+        """Return the encoder that writes the response as stream chunks."""
         return _Chunks(self)
 
-    def _message(self, choice: _Choice, output: Delta) -> Json:
+    def _message(self, choice: ChatChoice, output: Delta) -> Json:
         delta = choice.read_whole(output)
         content = self.echoed + delta.content
         message: Json = {"role": self.role, "content": content, "refusal": None}
@@ -366,10 +388,10 @@ def _echoed(request: ChatCompletionRequest, role: str) -> str:
     return text_of_content(request.messages[-1].get("content"))
 
 
-class _Chunks(Chunks[_Answer]):
+class _Chunks(Chunks[ChatAnswer]):
     __slots__ = ("_without_role",)
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: ChatAnswer) -> None:
         request = answer.request
         super().__init__(
             answer,

@@ -53,18 +53,36 @@ class Embeddings:
             request, body_size = await self._intake.receive(
                 http.scope, http.receive, self._embedding_decoder, lease
             )
-            inputs = await self._embedded_inputs(request, body_size)
 
-            def entries(group: RequestGroup) -> Iterator[dict[str, Any]]:
-                for index, vector in enumerate(self._embeddings(request, group)):
+            def entries(vectors: Iterator[Vector]) -> Iterator[dict[str, Any]]:
+                for index, vector in enumerate(vectors):
                     yield {
                         "object": "embedding",
                         "index": index,
                         "embedding": _encoded(vector, request.encoding_format),
                     }
 
-            answer = partial(self._answer, request, "embd", entries)
-            return await self._pooling.run(http, request, inputs, answer)
+            def answer(group: RequestGroup, vectors: Iterator[Vector]) -> Response:
+                return self._answer(request, "embd", lambda _: entries(vectors), group)
+
+            return await self.run(http, request, body_size, answer)
+
+    async def run(
+        self,
+        http: Request,
+        request: EmbeddingRequest,
+        body_size: int,
+        answer: Callable[[RequestGroup, Iterator[Vector]], Response],
+    ) -> Response:
+        """Return what `answer` makes of the embeddings of a request's inputs.
+
+        Raises:
+            APIError: The request is invalid (400), or the engine cannot accept it now.
+        """
+        inputs = await self._embedded_inputs(request, body_size)
+        return await self._pooling.run(
+            http, request, inputs, lambda group: answer(group, self._embeddings(request, group))
+        )
 
     @accepts(PoolingRequest)
     async def pool(self, http: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +24,11 @@ class Management:
 
     async def models(self, request: Request) -> Response:
         """List the served model names."""
-        cards = [self._card(name) for name in self._serving.served_models]
-        return json_response({"object": "list", "data": cards})
+        names = self._serving.served_models
+        cards = [self._card(name) for name in names]
+        # Anthropic's clients read pages of models.
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return json_response({"object": "list", "data": cards} | page)
 
     async def model(self, request: Request) -> Response:
         """Describe one served model."""
@@ -43,6 +47,10 @@ class Management:
             "root": adapter or model.model,
             "parent": adapter and model.served_names[0],
             "max_model_len": model.max_model_len,
+            # Anthropic's names.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
         }
 
     async def livez(self, request: Request) -> Response:

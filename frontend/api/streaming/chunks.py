@@ -11,7 +11,7 @@ from ...http.json_pieces import encode_whole
 from ..answer import Answer
 from ..generation import raise_if_failed
 from ..logprobs import Json
-from .event_stream import event
+from .event_stream import OPENAI_STREAM, event
 
 AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
@@ -32,6 +32,8 @@ class Chunks(ABC, Generic[AnswerT]):
         "_uncounted_prompts",
         "_usage",
     )
+
+    format = OPENAI_STREAM
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from starlette.types import Receive, Send
@@ -24,19 +25,7 @@ WRITE_S: Final = 0.002
 """Seconds that a stream encodes before other streams and callbacks run."""
 
 KEEP_ALIVE_S: Final = 15.0
-"""Seconds without an event before a comment is sent, so that proxies keep the connection open."""
-KEEP_ALIVE: Final = b": keep-alive\n\n"
-DONE: Final = b"data: [DONE]\n\n"
-
-_START: Final = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+"""Seconds without a chunk before something else is sent, so that proxies keep the connection open."""
 
 
 def event(content: object) -> bytes:
@@ -44,26 +33,55 @@ def event(content: object) -> bytes:
     return b"data: %b\n\n" % encode_whole(content)
 
 
-def _error_event(error: APIError) -> bytes:
-    """Return an error as an event; it includes `retry_after` because headers have been sent already."""
+def error_with_retry(error: APIError) -> dict[str, object]:
+    """Return the body of an error, with `retry_after` because headers have been sent already."""
     body = error.body
     if (seconds := error.headers.get("retry-after")) is not None:
         body["error"]["retry_after"] = int(seconds)
-    return event(body)
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How a dialect writes a stream around its chunks.
+
+    Attributes:
+        content_type: The value of the header.
+        keep_alive: What is sent during silence, and ignored by clients; b"" if the format has no such thing.
+        done: What follows the last chunk.
+        encode_error: Writes the error that ends a stream.
+    """
+
+    content_type: bytes
+    keep_alive: bytes
+    done: bytes
+    encode_error: Callable[[APIError], bytes]
+
+
+OPENAI_STREAM: Final = StreamFormat(
+    content_type=b"text/event-stream; charset=utf-8",
+    keep_alive=b": keep-alive\n\n",
+    done=b"data: [DONE]\n\n",
+    encode_error=lambda error: event(error_with_retry(error)),
+)
 
 
 class ChunkEncoder(Protocol):
-    """Encodes the new output of sequences as events."""
+    """Encodes the new output of sequences as chunks of a stream in one format."""
+
+    @property
+    def format(self) -> StreamFormat:
+        """The format around the chunks."""
 
     def encode(self, sequence: Sequence) -> bytes:
-        """Return the events of a sequence; b"" if its output needs none.
+        """Return the chunks of a sequence; b"" if its output needs none.
 
         Raises:
             APIError: The sequence failed.
         """
 
     def closing(self) -> bytes:
-        """Return the events between the last output and `[DONE]`."""
+        """Return the chunks between the last output and the end of the stream."""
 
 
 class ChunkWriter(Protocol):
@@ -122,7 +140,17 @@ class EventStream:
                 first = await self._read_first()
                 self._started = True
                 self._connection.begin_stream()
-                await self._send(_START)
+                await self._send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": [
+                            (b"content-type", chunks.format.content_type),
+                            (b"cache-control", b"no-cache"),
+                            (b"x-accel-buffering", b"no"),
+                        ],
+                    }
+                )
                 await self._write_all(first)
                 if watch.disconnected:
                     return
@@ -130,20 +158,20 @@ class EventStream:
         except APIError as error:
             if not self._started:
                 raise
-            end = _error_event(error)
+            end = chunks.format.encode_error(error)
         except Exception:
             if not self._started:
                 raise
             logger.exception("a stream failed")
-            end = event(internal_error("Internal server error").body)
-        body = end + DONE
+            end = chunks.format.encode_error(internal_error("Internal server error"))
+        body = end + chunks.format.done
         if not self._connection.has_chunks:
             self._connection.write_chunk(body)
             body = b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _read_first(self) -> bytes:
-        """Return the first events, or a comment if none come in `keep_alive_s`."""
+        """Return the first events, or a keep-alive if none come in `keep_alive_s`."""
         body = b""
         try:
             async with asyncio.timeout(self._keep_alive_s):
@@ -152,7 +180,7 @@ class EventStream:
                     if not body:
                         await asyncio.sleep(0)
         except TimeoutError:
-            return KEEP_ALIVE
+            return self._chunks.format.keep_alive
         return body
 
     async def _write_all(self, first: bytes) -> None:
@@ -214,9 +242,10 @@ class EventStream:
             self._ended.set_exception(error)
 
     async def _keep_alive(self) -> None:
-        """Send comments during silence, because proxies close silent connections; clients ignore comments."""
-        while True:
+        """Send something during silence, because proxies close silent connections."""
+        keep_alive = self._chunks.format.keep_alive
+        while keep_alive:
             self._was_silent = True
             await asyncio.sleep(self._keep_alive_s)
             if self._was_silent and not self._connection.is_paused:
-                self._connection.write_chunk(KEEP_ALIVE)
+                self._connection.write_chunk(keep_alive)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from engine.frontend.api.generation import raise_if_failed
-from engine.frontend.api.streaming.event_stream import EventStream
+from engine.frontend.api.streaming.event_stream import OPENAI_STREAM, EventStream
 from engine.frontend.client.engine_client import Sequence, SequenceRequest
 from engine.protocol.messages import AbortRequests, EngineCoreOutputs, FinishedRequest, FinishReason
 from engine.protocol.sampling_params import SamplingParams
@@ -196,6 +196,15 @@ def test_an_engine_error_during_a_stream_is_an_event_followed_by_done(
         assert "bad luck" in last["error"]["message"]
         assert "/srv" not in last["error"]["message"] and "0x7f" not in last["error"]["message"]
 
+        chat = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
+        response = frontend.post("/v1/messages", max_tokens=400, **chat)
+        event = response.text.strip().split("\n\n")[-1]
+        name, data = event.split("\n")
+        error = json.loads(data.removeprefix("data: "))
+        assert name == "event: error" and error["error"]["type"] == "api_error"
+        response = frontend.post("/api/chat", **chat)
+        assert "bad luck" in json.loads(response.text.splitlines()[-1])["error"]
+
 
 @pytest.mark.parametrize(
     ("reason", "status"),
@@ -231,6 +240,8 @@ def test_a_failure_before_the_first_token_has_its_status(
 
 class _Texts:
     """An encoder that returns the text itself."""
+
+    format = OPENAI_STREAM
 
     def encode(self, sequence: Sequence) -> bytes:
         return sequence.read_text().encode()

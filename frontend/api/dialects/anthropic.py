@@ -1,0 +1,271 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...chat import MessageDelta
+from ...client.engine_client import Delta, Sequence
+from ...http.errors import APIError, bad_request, json_response
+from ...http.json_pieces import encode_whole
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..chat_prompt import render_chat
+from ..logprobs import Json
+from ..openapi import accepts
+from ..routes.chat_completions import ChatAnswer, reasoning_kwargs
+from ..schema import ChatCompletionRequest
+from ..schema.anthropic import MessagesRequest
+from ..serving import Serving
+from ..streaming.event_stream import StreamFormat
+from ..tools.tool_choice import parse_tool_choice
+from .anthropic_request import translate_messages
+from .dialect import DialectChunks, DialectEndpoint
+
+PATH: Final = "/v1/messages"
+
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's words for statuses; other statuses from 500 on are "api_error"."""
+
+
+def error_body(error: APIError, request_id: str) -> Json:
+    """Return the body of an error in Anthropic's form."""
+    default = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(error.status, default)
+    body: Json = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return body | {"request_id": request_id} if request_id else body
+
+
+class Messages(DialectEndpoint[MessagesRequest]):
+    """The Messages endpoint."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        super().__init__(serving, intake, MessagesRequest)
+
+    @property
+    def answer_type(self) -> type[ChatAnswer]:
+        """The class that writes answers."""
+        return MessagesAnswer
+
+    def translate(self, body: MessagesRequest) -> ChatCompletionRequest:
+        """Return the same request as a chat completion.
+
+        Raises:
+            APIError: A field is invalid (400).
+        """
+        if body.max_tokens is None:
+            raise bad_request("max_tokens", "max_tokens is required")
+        return translate_messages(body)
+
+    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
+        return "stop_sequences" if name == "stop" else name
+
+
+class TokenCounter:
+    """Counts the tokens of a conversation's prompt."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._decoder = BodyDecoder(MessagesRequest, serving.config.frontend.strict)
+
+    @accepts(MessagesRequest)
+    async def count(self, http: Request) -> Response:
+        """Return the number of tokens of the prompt."""
+        serving = self._serving
+        with self._intake.lease() as lease:
+            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            request = await serving.executor.run(size, lambda: translate_messages(body))
+            serving.verify_model(request.model)
+            serving.verify_tokenizer("messages")
+            tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
+            kwargs = reasoning_kwargs(request)
+            chat = await render_chat(
+                serving, request, size, tools=tools.shown, template_kwargs=kwargs
+            )
+            return json_response({"input_tokens": len(chat.token_ids)})
+
+
+class MessagesAnswer(ChatAnswer):
+    """The answer to one conversation, in Anthropic's format."""
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        message = self.choices[0].read_whole(output)
+        blocks: list[Json] = []
+        for kind, text in (("thinking", message.reasoning), ("text", message.content)):
+            if text:
+                blocks.append(_block(kind) | {kind: text})
+        arguments: dict[int, list[str]] = {}
+        for call in message.tool_calls:
+            if call.index not in arguments:
+                arguments[call.index] = []
+                blocks.append(_block("tool_use") | {"id": call.id, "name": call.name})
+            arguments[call.index].append(call.arguments)
+        calls = (block for block in blocks if block["type"] == "tool_use")
+        for block, pieces in zip(calls, arguments.values(), strict=True):
+            block["input"] = decode_input("".join(pieces))
+        return self.message(blocks) | self.ending(output) | {"usage": self.token_counts()}
+
+    def chunks(self) -> MessageChunks:
+        """Return the encoder of a stream."""
+        return MessageChunks(self)
+
+    def message(self, blocks: list[Json]) -> Json:
+        """Return a message with these content blocks, as it is before it ends."""
+        return {
+            "id": f"msg_{self.envelope['id'].removeprefix('chatcmpl-')}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.envelope["model"],
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.token_counts(),
+        }
+
+    def ending(self, delta: Delta) -> Json:
+        """Return the fields that say why the message ended."""
+        reason, stop = "end_turn", None
+        if isinstance(delta.stop_reason, str):
+            reason, stop = "stop_sequence", delta.stop_reason
+        elif delta.finish_reason == "length":
+            [sequence] = self._group.sequences
+            is_long = sequence.num_read_tokens >= (self.request.max_tokens or 0)
+            reason = "max_tokens" if is_long else "model_context_window_exceeded"
+        elif self.choices[0].called_tools:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def token_counts(self) -> Json:
+        """Return the usage so far. Cached tokens are not among the input tokens there."""
+        [sequence] = self._group.sequences
+        cached = sequence.num_cached_tokens
+        counts: Json = {
+            "input_tokens": sequence.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sequence.num_read_tokens,
+        }
+        if (num_thinking := self.choices[0].num_reasoning_tokens) is not None:
+            counts["output_tokens_details"] = {"thinking_tokens": num_thinking}
+        return counts
+
+
+def _block(kind: str) -> Json:
+    """Return an empty content block."""
+    match kind:
+        case "thinking":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "text":
+            return {"type": "text", "text": "", "citations": None}
+        case _:
+            return {"type": "tool_use", "id": "", "name": "", "input": {}}
+
+
+def decode_input(arguments: str) -> Any:
+    """Return the object of a call's arguments, or {} if they are not one."""
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    content = encode_whole({"type": kind, **fields})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), content)
+
+
+MESSAGES_STREAM: Final = StreamFormat(
+    content_type=b"text/event-stream; charset=utf-8",
+    keep_alive=_event("ping"),
+    done=b"",
+    encode_error=lambda error: b"event: error\ndata: %b\n\n" % encode_whole(error_body(error, "")),
+)
+
+
+class MessageChunks(DialectChunks):
+    """Writes the events of a message: its start, its blocks one after the other, and its end."""
+
+    format = MESSAGES_STREAM
+
+    def __init__(self, answer: MessagesAnswer) -> None:
+        super().__init__(answer)
+        self._message = answer
+        self._has_begun = False
+        self._num_blocks = 0
+        # The type of the open block, and the number of its call; "" if none is open.
+        self._open: tuple[str, int] = ("", 0)
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        delta = self.read(sequence)
+        events: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            events.append(_event("message_start", message=self._message.message([])))
+        self._write(self.choice.read(delta), events)
+        if delta.finish_reason is not None:
+            self._close(events)
+            ending = self._message.ending(delta)
+            usage = self._message.token_counts()
+            events.append(_event("message_delta", delta=ending, usage=usage))
+            events.append(_event("message_stop"))
+        return b"".join(events)
+
+    def closing(self) -> bytes:
+        """Return nothing: the last output ends the message."""
+        return b""
+
+    def _write(self, message: MessageDelta, events: list[bytes]) -> None:
+        if message.reasoning:
+            self._enter(("thinking", 0), _block("thinking"), events)
+            self._add({"type": "thinking_delta", "thinking": message.reasoning}, events)
+        if message.content:
+            self._enter(("text", 0), _block("text"), events)
+            self._add({"type": "text_delta", "text": message.content}, events)
+        for call in message.tool_calls:
+            block = _block("tool_use") | {"id": call.id, "name": call.name}
+            self._enter(("tool_use", call.index), block, events)
+            if call.arguments:
+                self._add({"type": "input_json_delta", "partial_json": call.arguments}, events)
+
+    def _enter(self, wanted: tuple[str, int], block: Json, events: list[bytes]) -> None:
+        """Open a block, unless it is open."""
+        if self._open == wanted:
+            return
+        self._close(events)
+        self._open = wanted
+        events.append(_event("content_block_start", index=self._num_blocks, content_block=block))
+
+    def _add(self, delta: Json, events: list[bytes]) -> None:
+        events.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
+
+    def _close(self, events: list[bytes]) -> None:
+        """Close the open block, if there is one."""
+        if not self._open[0]:
+            return
+        if self._open[0] == "thinking":
+            self._add({"type": "signature_delta", "signature": ""}, events)
+        self._open = ("", 0)
+        events.append(_event("content_block_stop", index=self._num_blocks))
+        self._num_blocks += 1

@@ -1,0 +1,250 @@
+"""Reads the bodies of Anthropic's Messages API as chat completion requests.
+
+The API is described at https://docs.anthropic.com/en/api/messages. Cache control has no effect, because prefixes are
+always cached. Signatures of thinking are empty, and are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ...http.errors import bad_request
+from ..logprobs import Json
+from ..schema import ChatCompletionRequest
+from ..schema.anthropic import MessagesRequest
+from .dialect import expect, refuse
+
+MAX_USER_CHARACTERS: Final = 256
+
+
+def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
+    """Return the same request as a chat completion.
+
+    Raises:
+        APIError: A field is invalid; it is named as in the body (400).
+    """
+    if body.messages is None:
+        raise bad_request("messages", "messages is required")
+    messages = [*_system(body.system)]
+    for i, message in enumerate(body.messages):
+        messages += _message(message, f"messages[{i}]")
+    is_prefilled = bool(messages) and messages[-1]["role"] == "assistant"
+    choice, is_parallel = _tool_choice(body.tool_choice)
+    return ChatCompletionRequest(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_tokens,
+        stream=body.stream,
+        stop=body.stop_sequences or None,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+        tool_choice=choice,
+        parallel_tool_calls=is_parallel,
+        response_format=_response_format(body),
+        user=_user(body.metadata),
+        continue_final_message=is_prefilled or None,
+        **_thinking(body),
+    )
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> list[Json]:
+    if not system:
+        return []
+    if isinstance(system, str):
+        return [{"role": "system", "content": system}]
+    parts = [_text_block(block, f"system[{i}]") for i, block in enumerate(system)]
+    return [{"role": "system", "content": parts}]
+
+
+def _message(message: Json, where: str) -> list[Json]:
+    """Return a message as one or more messages: the results of tools have messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        refuse(f"{where}.role", '"user", "assistant" or "system"', role)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = expect(content, list, f"{where}.content", "a string or an array of blocks")
+    if role == "assistant":
+        return [_assistant_message(blocks, f"{where}.content")]
+    messages: list[Json] = []
+    parts: list[Json] = []
+    for i, block in enumerate(blocks):
+        place = f"{where}.content[{i}]"
+        if _kind_of(block, place) == "tool_result":
+            messages.append(_tool_result(block, place))
+        else:
+            parts.append(_input_part(block, place))
+    if parts or not messages:
+        messages.append({"role": role, "content": parts})
+    return messages
+
+
+def _assistant_message(blocks: list[Any], where: str) -> Json:
+    parts: list[Json] = []
+    reasoning: list[str] = []
+    calls: list[Json] = []
+    for i, block in enumerate(blocks):
+        place = f"{where}[{i}]"
+        match _kind_of(block, place):
+            case "text":
+                parts.append(_text_block(block, place))
+            case "thinking":
+                reasoning.append(_string(block, "thinking", place))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                calls.append(_tool_use(block, place))
+            case kind:
+                refuse(f"{place}.type", "text, thinking, redacted_thinking or tool_use", kind)
+    message: Json = {"role": "assistant", "content": parts or None}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_use(block: Json, where: str) -> Json:
+    arguments = expect(block.get("input"), dict, f"{where}.input", "an object")
+    function = {"name": _string(block, "name", where), "arguments": arguments}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _tool_result(block: Json, where: str) -> Json:
+    content = block.get("content")
+    if content is not None and not isinstance(content, str):
+        blocks = expect(content, list, f"{where}.content", "a string or an array of blocks")
+        content = [_input_part(each, f"{where}.content[{i}]") for i, each in enumerate(blocks)]
+    call_id = _string(block, "tool_use_id", where)
+    return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
+
+
+def _input_part(block: Any, where: str) -> Json:
+    """Return a block of a user or of a tool as a part of a chat message."""
+    match _kind_of(block, where):
+        case "text":
+            return _text_block(block, where)
+        case "image":
+            return {"type": "image_url", "image_url": {"url": _image_url(block, where)}}
+        case "document":
+            return {"type": "text", "text": _document(block, where)}
+        case "search_result":
+            found = expect(block.get("content"), list, f"{where}.content", "an array of blocks")
+            texts = [
+                _text_block(part, f"{where}.content[{i}]")["text"] for i, part in enumerate(found)
+            ]
+            return {"type": "text", "text": "\n".join([block.get("title") or "", *texts]).strip()}
+        case kind:
+            refuse(f"{where}.type", "text, image, document, search_result or tool_result", kind)
+
+
+def _image_url(block: Json, where: str) -> str:
+    source = expect(block.get("source"), dict, f"{where}.source", "an object")
+    match source.get("type"):
+        case "base64":
+            media_type = _string(source, "media_type", f"{where}.source")
+            return f"data:{media_type};base64,{_string(source, 'data', f'{where}.source')}"
+        case "url":
+            return _string(source, "url", f"{where}.source")
+        case kind:
+            refuse(f"{where}.source.type", '"base64" or "url"', kind)
+
+
+def _document(block: Json, where: str) -> str:
+    source = expect(block.get("source"), dict, f"{where}.source", "an object")
+    match source.get("type"):
+        case "text":
+            text = _string(source, "data", f"{where}.source")
+        case "content":
+            content = source.get("content")
+            if isinstance(content, str):
+                text = content
+            else:
+                place = f"{where}.source.content"
+                blocks = expect(content, list, place, "a string or an array of blocks")
+                text = "\n".join(
+                    _text_block(part, f"{place}[{i}]")["text"] for i, part in enumerate(blocks)
+                )
+        case kind:
+            refuse(f"{where}.source.type", '"text" or "content", because no PDF is read', kind)
+    title = block.get("title")
+    return f"{title}\n\n{text}" if isinstance(title, str) and title else text
+
+
+def _text_block(block: Any, where: str) -> Json:
+    kind = _kind_of(block, where)
+    if kind != "text":
+        refuse(f"{where}.type", '"text"', kind)
+    return {"type": "text", "text": _string(block, "text", where)}
+
+
+def _kind_of(block: Any, where: str) -> Any:
+    return expect(block, dict, where, "an object").get("type")
+
+
+def _string(fields: Json, name: str, where: str) -> str:
+    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
+    return text
+
+
+def _tool(tool: Json, where: str) -> Json:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        refuse(f"{where}.type", '"custom", because this server runs no tools itself', kind)
+    schema = expect(tool.get("input_schema"), dict, f"{where}.input_schema", "a JSON schema")
+    function: Json = {"name": tool.get("name"), "parameters": schema}
+    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Json | None) -> tuple[str | Json | None, bool | None]:
+    """Return the choice in OpenAI's form, and whether there may be several calls; None if any is allowed."""
+    if choice is None:
+        return None, None
+    is_parallel = False if choice.get("disable_parallel_tool_use") else None
+    match choice.get("type"):
+        case "auto":
+            return "auto", is_parallel
+        case "any":
+            return "required", is_parallel
+        case "none":
+            return "none", is_parallel
+        case "tool":
+            name = _string(choice, "name", "tool_choice")
+            return {"type": "function", "function": {"name": name}}, is_parallel
+        case kind:
+            refuse("tool_choice.type", "auto, any, tool or none", kind)
+
+
+def _response_format(body: MessagesRequest) -> Json | None:
+    where, form = "output_config.format", (body.output_config or {}).get("format")
+    if form is None:
+        where, form = "output_format", body.output_format
+    if form is None:
+        return None
+    kind = expect(form, dict, where, "an object").get("type")
+    if kind != "json_schema":
+        refuse(f"{where}.type", '"json_schema"', kind)
+    schema = expect(form.get("schema"), dict, f"{where}.schema", "a JSON schema")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+
+
+def _thinking(body: MessagesRequest) -> Json:
+    """Return the fields that turn reasoning on or off."""
+    fields: Json = {}
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        fields["reasoning_effort"] = expect(effort, str, "output_config.effort", "a string")
+    if body.thinking is not None:
+        kind = body.thinking.get("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            refuse("thinking.type", '"enabled", "disabled" or "adaptive"', kind)
+        if kind != "adaptive":
+            fields["thinking"] = {"type": kind}
+    return fields
+
+
+def _user(metadata: Json | None) -> str | None:
+    user = (metadata or {}).get("user_id")
+    return user[:MAX_USER_CHARACTERS] if isinstance(user, str) else None

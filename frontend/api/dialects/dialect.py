@@ -1,0 +1,80 @@
+"""The common part of all dialects: a body becomes a chat completion request, which is answered in another format."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Generic, NoReturn, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from ...client.engine_client import Sequence
+from ...http.errors import bad_request, echo
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..generation import raise_if_failed
+from ..routes.chat_completions import ChatAnswer, ChatChoice, ChatCompletions
+from ..schema import ChatCompletionRequest
+from ..serving import Serving
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class DialectEndpoint(ChatCompletions, Generic[Body]):
+    """An endpoint that answers chats in another API's format."""
+
+    cuts_max_tokens = True
+
+    def __init__(self, serving: Serving, intake: Intake, body_type: type[Body]) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = body_type
+        self._body_decoder = BodyDecoder(body_type, serving.config.frontend.strict)
+
+    async def _receive(
+        self, scope: Scope, receive: Receive, lease: MemoryLease
+    ) -> tuple[ChatCompletionRequest, int]:
+        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        return await self._serving.executor.run(size, lambda: self.translate(body)), size
+
+    @abstractmethod
+    def translate(self, body: Body) -> ChatCompletionRequest:
+        """Return the same request as a chat completion.
+
+        Raises:
+            APIError: A field is invalid; it is named as in the body (400).
+        """
+
+
+class DialectChunks:
+    """Writes the stream of an answer with one choice."""
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        self.answer = answer
+        self.choice: ChatChoice = answer.choices[0]
+
+    def read(self, sequence: Sequence) -> Any:
+        """Return the new output of a sequence.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        delta = sequence.read_some()
+        raise_if_failed(delta)
+        return delta
+
+
+def expect(value: Any, kind: type, where: str, expected: str) -> Any:
+    """Return `value` if it is an instance of `kind`.
+
+    Raises:
+        APIError: It is not (400).
+    """
+    if not isinstance(value, kind):
+        refuse(where, expected, value)
+    return value
+
+
+def refuse(where: str, expected: str, value: object) -> NoReturn:
+    """Raise APIError 400: the field `where` is not what is `expected`."""
+    raise bad_request(where, f"{where} must be {expected}, got {echo(value)}")

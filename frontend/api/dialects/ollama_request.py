@@ -1,0 +1,177 @@
+"""Reads the bodies of Ollama's API as chat completion requests.
+
+The API is described at https://github.com/ollama/ollama/blob/main/docs/api.md. Options that choose how a model is
+loaded have no effect, because it is loaded already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+from ...http.errors import bad_request, echo
+from ..logprobs import Json
+from ..schema import ChatCompletionRequest
+from ..schema.ollama import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
+from .dialect import expect, refuse
+
+LATEST: Final = ":latest"
+"""The tag that clients append to names without one."""
+
+_OPTIONS: Final = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "seed": "seed",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repetition_penalty",
+}
+"""The options that set a sampling parameter, with its name."""
+
+_NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
+"""Options that are refused unless they have the value that does nothing."""
+
+
+class OllamaPrompt(ChatCompletionRequest, kw_only=True):
+    """A chat completion request that may have a prompt in place of messages.
+
+    `raw` is the whole prompt, to which no chat template is applied. `is_empty` requests ask only whether the model is
+    loaded.
+    """
+
+    raw: str | None = None
+    is_empty: bool = False
+
+
+def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
+    """Return the same request as a chat completion of `model`.
+
+    Raises:
+        APIError: A field is invalid (400).
+    """
+    calls: deque[str] = deque()
+    messages = [
+        _message(message, f"messages[{i}]", calls) for i, message in enumerate(body.messages or ())
+    ]
+    return OllamaPrompt(
+        model=model, messages=messages, tools=body.tools, is_empty=not messages, **_common(body)
+    )
+
+
+def translate_generate(body: OllamaGenerateRequest, model: str | None) -> OllamaPrompt:
+    """Return the same request as a chat completion of `model`.
+
+    Raises:
+        APIError: A field is invalid or not supported (400).
+    """
+    for name, advice in (
+        ("suffix", "write the model's fill-in-the-middle tokens into the prompt, with raw"),
+        ("template", "start the server with --chat-template"),
+        ("context", "use /api/chat"),
+    ):
+        if value := getattr(body, name):
+            raise bad_request(name, f"{name} is not supported; {advice}, got {echo(value)}")
+    prompt = body.prompt or ""
+    user: Json = {"role": "user", "content": prompt}
+    if body.images:
+        user = _with_images(user, body.images, "images")
+    messages = [user]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    return OllamaPrompt(
+        model=model,
+        messages=messages,
+        raw=prompt if body.raw else None,
+        is_empty=not prompt and not body.images,
+        **_common(body),
+    )
+
+
+def _common(body: OllamaFields) -> Json:
+    """Return the fields of the request other than its conversation."""
+    fields = _sampling_fields(body.options or {}) | {"stream": body.stream is not False}
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        schema = {"name": "format", "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif body.format:
+        refuse("format", '"json" or a JSON schema', body.format)
+    if isinstance(body.think, bool):
+        fields["thinking"] = {"type": "enabled" if body.think else "disabled"}
+    elif body.think:
+        fields["reasoning_effort"] = body.think
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return fields
+
+
+def _sampling_fields(options: Json) -> Json:
+    fields: Json = {}
+    for option, name in _OPTIONS.items():
+        if (value := options.get(option)) is not None:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number:
+                refuse(f"options.{option}", "a number", value)
+            if name in ("top_k", "seed"):
+                if value != int(value) or not -(2**63) <= value < 2**63:
+                    refuse(f"options.{option}", "an integer of 64 bits", value)
+                value = int(value)
+            fields[name] = value
+    for option, neutral in _NEUTRAL.items():
+        if options.get(option) not in (None, neutral):
+            place = f"options.{option}"
+            raise bad_request(place, f"{place} is not supported, got {echo(options[option])}")
+    if (num_predict := options.get("num_predict")) is not None:
+        if not isinstance(num_predict, int) or isinstance(num_predict, bool):
+            refuse("options.num_predict", "an integer", num_predict)
+        # -1 and -2 ask for as much as fits.
+        fields["max_tokens"] = num_predict if num_predict >= 0 else None
+    if (stop := options.get("stop")) is not None:
+        texts = [stop] if isinstance(stop, str) else stop
+        if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+            refuse("options.stop", "a string or an array of strings", stop)
+        fields["stop"] = texts or None
+    return fields
+
+
+def _message(message: Json, where: str, calls: deque[str]) -> Json:
+    """Return a message in OpenAI's form. `calls` are the IDs of calls without a result, which messages here lack."""
+    kept = {
+        name: message[name]
+        for name in ("role", "content", "thinking", "tool_call_id")
+        if message.get(name) is not None
+    }
+    if images := message.get("images"):
+        kept = _with_images(kept, images, f"{where}.images")
+    if tool_calls := message.get("tool_calls"):
+        expect(tool_calls, list, f"{where}.tool_calls", "an array")
+        calls.clear()
+        kept["tool_calls"] = []
+        for i, call in enumerate(tool_calls):
+            place = f"{where}.tool_calls[{i}]"
+            function = expect(call, dict, place, "an object").get("function")
+            # Every known template accepts IDs of nine letters and digits.
+            call_id = call.get("id") or f"call{len(kept['tool_calls']):05}"
+            calls.append(call_id)
+            kept["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+    elif message.get("role") == "tool":
+        if (name := message.get("tool_name")) is not None:
+            kept["name"] = name
+        kept.setdefault("tool_call_id", calls.popleft() if calls else "call00000")
+    return kept
+
+
+def _with_images(message: Json, images: Any, where: str) -> Json:
+    """Return the message with images, which are base64 without a media type, before its text."""
+    parts: list[Json] = []
+    for i, image in enumerate(expect(images, list, where, "an array")):
+        data = expect(image, str, f"{where}[{i}]", "an image in base64")
+        url = data if data.startswith(("data:", "https:")) else f"data:image/*;base64,{data}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    if text := message.get("content"):
+        parts.append({"type": "text", "text": text})
+    return message | {"content": parts}

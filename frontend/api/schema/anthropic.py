@@ -1,0 +1,38 @@
+"""The request bodies of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from . import Int
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/messages`, and of `POST /v1/messages/count_tokens` without the sampling fields."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: Int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+    # Accepted because clients send them; they have no effect.
+    betas: list[str] | None = None
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    service_tier: str | None = None
+    speed: str | None = None

@@ -1,0 +1,69 @@
+"""The request bodies of Ollama's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from . import Int
+
+
+class OllamaFields(msgspec.Struct, kw_only=True):
+    """The fields that requests for text share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    options: dict[str, Any] | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+
+    # Accepted because clients send it; the model stays loaded.
+    keep_alive: float | str | None = None
+
+
+class OllamaChatRequest(OllamaFields, kw_only=True):
+    """The body of `POST /api/chat`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaFields, kw_only=True):
+    """The body of `POST /api/generate`."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+    # Tokens of an earlier answer; deprecated in favor of /api/chat.
+    context: list[Int] | None = None
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /api/embed`, and with `prompt` of the older `POST /api/embeddings`."""
+
+    model: str | None = None
+    input: str | list[str] | None = None
+    prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: Int | None = None
+
+    # Accepted because clients send them; they have no effect.
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaModelRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /api/show` and `POST /api/pull`."""
+
+    model: str | None = None
+    # The older name of `model`.
+    name: str | None = None
+    stream: bool | None = None
+    verbose: bool | None = None
+    insecure: bool | None = None

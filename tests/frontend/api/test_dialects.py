@@ -1,0 +1,312 @@
+"""Anthropic's and Ollama's APIs, used by their own clients.
+
+The core repeats the last message, so a test says in it what the model writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import anthropic
+import ollama
+import pytest
+from support.frontend_process import MODEL, FrontendProcess
+
+pytestmark = pytest.mark.slow
+
+KEY = "sesame"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALLS = "".join(
+    f"<tool_call>\n{json.dumps({'name': 'get_weather', 'arguments': {'city': city}})}\n</tool_call>"
+    for city in ("Oslo", "Rome")
+)
+ANSWER = f"<think>\nLet me see.\n</think>\n\nI look it up.\n{CALLS}"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+# Shows everything that a template can see, so that the echo is the whole prompt.
+TEMPLATE = (
+    "{% if messages[-1]['role'] == 'user' and messages | length == 1 %}"
+    "{{ messages[0]['content'] }}"
+    "{% else %}{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}"
+    "{% if m['reasoning_content'] %}|{{ m['reasoning_content'] }}{% endif %}"
+    "{% for c in m['tool_calls'] or [] %}|{{ c['id'] }} {{ c['function']['name'] }} {{ c['function']['arguments'] | tojson }}"
+    "{% endfor %}{% if m['tool_call_id'] %}|{{ m['tool_call_id'] }}{% endif %}]"
+    "{% endfor %}{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def frontend() -> Iterator[FrontendProcess]:
+    with FrontendProcess(
+        step_s=0.0005,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        max_model_len=1024,
+        chat_template=TEMPLATE,
+        api_keys=(KEY,),
+    ) as process:
+        yield process
+        assert process.stop() == 0, process.log
+        assert "Traceback" not in process.log, process.log
+
+
+@pytest.fixture
+def claude(frontend: FrontendProcess) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{frontend.port}", api_key=KEY, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def llama(frontend: FrontendProcess) -> ollama.Client:
+    return ollama.Client(
+        f"http://127.0.0.1:{frontend.port}", headers={"Authorization": f"Bearer {KEY}"}
+    )
+
+
+def num_tokens(frontend: FrontendProcess, text: str) -> int:
+    return len(frontend.tokenizer.encode(text))
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def options(frontend: FrontendProcess, text: str) -> dict:
+    return {"model": MODEL, "max_tokens": num_tokens(frontend, text), "messages": user(text)}
+
+
+TOOLS = [{"name": "get_weather", "description": "Looks out.", "input_schema": SCHEMA}]
+
+
+def test_claude_message_has_blocks_and_usage(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    message = claude.messages.create(**options(frontend, ANSWER), tools=TOOLS)
+    thinking, text, first, second = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Let me see.")
+    assert (text.type, text.text) == ("text", "I look it up.")
+    assert [(b.type, b.name, b.input) for b in (first, second)] == [
+        ("tool_use", "get_weather", {"city": "Oslo"}),
+        ("tool_use", "get_weather", {"city": "Rome"}),
+    ]
+    assert first.id and first.id != second.id
+    assert message.model == MODEL and message.id.startswith("msg_")
+    assert message.stop_reason in ("tool_use", "max_tokens")
+    total = num_tokens(frontend, ANSWER)
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == total
+    assert message.usage.output_tokens == total
+    assert 0 < message.usage.output_tokens_details.thinking_tokens < total
+
+
+def test_claude_stream_accumulates_to_the_message(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    whole = claude.messages.create(**options(frontend, ANSWER), tools=TOOLS)
+    with claude.messages.stream(**options(frontend, ANSWER), tools=TOOLS) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+    def content(message: anthropic.types.Message) -> list:
+        return [block.model_dump(exclude={"id"}) for block in message.content]
+
+    assert content(streamed) == content(whole)
+    assert streamed.stop_reason == whole.stop_reason
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_claude_ends_for_the_reason_that_the_api_names(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    text = "One two three four"
+    stopped = claude.messages.create(**options(frontend, text), stop_sequences=[" three"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " three")
+    assert stopped.content[0].text == "One two"
+    cut = claude.messages.create(model=MODEL, max_tokens=2, messages=user(text))
+    assert cut.stop_reason == "max_tokens" and cut.content[0].text == "One two"
+    full = claude.messages.create(model=MODEL, max_tokens=5000, messages=user(text))
+    assert full.stop_reason == "model_context_window_exceeded"
+
+
+def test_claude_conversation_reaches_the_template(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": ""},
+                {"type": "text", "text": "Wait"},
+                {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Rain"}]},
+                {"type": "text", "text": "So?"},
+                {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Doc"}},
+            ],
+        },
+    ]  # fmt: skip
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    expected = (
+        '[system:Be brief.][user:Hi][assistant:Wait|Hm|toolu_1 get_weather {"city": "Oslo"}]'
+        "[tool:Rain|toolu_1][user:So?\nDoc]get_weather"
+    )
+    counted = claude.messages.count_tokens(
+        model=MODEL, system=system, messages=messages, tools=TOOLS
+    )
+    assert counted.input_tokens == num_tokens(frontend, expected)
+    answer = claude.messages.create(
+        model=MODEL, max_tokens=counted.input_tokens, system=system, messages=messages, tools=TOOLS
+    )
+    assert answer.content[0].text == expected
+    forced = claude.messages.create(
+        model=MODEL,
+        max_tokens=num_tokens(frontend, '{"city": "Oslo"}'),
+        messages=user('{"city": "Oslo"}'),
+        tools=TOOLS,
+        tool_choice={"type": "tool", "name": "get_weather"},
+    )
+    assert forced.content[0].input == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"messages": None}, "messages is required"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "pdf"}]}]},
+            'messages[0].content[0].type must be text, image, document, search_result or tool_result, got "pdf"',
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type must be"),
+        ({"tool_choice": {"type": "many"}}, "tool_choice.type must be"),
+        ({"thinking": {"type": "some"}}, "thinking.type must be"),
+        ({"top_p": 9}, "top_p must be"),
+        ({"stop_sequences": ["x" * 10_000]}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
+    ],
+)
+def test_claude_errors_name_the_field(frontend: FrontendProcess, fields: dict, named: str) -> None:
+    body = {"model": MODEL, "max_tokens": 4, "messages": user("Hi")} | fields
+    response = frontend.http.post("/v1/messages", json=body, headers={"x-api-key": KEY})
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert named in error["error"]["message"]
+    assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_claude_client_sees_its_own_kinds_of_errors(
+    frontend: FrontendProcess, claude: anthropic.Anthropic
+) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        claude.messages.create(model="other", max_tokens=4, messages=user("Hi"))
+    stranger = anthropic.Anthropic(base_url=claude.base_url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+        stranger.messages.create(model=MODEL, max_tokens=4, messages=user("Hi"))
+    assert MODEL in [model.id for model in claude.models.list()]
+
+
+def test_ollama_chat_has_message_calls_and_counts(
+    frontend: FrontendProcess, llama: ollama.Client
+) -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+    total = num_tokens(frontend, ANSWER)
+    fields = {
+        "model": f"{MODEL}:latest",
+        "messages": user(ANSWER),
+        "tools": tools,
+        "options": {"num_predict": total, "temperature": 0, "num_ctx": 4096},
+    }
+    whole = llama.chat(**fields)
+    assert whole.message.thinking == "Let me see." and whole.message.content == "I look it up."
+    calls = [call.function for call in whole.message.tool_calls]
+    assert [call.arguments for call in calls] == [{"city": "Oslo"}, {"city": "Rome"}]
+    assert whole.done and whole.done_reason == "length"
+    assert whole.prompt_eval_count == whole.eval_count == total
+    assert whole.total_duration >= whole.eval_duration > 0
+
+    chunks = list(llama.chat(**fields, stream=True))
+    assert "".join(c.message.content for c in chunks) == whole.message.content
+    assert "".join(c.message.thinking or "" for c in chunks) == whole.message.thinking
+    streamed = [call.function for c in chunks for call in c.message.tool_calls or ()]
+    assert [call.arguments for call in streamed] == [call.arguments for call in calls]
+    assert [c.done for c in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_ollama_conversation_reaches_the_template(
+    frontend: FrontendProcess, llama: ollama.Client
+) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}],
+        },
+        {"role": "tool", "tool_name": "get_weather", "content": "Rain"},
+    ]
+    expected = '[user:Hi][assistant:|call00000 get_weather {"city": "Oslo"}][tool:Rain|call00000]'
+    options = {"num_predict": num_tokens(frontend, expected)}
+    answer = llama.chat(MODEL, messages, options=options)
+    assert answer.message.content == expected
+
+
+def test_ollama_generates_with_and_without_the_template(
+    frontend: FrontendProcess, llama: ollama.Client
+) -> None:
+    text = "One two three"
+    answer = llama.generate(MODEL, text, options={"num_predict": 3, "stop": [" three"]})
+    assert answer.response == "One two" and answer.done_reason == "stop"
+    system = llama.generate(MODEL, "Hi", system="Be brief.", options={"num_predict": 40})
+    assert system.response.startswith("[system:Be brief.][user:Hi]")
+    raw = llama.generate(MODEL, text, system="Be brief.", raw=True, options={"num_predict": 3})
+    assert raw.response == text
+    pieces = llama.generate(MODEL, text, stream=True, options={"num_predict": 3})
+    assert "".join(piece.response for piece in pieces) == text
+    loaded = llama.generate(MODEL)
+    assert loaded.done and loaded.done_reason == "load"
+
+
+def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
+    assert MODEL in [model.model for model in llama.list().models]
+    assert MODEL in [model.model for model in llama.ps().models]
+    shown = llama.show(MODEL)
+    assert shown.template == TEMPLATE
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.modelinfo["llama.context_length"] == 1024
+    assert llama.pull(MODEL).status == "success"
+    with pytest.raises(ollama.ResponseError, match="does not exist"):
+        llama.show("other")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("chat", {"messages": [{"role": 5}]}, "messages[0].role must be"),
+        ("chat", {"messages": [{"role": "user", "images": 5}]}, "messages[0].images must be"),
+        ("chat", {"messages": user("Hi"), "format": "xml"}, "format must be"),
+        ("chat", {"messages": user("Hi"), "options": {"top_k": "x"}}, "options.top_k must be"),
+        ("chat", {"messages": user("Hi"), "options": {"top_p": 7}}, "options.top_p must be"),
+        ("chat", {"messages": user("Hi"), "options": {"mirostat": 2}}, "options.mirostat"),
+        ("generate", {"prompt": "Hi", "suffix": "x"}, "suffix is not supported"),
+        ("generate", {"prompt": "Hi", "images": [PIXEL]}, "because this model reads only text"),
+        ("embed", {}, "input is required"),
+        ("show", {}, "model is required"),
+    ],
+)
+def test_ollama_errors_name_the_field(
+    frontend: FrontendProcess, path: str, fields: dict, named: str
+) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    response = frontend.http.post(f"/api/{path}", json=fields, headers=headers)
+    assert response.status_code == 400, response.text
+    assert named in response.json()["error"]
