@@ -145,7 +145,7 @@ def test_answers_equal_those_of_transformers(
         ("gemma3", (*SMALL, "--max-model-len", "200", "--num-gpu-blocks-override", "26")),
         ("gemma3", ("-pp", "2", *SMALL)),
         ("gemma4", ("-tp", "2", "--max-num-batched-tokens", "80")),
-        ("paligemma2", ("--max-model-len", "300", "--num-gpu-blocks-override", "60")),
+        ("paligemma2", ()),
         ("mistral3", ("-tp", "2", *SMALL)),
         ("pixtral", ()),
     ],
@@ -156,7 +156,7 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
     model = Model(tmp_path, kind)
     with Server(str(model.path), *FLAGS, *flags) as server:
         model.check_all(server, [0, 1, 2, 3, 4, 0, 3])
-        if "--num-gpu-blocks-override" in flags:
+        if kind == "gemma3" and "-pp" not in flags:
             assert server.metric("engine:num_preemptions_total") > 0
         assert_nothing_is_held(server)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.model_dimensions import check_parallel
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
@@ -19,6 +20,7 @@ from ..batch import PersistentBatch
 from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
 from ..cpu.library import NotSupportedNatively, instruction_set
+from ..cpu.vision import NativeVisionLayers
 from ..device.device import has_float8, usable_cores
 from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec
@@ -151,8 +153,22 @@ def load_model(
             device,
             torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype],
             _num_threads(config),
+            _native_vision_layers(config, vision, checkpoint, device),
         )
     return model
+
+
+def _native_vision_layers(
+    config: EngineConfig, vision: VisionSpec, checkpoint: Checkpoint, device: torch.device
+) -> NativeVisionLayers | None:
+    """Return the layers of the vision tower as a native program, or None if they run in torch."""
+    if device.type != "cpu" or config.device.cpu_backend is CPUBackend.TORCH:
+        return None
+    try:
+        return NativeVisionLayers(vision, checkpoint, _num_threads(config))
+    except NotSupportedNatively as error:
+        logger.info("the vision tower runs in torch: %s", error)
+        return None
 
 
 def _load_decoder(

@@ -5,6 +5,8 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +24,8 @@ from .weights import VisionWeights, find_activation
 class VisionTower:
     """The tower of `spec` and its projection, in torch.
 
-    It computes one image at a time, so its numbers do not depend on other images.
+    It computes one image at a time, so its numbers do not depend on other images. `run_layers` replaces the layers: it
+    returns their features for hidden states [P, D].
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -35,6 +38,7 @@ class VisionTower:
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 1,
+        run_layers: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.spec = spec
         self._device, self._dtype = device, dtype
@@ -75,8 +79,9 @@ class VisionTower:
         )
         self._layers = [
             VisionLayer(spec, tensors, f"encoder.layers.{index}.", self._activation)
-            for index in range(max(spec.feature_layers))
+            for index in range(0 if run_layers is not None else max(spec.feature_layers))
         ]
+        self._run_layers = run_layers
         self._project = read_projection(spec, checkpoint, device, dtype)
 
     @torch.inference_mode()
@@ -126,24 +131,29 @@ class VisionTower:
             x_PD = x_PD + (columns + rows[:, None]).flatten(0, 1)
         elif self._positions is not None:
             x_PD = x_PD + self._positions
-        rotation: PatchRotation | None = None
-        if spec.rope_theta:
-            rotation = rotate_patches(spec, num_rows, num_columns, self._device, self._dtype)
         if self._pre_norm is not None:
             x_PD = self._pre_norm(x_PD)
-        features = []
-        for number, layer in enumerate(self._layers, 1):
-            x_PD = layer(x_PD, rotation)
-            features += [x_PD] * spec.feature_layers.count(number)
-        if len(features) > 1:
-            x_PD = torch.cat(
-                [features[sorted(spec.feature_layers).index(i)] for i in spec.feature_layers], -1
-            )
+        x_PD = self._features(x_PD, num_rows, num_columns)
         if self._post_norm is not None:
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
         return self._project(x_PD, num_columns)
+
+    def _features(self, x_PD: Tensor, num_rows: int, num_columns: int) -> Tensor:
+        """Return the outputs of the layers that are the features, side by side."""
+        spec = self.spec
+        if self._run_layers is not None:
+            return self._run_layers(x_PD)
+        rotation: PatchRotation | None = None
+        if spec.rope_theta:
+            rotation = rotate_patches(spec, num_rows, num_columns, self._device, self._dtype)
+        features = {}
+        for number, layer in enumerate(self._layers, 1):
+            x_PD = layer(x_PD, rotation)
+            if number in spec.feature_layers:
+                features[number] = x_PD
+        return torch.cat([features[number] for number in spec.feature_layers], -1)
 
     def _split_patches(self, image: ImagePayload) -> Tensor:
         """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""

@@ -9,6 +9,7 @@ import torch
 from engine.protocol.config.images import SpanKind
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
+from engine.workers.cpu.vision import NativeVisionLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.spans import Spans
 from engine.workers.vision.placed import Placed
@@ -31,6 +32,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 KINDS = (*MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS)
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["mistral3"] = [(48, 32), (80, 64)]
+NATIVE_TOWERS = ("idefics3", "smolvlm", "llava-siglip", "gemma3", "paligemma", "paligemma2")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -81,7 +83,11 @@ def test_logits_equal_those_of_transformers(model, load):
         pytest.skip("its decoder has inputs of layers, which native programs do not compute")
     decoder = load(path, max_model_len=512)
     spec = decoder.spec
-    tower = VisionTower(spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    checkpoint = open_checkpoint(path)
+    layers = None
+    if load is load_native_decoder and kind in NATIVE_TOWERS:
+        layers = NativeVisionLayers(spec.encoder, checkpoint, num_threads=1)
+    tower = VisionTower(spec.encoder, checkpoint, CPU, torch.float32, run_layers=layers)
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
     outputs = [tower(payload) for payload, _ in images]
     rng = random.Random(3)
