@@ -90,7 +90,9 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
-    `pixels` are uint8[height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each channel.
+    `pixels` are uint8[height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each channel. With
+    `grid_columns` they are tiles, one below the other: the whole image, then the rows of a grid. In the grid, an image
+    of `original_width` x `original_height` pixels was enlarged and has equal margins on both sides.
     """
 
     width: int
@@ -99,6 +101,9 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     scale: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    grid_columns: int = 0
+    original_width: int = 0
+    original_height: int = 0
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

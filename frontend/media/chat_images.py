@@ -117,7 +117,9 @@ class ChatImages:
             if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
                 download = self._downloader.download
                 source = await self._downloads.in_thread(download, source, image.where)
-            prepared.append(await self._executor.in_thread(self._prepare, source, image.where))
+            prepared.append(
+                await self._executor.in_thread(self._prepare, source, image.where, len(images))
+            )
             num_outputs += prepared[-1].num_outputs
             if num_outputs > self._max_model_len:
                 raise ParameterError(
@@ -149,11 +151,13 @@ class ChatImages:
         token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
 
-    def _prepare(self, source: str | bytes | Image.Image, where: str) -> PreparedImage:
+    def _prepare(
+        self, source: str | bytes | Image.Image, where: str, num_images: int
+    ) -> PreparedImage:
         if isinstance(source, str):
             source = read_data_url(source, where)
         image = to_rgb(source) if isinstance(source, Image.Image) else decode_image(source, where)
         try:
-            return self._places.prepare(image)
+            return self._places.prepare(image, num_images)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None

@@ -9,6 +9,7 @@ from PIL import Image
 
 from ...protocol.config.images import (
     AnyImageProcessor,
+    AnyresProcessor,
     BudgetProcessor,
     CanvasProcessor,
     CropProcessor,
@@ -17,6 +18,7 @@ from ...protocol.config.images import (
     PanScanProcessor,
     SquareProcessor,
 )
+from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
 from .layouts.scans import pan_and_scan
@@ -34,6 +36,8 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
 }
 
 
-def process_image(image: Image.Image, config: AnyImageProcessor) -> Parts:
-    """Return what takes the place of an image in RGB: texts and tiles in their order."""
+def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int = 1) -> Parts:
+    """Return what takes the place of one of a prompt's images in RGB: texts and tiles in their order."""
+    if isinstance(config, AnyresProcessor):
+        return anyres(image, config, num_images)
     return _LAYOUTS[type(config)](image, config)

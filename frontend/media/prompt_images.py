@@ -68,9 +68,9 @@ class PromptImages:
         self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
         self._place = re.compile(f"{re.escape(self._mark)}|{IMAGE_MARK}")
 
-    def prepare(self, image: Image.Image) -> PreparedImage:
-        """Return an image in RGB as the model reads it."""
-        return PreparedImage(process_image(image, self._config), self._token)
+    def prepare(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
+        """Return one of a prompt's images in RGB as the model reads it."""
+        return PreparedImage(process_image(image, self._config, num_images), self._token)
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Return the prompt with an image token for each embedding.

@@ -121,6 +121,22 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     side_factor: int
 
 
+class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
+    """Enlarges an image to the best of `grids`, adds black margins, splits it into tiles, and adds the whole.
+
+    Grids are columns and rows of tiles of `side` pixels, which have `num_patches` embeddings in each direction. The
+    embeddings of margins are left out, and each row ends with a stored one. With `max_tiles` they are reduced until
+    they are about as many as those of so many tiles. With `pads_several` images of a prompt with several are not split,
+    but get margins of the mean color.
+    """
+
+    side: int
+    grids: tuple[tuple[int, int], ...]
+    num_patches: int
+    max_tiles: int = 0
+    pads_several: bool = False
+
+
 AnyImageProcessor: TypeAlias = (
     SquareProcessor
     | CropProcessor
@@ -129,4 +145,5 @@ AnyImageProcessor: TypeAlias = (
     | PanScanProcessor
     | FitProcessor
     | BudgetProcessor
+    | AnyresProcessor
 )

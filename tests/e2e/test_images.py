@@ -87,10 +87,11 @@ class Model:
         images = [part for part in parts if isinstance(part, Image.Image)]
         inputs: dict[str, Any] = {}
         if images:
-            batch = [images] if self.kind in ("idefics3", "smolvlm") else images
+            nests = self.kind in ("idefics3", "smolvlm", "llava_onevision")
+            batch = [images] if nests else images
             options = {"patch_size": 16} if self.kind == "mistral3" else {}
             processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
-            names = ("pixel_values", "image_sizes", "image_position_ids")
+            names = ("pixel_values", "image_sizes", "image_position_ids", "batch_num_images")
             inputs = {name: processed[name] for name in names if name in processed}
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
@@ -148,6 +149,8 @@ def test_answers_equal_those_of_transformers(
         ("paligemma2", ()),
         ("mistral3", ("-tp", "2", *SMALL)),
         ("pixtral", ()),
+        ("llava_next", ("-tp", "2", "--max-num-batched-tokens", "80")),
+        ("llava_onevision", ()),
     ],
 )
 def test_images_whose_tokens_see_each_other_or_have_any_size(

@@ -42,6 +42,7 @@ MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_uttera
 MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl")
 GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
 SIZED_MODELS = ("pixtral", "mistral3")
+ANYRES_MODELS = ("llava_next", "llava_onevision")
 GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image>"}
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
@@ -297,6 +298,43 @@ def _pixtral(
     return config, processor, others
 
 
+def _anyres(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    is_next = kind == "llava_next"
+    name = "LlavaNext" if is_next else "LlavaOnevision"
+    grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
+    tower_kind = "clip" if is_next else "siglip"
+    own = {} if is_next else {"video_token_index": 1, "vision_aspect_ratio": "anyres_max_2"}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=dict(tower) | {"model_type": f"{tower_kind}_vision_model"},
+        text_config=text,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=grids,
+        vision_feature_select_strategy="default" if is_next else "full",
+        tie_word_embeddings=False,
+        **own,
+    )
+    processor = {
+        "image_processor_type": f"{name}ImageProcessor",
+        "image_grid_pinpoints": grids,
+        "size": {"shortest_edge": tile} if is_next else {"height": tile, "width": tile},
+    }
+    if is_next:
+        processor["crop_size"] = {"height": tile, "width": tile}
+    others = {
+        "processor_class": f"{name}Processor",
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+    }
+    if is_next:
+        others |= {"patch_size": tower["patch_size"], "num_additional_image_tokens": 1}
+    else:
+        others |= {"num_image_tokens": (tile // tower["patch_size"]) ** 2}
+        others |= {"vision_aspect_ratio": "anyres_max_2"}
+    return config, processor, others
+
+
 _PARTS_BY_FAMILY = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -306,6 +344,8 @@ _PARTS_BY_FAMILY = {
     "paligemma": _gemma,
     "paligemma2": _gemma,
     "gemma4": _gemma4,
+    "llava_next": _anyres,
+    "llava_onevision": _anyres,
     "pixtral": _pixtral,
     "mistral3": _pixtral,
 }
@@ -317,7 +357,9 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
     name = fields.pop("image_processor_type")
     if kind == "internvl":
         fields["crop_to_patches"] = True
-    family = {"GotOcr2": "got_ocr2"}.get(
+    families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
+    families |= {"LlavaOnevision": "llava_onevision"}
+    family = families.get(
         name.removesuffix("ImageProcessor"), name.removesuffix("ImageProcessor").lower()
     )
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
@@ -342,5 +384,6 @@ def _family_marks(kind: str) -> list[str]:
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
+    names |= {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

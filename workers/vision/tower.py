@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +16,7 @@ from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..loaders import Checkpoint
+from .anyres import join_tiles
 from .layers import VisionLayer
 from .projection import read_projection
 from .rotary import PatchRotation, rotate_patches
@@ -83,6 +85,10 @@ class VisionTower:
         ]
         self._run_layers = run_layers
         self._project = read_projection(spec, checkpoint, device, dtype)
+        self._newline_D: Tensor | None = None
+        if spec.has_newlines:
+            weights = VisionWeights(checkpoint, "image_newline", device, dtype)
+            self._newline_D = weights.read("image_newline", spec.output_size)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -93,12 +99,12 @@ class VisionTower:
         """
         self._check_size(image)
         if self._device.type != "cpu":
-            return self._encode(image)
+            return self._encode_tiles(image)
         # Between images a second thread would only compete with those of a native program.
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
         try:
-            return self._encode(image)
+            return self._encode_tiles(image)
         finally:
             torch.set_num_threads(num_threads)
 
@@ -111,6 +117,19 @@ class VisionTower:
     def _check_size(self, image: ImagePayload) -> None:
         spec, side = self.spec, self.spec.image_size
         found = f"an image has {image.width} x {image.height} pixels, the model reads"
+        if spec.has_newlines:
+            num_tiles = image.height // side
+            is_grid = (
+                num_tiles > 1 and image.grid_columns and not (num_tiles - 1) % image.grid_columns
+            )
+            if (
+                image.width != side
+                or image.height != num_tiles * side
+                or not (is_grid or (num_tiles == 1 and not image.grid_columns))
+                or (is_grid and not (image.original_width > 0 and image.original_height > 0))
+            ):
+                raise EngineError(f"{found} a grid of {side} x {side}")
+            return
         if not spec.max_outputs:
             if (image.width, image.height) != (side, side):
                 raise EngineError(f"{found} {side} x {side}")
@@ -119,6 +138,16 @@ class VisionTower:
         num_outputs = image.width // factor * (image.height // factor)
         if image.width % factor or image.height % factor or not num_outputs > 0:
             raise EngineError(f"{found} multiples of {factor} x {factor}")
+
+    def _encode_tiles(self, image: ImagePayload) -> Tensor:
+        """Return the embeddings of an image that may be a grid of tiles."""
+        if self._newline_D is None:
+            return self._encode(image)
+        size = 3 * image.width**2
+        pixels = [image.pixels[i : i + size] for i in range(0, len(image.pixels), size)]
+        tiles = [replace(image, height=image.width, pixels=each) for each in pixels]
+        x_TPD = torch.stack([self._encode(tile) for tile in tiles])
+        return join_tiles(x_TPD, self._newline_D, image, self.spec.max_tiles)
 
     def _encode(self, image: ImagePayload) -> Tensor:
         spec = self.spec

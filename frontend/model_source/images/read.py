@@ -11,6 +11,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
+from .anyres import anyres
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
@@ -76,6 +77,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "idefics3": grid,
     "internvl": canvas,
     "llava": single,
+    "llava_next": anyres,
+    "llava_onevision": anyres,
     "mistral3": pixtral,
     "paligemma": paligemma,
     "smolvlm": grid,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from ..config_fields import ConfigFields
 from .fields import feature_layers, head_count, image_and_patch_size
 from .pixtral import pixtral
@@ -45,3 +48,22 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
         has_patch_bias=not is_clip,
         has_pre_norm=is_clip,
     )
+
+
+def llava_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of LLaVA-NeXT, which reads a grid of tiles."""
+    return replace(llava(fields, vision, output_size), has_newlines=True)
+
+
+def llava_onevision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
+    """Return the tower of LLaVA-OneVision, which reads a grid of tiles and reduces it."""
+    fields = fields.with_defaults(
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=True,
+    )
+    ratio = fields.text("vision_aspect_ratio", "anyres_max_9")
+    if not (found := re.fullmatch(r"anyres_max_(\d{1,3})", ratio)) or not int(found[1]):
+        raise fields.wrong("vision_aspect_ratio", "'anyres_max_' and a number", ratio)
+    spec = llava(fields, vision, output_size)
+    return replace(spec, has_newlines=True, max_tiles=int(found[1]))

@@ -9,7 +9,7 @@ from ..config_fields import ConfigFields
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import idefics3
 from .internvl import internvl
-from .llava import llava
+from .llava import llava, llava_next, llava_onevision
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -40,6 +40,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec
     "smolvlm": idefics3,
     "internvl": internvl,
     "llava": llava,
+    "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
     "mistral3": pixtral,
     "paligemma": paligemma,
 }

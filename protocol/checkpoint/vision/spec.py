@@ -41,6 +41,9 @@ class VisionSpec:
     * "standardized mean": as before, but the means are first scaled by the root of the hidden size and, with
       `standardizes`, by stored factors after the subtraction of a stored mean; the norm has no weights (Gemma 4)
 
+    With `has_newlines` an image may be a grid of tiles (`AnyresGrid`), whose rows end with a stored embedding; with
+    `max_tiles` it is reduced (LLaVA-OneVision, arXiv 2408.03326).
+
     `span_kind` says which of the decoder's tokens see those behind them. Models with inputs of every layer read those
     of the token `layer_token_id` for images.
 
@@ -85,6 +88,8 @@ class VisionSpec:
     qkv_bias: bool = True
     product_bias: bool = True
     clips_products: bool = False
+    has_newlines: bool = False
+    max_tiles: int = 0
     span_kind: SpanKind | None = None
     layer_token_id: int = 0
     tensor_names: tuple[tuple[str, str], ...] = ()

@@ -16,6 +16,7 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.errors import CheckpointError, ParameterError
 from PIL import Image
 from support.vision_checkpoints import (
+    ANYRES_MODELS,
     GEMMA_MARKS,
     GEMMA_MODELS,
     INTERNVL_MARKS,
@@ -91,6 +92,24 @@ def test_images_of_any_size_equal_those_of_transformers(kind, tmp_path):
         np.testing.assert_allclose(_normalized(tile), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ANYRES_MODELS)
+def test_grids_with_margins_equal_those_of_transformers(kind, tmp_path):
+    path, _ = vision_directory(tmp_path, kind)
+    processor, config = image_processor(path, kind), _read(path)
+    sizes = [size for size in SIZES if min(size) > 1]
+    for image in (_image(*size) for size in sizes):
+        [expected] = processor(image, return_tensors="np")["pixel_values"]
+        [tile] = _tiles(image, config)
+        np.testing.assert_array_equal(_normalized(tile), np.concatenate(expected, 1))
+    if kind == "llava_onevision":
+        images = [_image(200, 150), _image(64, 90)]
+        expected = processor([images], return_tensors="np")["pixel_values"]
+        for image, [pixels] in zip(images, expected, strict=True):
+            parts = process_image(image, config, 2)
+            [tile] = [part.payload for part in parts if isinstance(part, Tile)]
+            np.testing.assert_array_equal(_normalized(tile), pixels)
+
+
 @pytest.mark.parametrize("size", [(600, 260), (300, 800), (900, 200), (64, 64)])
 def test_parts_of_long_images_equal_those_of_transformers(size, tmp_path):
     path, _ = vision_directory(tmp_path, "gemma3")
@@ -138,6 +157,12 @@ def _texts_of_images(kind, path, name, others, images):
         sizes = image_processor(path, kind)(images, patch_size=side)["image_sizes"]
         rows = [["[IMG]" * (width // side)] * (height // side) for height, width in sizes]
         return ["[IMG_BREAK]".join(each) + "[IMG_END]" for each in rows]
+    if kind == "llava_onevision":
+        processor = image_processor(path, kind)
+        processed = processor([images])
+        own = SimpleNamespace(**others, image_token="<image>", image_processor=processor)
+        replaces = getattr(transformers, name).replace_image_token
+        return [replaces(own, processed, i) for i in range(len(images))]
     names = INTERNVL_MARKS | others | {"image_token": image_mark(kind)}
     names |= {f"{each}_token": GEMMA_MARKS[each] for each in ("boi", "eoi")}
     tiles = image_processor(path, kind)(images)
@@ -150,7 +175,16 @@ def _texts_of_images(kind, path, name, others, images):
 
 # The processor of SmolVLM needs a package for numbers as words; its prompts are those of Idefics3.
 @pytest.mark.parametrize(
-    "kind", ["idefics3", "llava-clip", "llava-siglip", "internvl", *GEMMA_MODELS, *SIZED_MODELS]
+    "kind",
+    [
+        "idefics3",
+        "llava-clip",
+        "llava-siglip",
+        "internvl",
+        *GEMMA_MODELS,
+        *SIZED_MODELS,
+        *ANYRES_MODELS,
+    ],
 )
 def test_prompts_equal_those_of_transformers(kind, tmp_path):
     path, _ = vision_directory(tmp_path, kind)
@@ -163,7 +197,7 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
         tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(mark)
     images = [_image(200, 150), _image(64, 64)]
     text = f"the {mark} quick\n{mark}fox"
-    if kind in ("internvl", "gemma4", *SIZED_MODELS):
+    if kind in ("internvl", "gemma4", "llava_onevision", *SIZED_MODELS):
         texts = _texts_of_images(kind, path, name, others, images)
         before, between, after = text.split(mark)
         expected = tokenizer(f"{before}{texts[0]}{between}{texts[1]}{after}")["input_ids"]
@@ -173,7 +207,7 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
 
     config = _read(path)
     places = PromptImages(config, load_tokenizer(path))
-    prepared = [places.prepare(image) for image in images]
+    prepared = [places.prepare(image, len(images)) for image in images]
     found = places.drop_start(load_tokenizer(path).encode(places.expand(text, prepared)))
     assert list(found) == list(expected)
     inputs = places.inputs(found, prepared)

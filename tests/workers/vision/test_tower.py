@@ -6,6 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import SpanKind
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
@@ -14,12 +18,15 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.spans import Spans
 from engine.workers.vision.placed import Placed
 from engine.workers.vision.tower import VisionTower
+from PIL import Image
 from support.decoders import CPU, Runner, load_decoder, load_native_decoder
 from support.vision_checkpoints import (
+    ANYRES_MODELS,
     GEMMA_MODELS,
     MODELS,
     SIZED_MODELS,
     TILE,
+    image_processor,
     vision_directory,
 )
 
@@ -29,10 +36,18 @@ torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
-KINDS = (*MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS)
+KINDS = (*MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS, *ANYRES_MODELS)
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["mistral3"] = [(48, 32), (80, 64)]
-NATIVE_TOWERS = ("idefics3", "smolvlm", "llava-siglip", "gemma3", "paligemma", "paligemma2")
+NATIVE_TOWERS = (
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "llava-siglip",
+    "gemma3",
+    "paligemma",
+    "paligemma2",
+)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -45,6 +60,19 @@ def _image(seed, width=TILE, height=TILE):
     payload = ImagePayload(width, height, pixels.tobytes(), 1 / 255, MEAN, STD)
     normalized = (pixels.astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
     return payload, torch.from_numpy(normalized.transpose(2, 0, 1).copy())
+
+
+def _picture(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _tiles(path, picture):
+    """Return the tiles of an image as a frontend makes them."""
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    [tile] = [part for part in process_image(picture, processor) if isinstance(part, Tile)]
+    return tile.payload
 
 
 def _reference_images(kind, pixels):
@@ -81,7 +109,7 @@ def test_logits_equal_those_of_transformers(model, load):
     kind, path, reference = model
     if kind == "gemma4" and load is load_native_decoder:
         pytest.skip("its decoder has inputs of layers, which native programs do not compute")
-    decoder = load(path, max_model_len=512)
+    decoder = load(path, max_model_len=1024)
     spec = decoder.spec
     checkpoint = open_checkpoint(path)
     layers = None
@@ -89,11 +117,18 @@ def test_logits_equal_those_of_transformers(model, load):
         layers = NativeVisionLayers(spec.encoder, checkpoint, num_threads=1)
     tower = VisionTower(spec.encoder, checkpoint, CPU, torch.float32, run_layers=layers)
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
+    arguments = _reference_images(kind, [pixels for _, pixels in images])
+    if kind in ANYRES_MODELS:
+        pictures = [_picture(*size) for size in ((150, 90), (70, 64), (60, 130))]
+        arguments = dict(image_processor(path, kind)(pictures, return_tensors="pt"))
+        arguments.pop("batch_num_images", None)
+        payloads = [_tiles(path, picture) for picture in pictures]
+        images = [(payload, torch.empty(0)) for payload in payloads]
     outputs = [tower(payload) for payload, _ in images]
     rng = random.Random(3)
     image_token = reference.config.image_token_id
     prompt, spans = [], []
-    for count, output, (payload, _) in zip((5, 3), outputs, images, strict=True):
+    for count, output, (payload, _) in zip((5, 3, 2), outputs, images, strict=False):
         prompt += [rng.randrange(4, 300) for _ in range(count)]
         columns = len(output)
         if kind in SIZED_MODELS:
@@ -105,7 +140,6 @@ def test_logits_equal_those_of_transformers(model, load):
     prompt += [rng.randrange(4, 300) for _ in range(9)]
     is_image = torch.tensor(prompt) == image_token
     types = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
-    arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind in types:
         arguments[types[kind]] = is_image[None].long()
     if kind.startswith("paligemma"):
@@ -113,7 +147,7 @@ def test_logits_equal_those_of_transformers(model, load):
         arguments["token_type_ids"] = torch.tensor([[0] * (len(prompt) - 4) + [1] * 4])
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt]), **arguments).logits[0]
-    runner = Runner(decoder, 1, max_tokens=512)
+    runner = Runner(decoder, 1, max_tokens=1024)
     chunks = [9, 9 + spans[0][1]]
     if spec.span_kind is not None:
         chunks = [3, spans[0][1] + 1]
@@ -136,5 +170,7 @@ def test_an_image_of_another_size_is_refused(model):
     _, path, _ = model
     decoder = load_decoder(path, max_model_len=512)
     tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
-    with pytest.raises(EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples)"):
+    with pytest.raises(
+        EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid)"
+    ):
         tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))

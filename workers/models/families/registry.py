@@ -47,6 +47,8 @@ _WITH_ANY_DECODER = {
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "SmolVLMForConditionalGeneration",

@@ -1,0 +1,82 @@
+"""Images that are read as a grid of tiles with margins."""
+
+from __future__ import annotations
+
+import math
+
+from PIL import Image
+
+from ....protocol.checkpoint.vision.anyres import anyres_grid
+from ....protocol.config.images import AnyresProcessor
+from ....protocol.messages import ImagePayload
+from .pixels import Parts, Tile, resize
+
+
+def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
+    """Return an image of a prompt with `num_images` as one tile for the encoder, which has all tiles of the grid."""
+    side, whole_outputs = config.side, config.num_patches**2
+    if config.pads_several and num_images > 1:
+        tile = resize(_with_margins(image, config), side, side, config)
+        return [config.start, _tile([tile], 0, image, config, whole_outputs + 1), config.end]
+    columns, rows = _best_grid(image.width, image.height, config)
+    canvas = _enlarge(image, columns * side, rows * side, config)
+    tiles = [resize(image, side, side, config)]
+    for y in range(0, canvas.height, side):
+        tiles += [canvas.crop((x, y, x + side, y + side)) for x in range(0, canvas.width, side)]
+    grid = anyres_grid(image.size, (columns, rows), config.num_patches, config.max_tiles)
+    num_outputs = whole_outputs + grid.num_outputs
+    return [config.start, _tile(tiles, columns, image, config, num_outputs), config.end]
+
+
+def _tile(
+    tiles: list[Image.Image],
+    columns: int,
+    image: Image.Image,
+    config: AnyresProcessor,
+    num_outputs: int,
+) -> Tile:
+    payload = ImagePayload(
+        config.side,
+        config.side * len(tiles),
+        b"".join(tile.tobytes() for tile in tiles),
+        config.scale,
+        config.mean,
+        config.std,
+        columns,
+        image.width,
+        image.height,
+    )
+    return Tile(payload, num_outputs)
+
+
+def _best_grid(width: int, height: int, config: AnyresProcessor) -> tuple[int, int]:
+    """Return the grid in which the image keeps most of its pixels; of several the smallest."""
+
+    def kept_and_unused(grid: tuple[int, int]) -> tuple[int, int]:
+        columns, rows = (count * config.side for count in grid)
+        scale = min(columns / width, rows / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - columns * rows
+
+    return max(config.grids, key=kept_and_unused)
+
+
+def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcessor) -> Image.Image:
+    """Return the image as large as it fits into a black canvas, in the middle."""
+    scale_x, scale_y = width / image.width, height / image.height
+    if scale_x < scale_y:
+        size = width, min(math.ceil(image.height * scale_x), height)
+    else:
+        size = min(math.ceil(image.width * scale_y), width), height
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(resize(image, *size, config), ((width - size[0]) // 2, (height - size[1]) // 2))
+    return canvas
+
+
+def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
+    """Return a square image, with the given one in its middle."""
+    side = max(image.size)
+    red, green, blue = (int(255 * mean) for mean in config.mean)
+    square = Image.new("RGB", (side, side), (red, green, blue))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square

@@ -1,0 +1,59 @@
+"""Reads the image processors of LLaVA-NeXT and LLaVA-OneVision."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.anyres import anyres_grid
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.images import AnyresProcessor
+from .fields import BICUBIC, CLIP_VALUES, side_of_tile, sides, values
+from .source import ProcessorSource
+
+_MAX_GRID_TILES: Final = 64
+
+
+def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> AnyresProcessor:
+    """Return the processor of LLaVA-NeXT or LLaVA-OneVision."""
+    fields = source.fields
+    size, crop = sides(fields, "size"), sides(fields, "crop_size")
+    name = "height" if size.get("shortest_edge") is None else "shortest_edge"
+    side = side_of_tile(size, name, vision)
+    if crop.config:
+        side_of_tile(crop, "height", vision)
+    grids = _grids(fields.with_defaults(**source.config.config), side)
+    num_patches = vision.image_size // vision.patch_size
+    most = max(anyres_grid(grid, grid, num_patches, vision.max_tiles).num_outputs for grid in grids)
+    common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
+    # A grid whose margins are left out may be reduced less.
+    reduced = round(1.21 * vision.max_tiles * num_patches**2) + num_patches * len(grids)
+    common["num_outputs"] = vision.num_outputs + (max(most, reduced) if vision.max_tiles else most)
+    return AnyresProcessor(
+        **common,
+        side=side,
+        grids=grids,
+        num_patches=num_patches,
+        max_tiles=vision.max_tiles,
+        pads_several=bool(vision.max_tiles),
+    )
+
+
+def _grids(fields: ConfigFields, side: int) -> tuple[tuple[int, int], ...]:
+    """Return the columns and rows of the grids, whose heights and widths in pixels are given."""
+    name = "image_grid_pinpoints"
+    sizes = fields.get(name)
+    grids = []
+    for size in sizes if isinstance(sizes, list) else ():
+        if not isinstance(size, list) or len(size) != 2 or not all(type(x) is int for x in size):
+            break
+        height, width = size
+        columns, rows = width // side, height // side
+        if width % side or height % side or not 0 < columns * rows <= _MAX_GRID_TILES:
+            break
+        grids.append((columns, rows))
+    else:
+        if grids:
+            return tuple(grids)
+    needed = f"heights and widths that are multiples of {side}, of at most {_MAX_GRID_TILES} tiles"
+    raise fields.wrong(name, needed, sizes)

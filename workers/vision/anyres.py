@@ -1,0 +1,35 @@
+"""Embeddings of an image from those of its tiles.
+
+Shapes: T tiles, P patches of a tile, D hidden size of the decoder, K embeddings.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.checkpoint.vision.anyres import anyres_grid
+from ...protocol.messages import ImagePayload
+
+
+def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles: int) -> Tensor:
+    """Return the embeddings [K, D] of the whole image, then of the rows of the grid without its margins.
+
+    Each row of the grid, and an image without one, ends with `newline_D`.
+    """
+    newline_1D = newline_D[None].to(x_TPD.dtype)
+    if not image.grid_columns:
+        return torch.cat((x_TPD[0], newline_1D))
+    num_patches, columns = round(x_TPD.shape[1] ** 0.5), image.grid_columns
+    tiles = x_TPD[1:].unflatten(0, (-1, columns)).unflatten(2, (num_patches, num_patches))
+    # To rows, columns and elements of the whole grid.
+    x = tiles.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
+    original = image.original_width, image.original_height
+    grid = anyres_grid(original, (columns, len(tiles)), num_patches, max_tiles)
+    x = x[grid.top : grid.top + grid.rows, grid.left : grid.left + grid.columns]
+    size = grid.reduced_rows, grid.reduced_columns
+    if size != (grid.rows, grid.columns):
+        x = F.interpolate(x.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
+    ends = newline_1D[None].expand(len(x), 1, -1)
+    return torch.cat((x_TPD[0], torch.cat((x, ends), 1).flatten(0, 1)))
