@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +36,7 @@ from ..http.errors import APIError, bad_request, echo, unavailable
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
+from .infill import InfillFormat, find_infill_format
 from .structured.constraint import Constraint
 
 if TYPE_CHECKING:
@@ -222,6 +224,11 @@ class Serving:
                 "required, none or a named function",
             )
         return self._call_format
+
+    @cached_property
+    def infill_format(self) -> InfillFormat | None:
+        """How the model fills in the middle of a text; None if it cannot."""
+        return find_infill_format(self.tokenizer) if self.config.model.has_tokenizer else None
 
     @property
     def calls_tools(self) -> bool:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
+from ....protocol.sampling_params import SamplingParams
 from ...chat import ToolCallDelta
 from ...client.embeddings import Vector
 from ...client.engine_client import Delta, RequestGroup, Sequence
@@ -22,6 +23,7 @@ from ...http.json_pieces import encode_list, encode_whole
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat
+from ..infill import require_infill
 from ..logprobs import Json
 from ..openapi import accepts
 from ..prompts import verify_num_characters
@@ -36,6 +38,8 @@ from ..schema.ollama import (
 )
 from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
+from ..structured.constraint import Constraint
+from ..tools.tool_choice import ToolChoice
 from .anthropic import decode_input
 from .dialect import DialectChunks, DialectEndpoint
 from .ollama_request import (
@@ -144,8 +148,27 @@ class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
             return await super()._render(plan, request, size)
         text, limit = request.raw, self._serving.config.model.max_model_len
         verify_num_characters(len(text), "prompt", limit)
-        [token_ids] = await self._serving.encode([text], True)
-        return RenderedChat(text, token_ids, [])
+        if (suffix := request.middle_before) is not None:
+            infill = require_infill(self._serving.infill_format)
+            verify_num_characters(len(suffix), "suffix", limit)
+            tokenizer = self._serving.tokenizer
+            token_ids = await self._serving.executor.run(
+                len(text) + len(suffix),
+                lambda: infill.encode(tokenizer, text, suffix, add_special_tokens=True),
+            )
+            return RenderedChat(text, token_ids, [])
+        [encoded] = await self._serving.encode([text], True)
+        return RenderedChat(text, encoded, [])
+
+    def _params(
+        self, request: ChatCompletionRequest, tools: ToolChoice, constraint: Constraint | None
+    ) -> SamplingParams:
+        params = super()._params(request, tools, constraint)
+        infill = self._serving.infill_format
+        assert isinstance(request, OllamaPrompt)
+        if request.middle_before is not None and infill is not None:
+            params.stop_token_ids = tuple({*params.stop_token_ids, *infill.end_ids})
+        return params
 
 
 def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:

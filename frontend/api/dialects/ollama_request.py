@@ -38,11 +38,13 @@ _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
 class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     """A chat completion request that may have a prompt in place of messages.
 
-    `raw` is the whole prompt, to which no chat template is applied. `is_empty` requests ask only whether the model is
+    `raw` is the whole prompt, to which no chat template is applied, or with `middle_before` the text before the answer,
+    which that follows. `is_empty` requests ask only whether the model is
     loaded.
     """
 
     raw: str | None = None
+    middle_before: str | None = None
     is_empty: bool = False
 
 
@@ -68,7 +70,6 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
         APIError: A field is invalid or not supported (400).
     """
     for name, advice in (
-        ("suffix", "write the model's fill-in-the-middle tokens into the prompt, with raw"),
         ("template", "start the server with --chat-template"),
         ("context", "use /api/chat"),
     ):
@@ -84,7 +85,8 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
     return OllamaPrompt(
         model=model,
         messages=messages,
-        raw=prompt if body.raw else None,
+        raw=prompt if body.raw or body.suffix else None,
+        middle_before=body.suffix or None,
         is_empty=not prompt and not body.images,
         **_common(body),
     )

@@ -14,12 +14,14 @@ from starlette.types import Receive
 
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import Delta, PositionLogprobs, Sequence
+from ...http.errors import bad_request
 from ..answer import Answer, Outputs
 from ..bodies.intake import Intake
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import (
     PreparedPrompt,
 )
+from ..infill import require_infill
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
 from ..sampling import sampling_params
@@ -65,17 +67,51 @@ class Completions(Endpoint[CompletionRequest]):
             serving.verify_tokenizer(prompt.param)
             if request.truncate_prompt_tokens is None:
                 verify_num_characters(len(prompt.text or ""), prompt.param, model.max_model_len)
-        encoded = await serving.encode(
-            [p.text or "" for p in texts], request.add_special_tokens is not False
-        )
-        for prompt, token_ids in zip(texts, encoded, strict=True):
-            prompt.token_ids = np.asarray(token_ids, np.int32)
+        if request.suffix:
+            await self._encode_around(request.suffix, prompts, request)
+        else:
+            encoded = await serving.encode(
+                [p.text or "" for p in texts], request.add_special_tokens is not False
+            )
+            for prompt, token_ids in zip(texts, encoded, strict=True):
+                prompt.token_ids = np.asarray(token_ids, np.int32)
         prepared: list[PreparedPrompt] = []
         for prompt in prompts:
             prepared.append(self._fit(prompt, request, params))
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return prepared, partial(_Answer, serving, request, prepared)
+
+    async def _encode_around(
+        self, suffix: str, prompts: list[Prompt], request: CompletionRequest
+    ) -> None:
+        """Make each of `prompts` a prompt for the text between it and `suffix`.
+
+        Raises:
+            APIError: The model does not fill in the middle, or another field has no meaning then (400).
+        """
+        serving = self._serving
+        infill = require_infill(serving.infill_format)
+        for prompt in prompts:
+            if prompt.text is None:
+                raise bad_request(
+                    prompt.param, f"{prompt.param} must be a text in a request with suffix"
+                )
+        for name in ("truncate_prompt_tokens", "echo"):
+            if getattr(request, name):
+                raise bad_request(name, f"{name} cannot be combined with suffix")
+        verify_num_characters(len(suffix), "suffix", serving.config.model.max_model_len)
+        has_special = request.add_special_tokens is not False
+
+        def encode_all() -> None:
+            for prompt in prompts:
+                token_ids = infill.encode(
+                    serving.tokenizer, prompt.text or "", suffix, add_special_tokens=has_special
+                )
+                prompt.token_ids = np.asarray(token_ids, np.int32)
+
+        size = sum(len(prompt.text or "") + len(suffix) for prompt in prompts)
+        await serving.executor.run(size, encode_all)
 
     def _fit(
         self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
@@ -105,6 +141,8 @@ class Completions(Endpoint[CompletionRequest]):
             logprobs=request.logprobs,
             constraint=constraint,
         )
+        if request.suffix and (infill := self._serving.infill_format) is not None:
+            params.stop_token_ids = tuple({*params.stop_token_ids, *infill.end_ids})
         if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = request.logprobs
         return params

@@ -140,6 +140,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[str | Int | list[Int]] | None = None
+    # The text after the answer, for models that fill in the middle.
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
@@ -302,7 +304,7 @@ REFUSED: dict[str, str] = {
     "top_n_sigma": _NOT_SUPPORTED,
     "dynatemp_range": _NOT_SUPPORTED,
     "samplers": "is not supported; the order of samplers is fixed",
-    "suffix": "is not supported; write the model's fill-in-the-middle tokens into the prompt",
+    "suffix": "is not supported in chats; use /v1/completions",
     "prompt_embeds": "is not supported; send text or token ids",
     "logprob_token_ids": "is not supported; use logprobs with allowed_token_ids",
     "repetition_detection": "is not supported; use frequency_penalty or max_tokens",

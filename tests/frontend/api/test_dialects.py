@@ -297,7 +297,11 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
         ("chat", {"messages": user("Hi"), "options": {"top_k": "x"}}, "options.top_k must be"),
         ("chat", {"messages": user("Hi"), "options": {"top_p": 7}}, "options.top_p must be"),
         ("chat", {"messages": user("Hi"), "options": {"mirostat": 2}}, "options.mirostat"),
-        ("generate", {"prompt": "Hi", "suffix": "x"}, "suffix is not supported"),
+        (
+            "generate",
+            {"prompt": "Hi", "suffix": "x"},
+            "suffix needs a model that fills in the middle",
+        ),
         ("generate", {"prompt": "Hi", "images": [PIXEL]}, "because this model reads only text"),
         ("embed", {}, "input is required"),
         ("show", {}, "model is required"),
