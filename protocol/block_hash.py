@@ -112,11 +112,15 @@ def _hash_function(algorithm: PrefixHash) -> Callable[[bytes], _Hash]:
 
 
 def _input_keys(block_size: int, inputs: Iterable[PlacedInput]) -> dict[int, bytes]:
-    """Return, for each block with inputs, what is added to its hash: content, length and offset of each input."""
+    """Return, for each block with inputs, what is added to its hash: content, length and offset of each input.
+
+    All tokens depend on an input of no tokens, that of an encoder-decoder model, so it belongs to the first block.
+    """
     keys: dict[int, bytes] = {}
     for position, num_tokens, content_hash in inputs:
         end = position + num_tokens
-        for index in range(max(0, position) // block_size, -(-end // block_size)):
+        last = max(end, position + 1) if position >= 0 else end
+        for index in range(max(0, position) // block_size, -(-last // block_size)):
             start = position - index * block_size
             key = msgspec.msgpack.encode((content_hash, start, num_tokens))
             keys[index] = keys.get(index, b"") + key

@@ -182,6 +182,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 if not -100.0 <= bias <= 100.0:
                     _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         _token_ids("bad_words", tuple(chain.from_iterable(self.bad_words_token_ids)), vocab_size)
+        if (rules := self.transcript_rules) is not None:
+            for name, token_ids in (
+                ("suppressed_token_ids", rules.suppressed_token_ids),
+                ("begin_suppressed_token_ids", rules.begin_suppressed_token_ids),
+                ("first_timestamp_id", (rules.first_timestamp_id,)),
+                ("end_token_id", (rules.end_token_id,)),
+            ):
+                _token_ids(f"transcript_rules.{name}", token_ids, vocab_size)
 
 
 def _integer(name: str, value: int, low: int, high: int | None) -> None:

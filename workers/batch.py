@@ -7,8 +7,9 @@ Shapes: N slots, L max_model_len, B blocks a row, S scheduled slots, T scheduled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,10 @@ class AttentionBatch:
     """The requests of a step for one KV-cache group.
 
     Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i. They are the last of its
-    `seq_lens[i]` tokens, and at least one. `block_table` may be wider than needed; entries past the sequence are not
-    read. `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is
-    what `Spans.visible_tokens` returns, which only layers with a window follow if `spans_need_windows`.
+    `seq_lens[i]` tokens, and at least one. In a group of cross attention `seq_lens` are the outputs of encoders, all of
+    which each token sees. `block_table` may be wider than needed; entries past the sequence are not read.
+    `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is what
+    `Spans.visible_tokens` returns, which only layers with a window follow if `spans_need_windows`.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -133,7 +135,8 @@ class PersistentBatch:
     """Slot-indexed state of the requests.
 
     Token ids are on the device, so that sampled tokens never have to leave it. `rotary` has the rotary positions of
-    models with `has_rotary_axes`.
+    models with `has_rotary_axes`. `source_sizes` has the maximum number of encoder outputs for each group of cross
+    attention.
     """
 
     def __init__(
@@ -146,8 +149,10 @@ class PersistentBatch:
         *,
         has_rotary_axes: bool = False,
         span_kind: SpanKind | None = None,
+        source_sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
+        self._source_sizes = source_sizes
         self.num_slots = num_slots
         self.block_size = block_size
         self.device = device
@@ -164,8 +169,14 @@ class PersistentBatch:
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
+        self.source_lens = np.ones(num_slots, np.int32)
+        """The outputs of the encoder that each slot's cross attention reads."""
         self.block_tables = [
-            np.zeros((num_slots, blocks_per_row), np.int32) for _ in range(num_groups)
+            np.zeros(
+                (num_slots, max(blocks_per_row, -(-source_sizes.get(group, 0) // block_size))),
+                np.int32,
+            )
+            for group in range(num_groups)
         ]
         self.device_block_tables: list[torch.Tensor] = []
         self.rotary = RotaryPositions(num_slots) if has_rotary_axes else None
@@ -285,24 +296,30 @@ class PersistentBatch:
         return self._slots_S
 
     def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
-        """Return the flat KV-cache slot of each token, int32 [T]."""
+        """Return the flat KV-cache slot of each token, int32 [T]; -1 in groups of cross attention, which store none."""
+        if group in self._source_sizes:
+            return np.full(len(plan.slots_T), -1, np.int32)
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
         return blocks_T * self.block_size + plan.positions_T % self.block_size
 
     def attention_batches(self, plan: StepPlan) -> list[AttentionBatch]:
         """Return the plan for each KV-cache group."""
-        width = -(-int(plan.seq_lens_S.max()) // self.block_size)
-        return [
-            AttentionBatch(
-                query_start_loc=plan.query_start_loc,
-                seq_lens=plan.seq_lens_S,
-                block_table=block_table[plan.slots_S, :width],
-                slot_mapping=self.slot_mapping(plan, group),
-                visible=plan.visible_T2,
-                spans_need_windows=self._spans_need_windows,
+        batches = []
+        for group, block_table in enumerate(self.block_tables):
+            reads_source = group in self._source_sizes
+            lens_S = self.source_lens[plan.slots_S] if reads_source else plan.seq_lens_S
+            width = -(-int(lens_S.max()) // self.block_size)
+            batches.append(
+                AttentionBatch(
+                    query_start_loc=plan.query_start_loc,
+                    seq_lens=lens_S,
+                    block_table=block_table[plan.slots_S, :width],
+                    slot_mapping=self.slot_mapping(plan, group),
+                    visible=None if reads_source else plan.visible_T2,
+                    spans_need_windows=self._spans_need_windows,
+                )
             )
-            for group, block_table in enumerate(self.block_tables)
-        ]
+        return batches
 
     def input_ids(self, plan: StepPlan) -> torch.Tensor:
         """Return the step's tokens, int32 [T] on the device."""

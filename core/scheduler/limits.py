@@ -80,6 +80,8 @@ class Requirements(msgspec.Struct, frozen=True):
     splits_prompts: bool
     splits_encoder_inputs: bool
     max_computed_tokens: int
+    max_source_size: int
+    """The maximum encoder output that cross attention reads; 0 for a model without cross attention."""
 
     @classmethod
     def from_config(
@@ -122,6 +124,9 @@ class Requirements(msgspec.Struct, frozen=True):
                 max_model_len,
                 max_uncertain_tokens,
             ),
+            max_source_size=max(
+                (g.size for g in kv_cache_groups if g.kind is AttentionKind.CROSS), default=0
+            ),
         )
 
     @property
@@ -145,7 +150,7 @@ class Requirements(msgspec.Struct, frozen=True):
             return Refusal(FinishReason.ERROR, problem)
         num_tokens = (len(request.prompt_token_ids) + len(request.output_token_ids)) // 4
         problem = self._find_misfit(num_tokens, generates=request.pooling_params is None)
-        if request.encoder_inputs and problem is None:
+        if (request.encoder_inputs or self.max_source_size) and problem is None:
             problem = self._find_encoder_misfit(request)
         if problem is not None:
             return Refusal(FinishReason.IGNORED, problem)
@@ -192,6 +197,13 @@ class Requirements(msgspec.Struct, frozen=True):
 
     def _find_encoder_misfit(self, request: EngineCoreRequest) -> str | None:
         inputs = request.encoder_inputs
+        if self.max_source_size and (
+            len(inputs) != 1 or inputs[0].num_tokens or inputs[0].size > self.max_source_size
+        ):
+            return (
+                f"the model reads one source of at most {self.max_source_size} embeddings, and the "
+                f"request has encoder inputs of {[item.size for item in inputs]}"
+            )
         limit = self.max_encoder_input_size
         at_once = [item.size for item in inputs if not (self.splits_prompts and item.num_tokens)]
         largest = max((sum(at_once), *(item.size for item in inputs)), default=0)
@@ -246,7 +258,9 @@ class Requirements(msgspec.Struct, frozen=True):
                     f"an encoder input of {item.num_tokens} tokens is at position {item.position}, "
                     f"after {end} and within {num_tokens} expected"
                 )
-            if item.num_tokens == 0 and (item.position or request.root_hash):
-                return "the input of an encoder-decoder model needs position 0 and no root_hash"
+            if item.num_tokens == 0 and item.position:
+                return (
+                    f"the input of an encoder-decoder model needs position 0, not {item.position}"
+                )
             end = item.position + item.num_tokens
         return None

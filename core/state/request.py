@@ -216,7 +216,7 @@ class Request:
             inputs = [
                 (item.position - start, item.num_tokens, item.content_hash)
                 for item in self.encoder_inputs
-                if item.position + item.num_tokens > start
+                if item.position + item.num_tokens >= start
             ]
             digests = hash_blocks(np.concatenate((prompt, output)), block_size, parent, inputs)
             hashes += _split(digests)

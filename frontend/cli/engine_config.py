@@ -40,6 +40,8 @@ from .options import cpu_defaults
 
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
+_SOURCES_AT_ONCE = 4
+"""Sounds or texts that a GPU encodes in one step, by default."""
 _KEPT_EMBEDDINGS = 4096
 """The embeddings of images that the workers keep at least, by default."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
@@ -148,6 +150,15 @@ def _resolve(host: str) -> str:
         ) from None
 
 
+def _encoder_outputs(model: ModelConfig) -> int:
+    """Return the most embeddings or outputs that the encoder makes at once: those of a tile, a sound or a text."""
+    if model.audio is not None:
+        return model.audio.max_source_positions
+    if model.source_text is not None:
+        return model.source_text.max_tokens
+    return 0 if model.images is None else model.images.num_outputs
+
+
 def make_frontend_config(
     settings: Settings, default_sampling: dict[str, float | int] | None = None
 ) -> FrontendConfig:
@@ -163,6 +174,7 @@ def _make_scheduler_config(
     model: ModelConfig,
 ) -> SchedulerConfig:
     images, max_model_len = model.images, model.max_model_len
+    encoder_outputs = _encoder_outputs(model)
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.is_encoder:
         # Every token sees the whole sequence, so it is computed in one step.
@@ -172,9 +184,13 @@ def _make_scheduler_config(
         given["enable_chunked_prefill"] = False
     elif model.span_kind is not None:
         given["disable_chunked_mm_input"] = True
-    if images is not None and chunks and not has_gpu(device):
-        # A CPU takes seconds for a tile, in which no request gets a token.
-        given.setdefault("max_num_encoder_input_tokens", images.num_outputs)
+    if encoder_outputs and chunks and (model.reads_source or not has_gpu(device)):
+        # A CPU takes seconds for an image or a sound, in which no request gets a token.
+        several = _SOURCES_AT_ONCE if model.reads_source and has_gpu(device) else 1
+        given.setdefault("max_num_encoder_input_tokens", several * encoder_outputs)
+    if model.reads_source:
+        # Outputs are short, and drafts found in them do not occur in their source.
+        given.setdefault("speculative", None)
     given["speculative"] = _speculation(given, device, num_stages)
     chunked = given.get("enable_chunked_prefill", True)
     # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
@@ -184,8 +200,9 @@ def _make_scheduler_config(
     if images is not None and given.get("disable_chunked_mm_input"):
         needed = max(needed, images.num_outputs)
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
-    if images is not None:
-        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS, images.num_outputs)
+    if encoder_outputs:
+        several = _SOURCES_AT_ONCE if model.reads_source else 1
+        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS, several * encoder_outputs)
         given.setdefault("encoder_cache_size", kept)
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -216,6 +216,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     source_text: SourceTextConfig | None = None
 
     @property
+    def reads_source(self) -> bool:
+        """True if the model's decoder reads a sound or a source text by cross attention."""
+        return self.audio is not None or self.source_text is not None
+
+    @property
     def generates(self) -> bool:
         """True if the model can generate text."""
         return self.has_head and not self.is_encoder and self.classifier is None

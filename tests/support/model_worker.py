@@ -227,6 +227,8 @@ class ModelWorker:
         counts.update(chunks)
         self.transfers.begin_step(step.kv_connector_metadata)
         self._fill_encoder_cache(step)
+        for data in step.new_requests:
+            self._fill_cross_blocks(self.rows[data.slot])
         scheduled_drafts = dict(int32_view(step.drafts).reshape(-1, 2).tolist())
         for position, count in scheduled_drafts.items():
             counts[position] -= count
@@ -286,11 +288,22 @@ class ModelWorker:
             item = self.rows[slot].encoder_inputs[index]
             self.encoder_cache[item.content_hash] = item.size
 
+    def _fill_cross_blocks(self, row: Row) -> None:
+        """Store the source of a request that takes a slot."""
+        for group, table in zip(self.groups, row.block_tables, strict=True):
+            if group.kind is AttentionKind.CROSS:
+                num_blocks = -(-group.size // self.block_size)
+                assert all(table[:num_blocks]) and not any(table[num_blocks:])
+                (item,) = row.encoder_inputs
+                assert item.content_hash in self.encoder_cache, "an encoder output is missing"
+                for block in table[:num_blocks]:
+                    self.kv_cache[block] = [item.content_hash] * self.block_size
+
     def _check_encoder_inputs(self, row: Row, end: int) -> None:
         for item in row.encoder_inputs:
             start = row.num_computed_tokens
             last = item.position + item.num_tokens
-            if (item.position < end and last > start) or (not item.num_tokens and not start):
+            if item.position < end and last > start:
                 assert item.content_hash in self.encoder_cache, "an encoder output is missing"
 
     def _find_drafts(self, step: SchedulerOutput, counts: dict[int, int]) -> dict[int, list[int]]:
@@ -378,7 +391,12 @@ class ModelWorker:
                 row.fingerprints[-1] = 0
                 continue
             for group, table in zip(self.groups, row.block_tables, strict=True):
-                if group.kind in (AttentionKind.STATE_SPACE, AttentionKind.CROSS):
+                if group.kind is AttentionKind.STATE_SPACE:
+                    continue
+                if group.kind is AttentionKind.CROSS:
+                    source = row.encoder_inputs[0].content_hash
+                    blocks = table[: -(-group.size // self.block_size)]
+                    assert all(set(self.kv_cache[block]) == {source} for block in blocks)
                     continue
                 for index in range(group.first_visible(start), start + counts[position]):
                     block, offset = self._place(table, index)
@@ -419,11 +437,8 @@ class ModelWorker:
     ) -> Iterator[tuple[int, tuple[int, int]]]:
         """Return the tokens of a chunk that are written, and their places."""
         if group.kind is AttentionKind.CROSS:
-            num_blocks = -(-group.size // self.block_size)
-            assert all(table[:num_blocks]) and not any(table[num_blocks:])
-            if start == 0:
-                yield from ((0, (block, 0)) for block in table[:num_blocks])
-        elif group.kind is AttentionKind.STATE_SPACE:
+            return
+        if group.kind is AttentionKind.STATE_SPACE:
             yield end - 1, (self._place(table, end - 1)[0], 0)
         else:
             yield from ((index, self._place(table, index)) for index in range(start, end))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
+from engine.workers.batch import AttentionBatch
 from engine.workers.layers.spec import Chunk
 from support.batches import Scheduled, attention_batch
 
@@ -226,3 +227,51 @@ def run(requests, **case):
     """Return outputs and expected values of one step of requests (tokens before it, tokens of it)."""
     paged = PagedCase(requests, **case)
     return paged.forward(), paged.expected()
+
+
+def attend_to_sources(backend_name, *, dtype, device=CPU, num_kv_heads=2, repeats=2):
+    """Return the outputs of cross attention and their expected values.
+
+    Requests have one query or several, more or fewer than their source has outputs.
+    """
+    torch.manual_seed(0)
+    sources, queries, block_size, head_dim = [70, 5, 300, 129], [1, 9, 40, 1], 16, 16
+    causal = AttentionSpec(
+        num_heads=num_kv_heads * repeats,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+    )
+    backend, layer = (
+        attention_backend(causal, backend_name).as_bidirectional(),
+        AttentionLayer(0.25),
+    )
+    ids = iter((np.random.default_rng(0).permutation(40) + 1).tolist())
+    blocks = [[next(ids) for _ in range(-(-size // block_size))] for size in sources]
+    kv_cache = torch.zeros(backend.kv_cache_shape(41), dtype=dtype, device=device)
+    stored = []
+    for size, own in zip(sources, blocks, strict=True):
+        k_EGK, v_EGK = torch.randn(2, size, num_kv_heads, head_dim).to(dtype).to(device)
+        batch = attention_batch([Scheduled(0, size, own)], block_size)
+        backend.store(k_EGK, v_EGK, kv_cache, backend.build(batch, ()), layer)
+        stored.append((k_EGK, v_EGK))
+    q_THK = torch.randn(sum(queries), num_kv_heads * repeats, head_dim).to(dtype).to(device)
+    table = np.zeros((4, max(map(len, blocks))), np.int32)
+    for row, own in zip(table, blocks, strict=True):
+        row[: len(own)] = own
+    batch = AttentionBatch(
+        np.cumsum([0, *queries]).astype(np.int32),
+        np.array(sources, np.int32),
+        table,
+        np.full(sum(queries), -1, np.int32),
+    )
+    out = backend.attend(q_THK, kv_cache, backend.build(batch, {None}), layer)
+    expected = []
+    for q_QHK, (k_EGK, v_EGK) in zip(q_THK.split(queries), stored, strict=True):
+        q_QGRK = q_QHK.double().unflatten(1, (num_kv_heads, repeats))
+        scores = torch.einsum("qgrk,egk->grqe", q_QGRK, k_EGK.double()) * layer.scale
+        values = torch.einsum("grqe,egk->qgrk", scores.softmax(-1), v_EGK.double())
+        expected.append(values.flatten(1, 2))
+    return out.double(), torch.cat(expected)

@@ -259,8 +259,6 @@ class Harness:
         hashes = hash_blocks(
             token_array, self.block_size, root, places, self.cache_config.prefix_hash
         )
-        if any(item.num_tokens == 0 for item in inputs):
-            root = hashes = b""
         message = EngineCoreRequest(
             request_index=self._next_index(),
             prompt_token_ids=int32_bytes(token_ids),

@@ -133,7 +133,7 @@ class Traffic:
             tenant=rng.choice("abcd"),
             deadline=rng.choice((0.0, 0.0, 0.0, harness.now + rng.randrange(200))),
             salt=salt,
-            inputs=self.encoder_inputs(length) if rng.random() < 0.2 else (),
+            inputs=self.inputs(length),
             lora_name=rng.choice(("", "", "", "x", "y", "z")),
             seed=SALTS.index(salt),
             eos=rng.choice(((), (3,), (2, 5))),
@@ -147,11 +147,18 @@ class Traffic:
             ),
         )
 
-    def encoder_inputs(self, length: int) -> list[EncoderInput]:
-        """Return inputs with repeated contents and any length; some requests are of an encoder-decoder model."""
+    def inputs(self, length: int) -> list[EncoderInput]:
+        """Return the source of a request for an encoder-decoder model; a few requests of others have inputs."""
         rng = self.rng
-        if rng.random() < 0.2:
-            return [EncoderInput(0, 0, sha256(b"sound").digest(), rng.choice((1, 6)))]
+        groups = self.harness.scheduler.kv_cache_manager.groups
+        if any(group.kind is AttentionKind.CROSS for group in groups) or rng.random() < 0.04:
+            sound = rng.choice((b"word", b"song"))
+            return [EncoderInput(0, 0, sha256(sound).digest(), rng.choice((1, 4)))]
+        return self.encoder_inputs(length) if rng.random() < 0.2 else []
+
+    def encoder_inputs(self, length: int) -> list[EncoderInput]:
+        """Return inputs with repeated contents and any length."""
+        rng = self.rng
         inputs, position = [], 0
         while True:
             position += rng.randrange(6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.protocol.messages import EncoderInput
+from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import (
     GrammarOutput,
@@ -75,7 +78,15 @@ class Steps:
         self.runner.warm_up()
         self.step = 0
 
-    def new(self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, prompt: int = 0):
+    def new(
+        self,
+        slot: int,
+        tokens: list[int],
+        params: SamplingParams = GREEDY,
+        prompt: int = 0,
+        inputs: Sequence[EncoderInput] = (),
+        pooling: PoolingParams | None = None,
+    ):
         count = self.blocks_per_row
         first = 1 + slot * count * self.num_groups
         blocks = [range(first + count * g, first + count * (g + 1)) for g in range(self.num_groups)]
@@ -88,6 +99,8 @@ class Steps:
             block_ids=tuple(int32_bytes(ids) for ids in blocks),
             sampling_params=params,
             eos_token_ids=(1,),
+            encoder_inputs=list(inputs),
+            pooling_params=pooling,
         )
 
     def run(self, **step) -> ModelRunnerOutput:

@@ -69,6 +69,17 @@ class BreakingAttention(AttentionBackend):
 
         return self._outside_of_graphs(attend, metadata, q_THK, k_TGK, v_TGK)
 
+    def store(
+        self,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> None:
+        """Store keys and values with the wrapped backend, which no graph does."""
+        self.backend.store(k_TGK, v_TGK, kv_cache, metadata, layer)
+
     def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: Any, layer: AttentionLayer
     ) -> Tensor:

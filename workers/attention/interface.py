@@ -143,6 +143,14 @@ class PagedAttention(ABC):
             )
         )
 
+    def as_bidirectional(self) -> Self:
+        """Return attention in which every token sees all keys of its sequence, or of the encoder's outputs."""
+        return (
+            self
+            if not self.spec.is_causal
+            else self.with_spec(replace(self.spec, is_causal=False, reads_distances=False))
+        )
+
     def with_spec(self, spec: AttentionSpec) -> Self:
         """Return attention of this kind with another spec."""
         return type(self)(spec)
@@ -166,6 +174,17 @@ class AttentionBackend(PagedAttention):
         layer: AttentionLayer,
     ) -> Tensor:
         """Store the keys and values of the step's tokens, and return the attention output [T, H, V]."""
+
+    @abstractmethod
+    def store(
+        self,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> None:
+        """Store keys and values, without any queries."""
 
     @abstractmethod
     def attend(

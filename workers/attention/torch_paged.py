@@ -333,18 +333,35 @@ class TorchPagedAttention(AttentionBackend):
         layer: AttentionLayer,
     ) -> Tensor:
         """Store keys and values, and return the attention output [T, H, V]."""
+        is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata)
+        # The token's own output must still be NaN, so that the request fails.
+        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
+        return self.attend(q_THK, kv_cache, metadata, layer)
+
+    def store(
+        self,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+    ) -> None:
+        """Store keys and values."""
+        self._store(k_TGK, v_TGK, kv_cache, metadata)
+
+    def _store(
+        self, k_TGK: Tensor, v_TGK: Tensor, kv_cache: Tensor, metadata: TorchPagedMetadata
+    ) -> Tensor:
+        """Store keys and values. Return which tokens have some that are not finite, bool [T]."""
         # Masked keys still contribute 0 * value, and 0 * NaN is NaN. So values that are not finite must not stay in a
         # block, where they would affect its next request.
         kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
         is_finite_TGK = kv_TGK.isfinite()
         kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
-        # The token's own output must still be NaN, so that the request fails.
-        is_damaged_T = ~is_finite_TGK.flatten(1).all(1)
-        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
         kv_cache.view(-1, self.head_dim).index_copy_(
             0, metadata.cache_rows, kv_TGK.view(-1, self.head_dim)
         )
-        return self.attend(q_THK, kv_cache, metadata, layer)
+        return ~is_finite_TGK.flatten(1).all(1)
 
     def attend(
         self,

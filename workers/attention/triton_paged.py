@@ -190,6 +190,18 @@ class TritonPagedAttention(CapturableAttention):
         self._store(q_THK, k_TGK, v_TGK, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
+    def store(
+        self,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        kv_cache: Tensor,
+        metadata: TritonPagedMetadata,
+        layer: AttentionLayer,
+    ) -> None:
+        """Store keys and values."""
+        # Without norms and rotation the kernel reads no queries.
+        self._store(k_TGK, k_TGK, v_TGK, kv_cache, metadata, layer)
+
     def forward_projected(
         self,
         qk_THK: Tensor,
@@ -299,6 +311,7 @@ class TritonPagedAttention(CapturableAttention):
             SOFTCAP=layer.softcap,
             WINDOW=_window_size(layer.window),
             IS_CHUNKED=isinstance(layer.window, Chunk),
+            IS_CAUSAL=self.spec.is_causal,
             NUM_KV_HEADS=self._num_groups,
             HEADS_PER_KV_HEAD=self._heads_per_group,
             HEAD_DIM=self.head_dim,

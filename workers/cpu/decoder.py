@@ -6,7 +6,8 @@ Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from ..batch import PersistentBatch
 from ..device.device import usable_cores
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
+from ..models.encoder import Encoder
 from ..models.lora import LoraAdapters
 from ..models.score_head import ScoreHead
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
 from ..vision.placed import Placed
-from ..vision.tower import VisionTower
 from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
@@ -77,7 +78,7 @@ class NativeDecoder:
     ) -> None:
         self.spec = spec
         self.loras = loras
-        self.encoder: VisionTower | None = None
+        self.encoder: Encoder | None = None
         self.placed: Placed | None = None
         self.rotary_T3: Tensor | None = None
         self.attention = attention
@@ -86,6 +87,10 @@ class NativeDecoder:
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
         check_supported(spec)
+        if spec.source is not None and shard.tensor_parallel.size > 1:
+            raise NotSupportedNatively(
+                "the native CPU backend does not support encoders with --tensor-parallel-size"
+            )
         num_threads = num_threads or usable_cores()
         adapters = None
         if loras is not None:
@@ -94,7 +99,8 @@ class NativeDecoder:
         weights = NativeWeightReader(
             checkpoint,
             dtype,
-            has_head=not spec.tie_word_embeddings,
+            has_head=spec.has_head and not spec.tie_word_embeddings,
+            has_embedding=spec.has_embedding,
             tensor_names=spec.tensor_names,
             is_transposed=spec.has_transposed_matrices,
             quantization=quantization,
@@ -106,7 +112,14 @@ class NativeDecoder:
         )
         self.score_head = ScoreHead.read(spec, weights) if shard.is_last else None
         self._program = NativeProgram(spec, shard, attention, num_threads, adapters)
-        Recorder(self._program, spec, shard, weights, max_model_len).record()
+        self._store: NativeProgram | None = None
+        if spec.source is not None:
+            store_spec = replace(
+                spec, hidden_size=spec.source.encoder.hidden_size, norm_kind="layer"
+            )
+            self._store = NativeProgram(store_spec, shard, attention, num_threads)
+        Recorder(self._program, spec, shard, weights, max_model_len, self._store).record()
+        self._embeds = shard.is_first and spec.has_embedding
         if adapters is not None:
             adapters.finish()
         if shard.tensor_parallel.size > 1:
@@ -115,6 +128,7 @@ class NativeDecoder:
         num_caches = sum(len(spec.layers[index].cache_groups) for index in shard.layers)
         self._kv_pointers = (ctypes.c_void_p * num_caches)()
         self._groups = (StepGroup * len(spec.windows_by_group))()
+        self._cross_group = min(spec.cross_groups, default=None)
         # The struct is reused, because creating it takes much longer.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
 
@@ -135,6 +149,44 @@ class NativeDecoder:
             attn_metadata: Results of `NativeAttention.build` for each KV-cache group, also those of states.
         """
         return self._run(inputs, positions_T, kv_caches, attn_metadata)
+
+    def store_source(
+        self,
+        encoded_ED: Tensor,
+        kv_caches: Sequence[Tensor],
+        attn_metadata: Mapping[int, NativeAttentionMetadata],
+    ) -> None:
+        """Store the keys and values of an encoder's outputs in the caches of cross attention.
+
+        Args:
+            encoded_ED: The outputs.
+            kv_caches: As for `forward`.
+            attn_metadata: Results of `NativeAttention.build` for each group of cross attention, as for a sequence of so
+                many tokens.
+        """
+        assert self._store is not None
+        hidden_ED = encoded_ED.float().contiguous()
+        positions_E = torch.arange(len(hidden_ED), dtype=torch.int32)
+        ids_E = torch.zeros_like(positions_E)
+        groups = (StepGroup * len(self._groups))()
+        # All layers of cross attention have the same blocks, because there is one group of them.
+        (metadata,) = attn_metadata.values()
+        groups[0].block_table = metadata.block_table.ctypes.data
+        groups[0].block_table_stride = metadata.block_table.shape[1]
+        groups[0].slot_mapping = metadata.slot_mapping.ctypes.data
+        pointers = (ctypes.c_void_p * len(kv_caches))(*(cache.data_ptr() for cache in kv_caches))
+        step = Step(
+            num_tokens=len(hidden_ED),
+            num_sequences=1,
+            wants_all_hidden=True,
+            input_ids=ids_E.data_ptr(),
+            positions=positions_E.data_ptr(),
+            query_start_loc=metadata.query_start_loc.ctypes.data,
+            groups=groups,
+            kv_caches=pointers,
+            hidden=hidden_ED.data_ptr(),
+        )
+        self._store.run(step)
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
@@ -215,7 +267,7 @@ class NativeDecoder:
         sampling: Any = None,
     ) -> Tensor:
         positions_T = _int32(positions_T)
-        if self.shard.is_first:
+        if self._embeds:
             ids_T = _int32(inputs)
             hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
         else:
@@ -240,6 +292,8 @@ class NativeDecoder:
         step.adapters = None
         if self.loras is not None and (self.loras.number_T >= 0).any():
             step.adapters = self.loras.number_T.ctypes.data
+        if self._cross_group is not None:
+            step.source_lens = attn_metadata[self._cross_group].seq_lens.ctypes.data
         step.placed = step.encoded = None
         if self.placed is not None:
             encoded = self.placed.encoded.float().contiguous()

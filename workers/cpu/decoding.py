@@ -55,10 +55,11 @@ class NativeDecoding:
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
         # Native code has only the addresses of these arrays, so they must be kept alive.
-        self._kept = batch, kv_caches, adapter_by_slot
+        tables = batch.block_tables
+        strides = np.array([table.shape[1] for table in tables], np.int64)
+        self._kept = batch, kv_caches, adapter_by_slot, strides
         self._metadata: SamplingMetadata | None = None
         self._rows: RowsToSample | None = None
-        tables = batch.block_tables
         self._batch = DecodeBatch(
             num_groups=len(tables),
             max_model_len=batch.token_ids_NL.shape[1],
@@ -66,7 +67,7 @@ class NativeDecoding:
             num_tokens=batch.num_tokens.ctypes.data,
             num_computed_tokens=batch.num_computed_tokens.ctypes.data,
             block_tables=(ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables)),
-            block_table_stride=tables[0].shape[1],
+            block_table_strides=strides.ctypes.data,
             kv_caches=(ctypes.c_void_p * len(kv_caches))(*(kv.data_ptr() for kv in kv_caches)),
             lookup=None if self.drafts is None else ctypes.pointer(self.drafts.lookup),
             tokens=self._tokens.ctypes.data,
@@ -74,6 +75,7 @@ class NativeDecoding:
             num_verified=self._num_verified.ctypes.data,
             adapters=None if adapter_by_slot is None else adapter_by_slot.ctypes.data,
             rotary_offsets=None if batch.rotary is None else batch.rotary.offsets_N.ctypes.data,
+            source_lens=batch.source_lens.ctypes.data,
         )
 
     def step(

@@ -205,6 +205,7 @@ class Op(ctypes.Structure):
         ("rope", c_int32),
         ("qk_norm", c_int32),
         ("rotates_before_norm", c_int32),
+        ("reads_source", c_int32),
         ("num_parts", c_int32),
         ("first_column", c_int32),
         ("num_columns", c_int32),
@@ -248,6 +249,13 @@ class LogitRules(ctypes.Structure):
         ("repetition_penalty", c_float),
         ("presence_penalty", c_float),
         ("frequency_penalty", c_float),
+        ("suppressed", c_void_p),
+        ("begin_suppressed", c_void_p),
+        ("num_suppressed", c_int32),
+        ("num_begin_suppressed", c_int32),
+        ("first_timestamp", c_int32),
+        ("end_token", c_int32),
+        ("max_initial_timestamp", c_int32),
     )
 
 
@@ -315,6 +323,7 @@ class Step(ctypes.Structure):
         ("rotary", c_void_p),
         ("visible", c_void_p),
         ("spans_need_windows", c_int32),
+        ("source_lens", c_void_p),
     )
 
 
@@ -353,7 +362,7 @@ class DecodeBatch(ctypes.Structure):
         ("num_tokens", c_void_p),
         ("num_computed_tokens", c_void_p),
         ("block_tables", POINTER(c_void_p)),
-        ("block_table_stride", c_int64),
+        ("block_table_strides", c_void_p),
         ("kv_caches", POINTER(c_void_p)),
         ("sampling", POINTER(SamplingRows)),
         ("num_drafts", c_void_p),
@@ -363,6 +372,7 @@ class DecodeBatch(ctypes.Structure):
         ("num_verified", c_void_p),
         ("adapters", c_void_p),
         ("rotary_offsets", c_void_p),
+        ("source_lens", c_void_p),
     )
 
 

@@ -118,6 +118,14 @@ class NativeSampler(Sampler):
             tokens, values = bias
             rules.bias_tokens, rules.biases = tokens.ctypes.data, values.ctypes.data
             rules.num_biases = len(tokens)
+        if (transcript := state.transcripts.get(slot)) is not None:
+            suppressed, begin_suppressed = transcript.suppressed, transcript.begin_suppressed
+            rules.suppressed, rules.num_suppressed = suppressed.ctypes.data, len(suppressed)
+            rules.begin_suppressed = begin_suppressed.ctypes.data
+            rules.num_begin_suppressed = len(begin_suppressed)
+            rules.first_timestamp = transcript.rules.first_timestamp_id
+            rules.end_token = transcript.rules.end_token_id
+            rules.max_initial_timestamp = transcript.rules.max_initial_timestamp
         self._rules[slot] = rules
 
 

@@ -61,9 +61,9 @@ class DeviceExecution:
             kv_cache,
             pipeline,
             self._max_tokens,
-            # Recurrent layers read numbers of the step on the host, which a graph would keep.
+            # Recurrent layers and cross attention read numbers of the step on the host, which a graph would keep.
             None
-            if config.device.enforce_eager or kv_cache.has_states
+            if config.device.enforce_eager or kv_cache.has_states or model.spec.source is not None
             else accelerator.graph_recorder(),
             config.device.max_cudagraph_capture_size,
         )

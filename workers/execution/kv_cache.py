@@ -19,7 +19,7 @@ from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
-from ..layers.spec import LayerSpec
+from ..layers.spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
 from .model_loader import Model
@@ -48,14 +48,7 @@ class KVCache:
         self._attention_by_group = _attention_by_group(own_layers, model)
         self._places = _places(own_layers, model)
         self._num_tensors = 1 + max((place.tensor for place in self._places), default=0)
-        self.windows_by_group = [
-            frozenset(
-                layer.window
-                for layer in own_layers
-                if layer.attends and layer.kv_cache_group == group
-            )
-            for group in range(len(self.groups))
-        ]
+        self.windows_by_group = windows_by_group(own_layers, len(self.groups))
         self._recurrent_by_group = model.spec.recurrent_by_group
         self._page_bytes = self._bytes_of_layer(own_layers, model)
         self._cpu_offload: CPUOffloadCache | None = None
@@ -155,6 +148,10 @@ class KVCache:
             )
         ]
 
+    def storing_metadata(self, group: int, batch: AttentionBatch) -> Any:
+        """Return the metadata with which `batch`, which attends to nothing, is stored in a group."""
+        return self._attention_by_group[group].build(batch, ())
+
     def _clear_new_blocks(self, batches: Sequence[AttentionBatch]) -> None:
         """Clear the blocks whose first token is computed in a step.
 
@@ -207,6 +204,10 @@ def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[Paged
         for layer in layers
         if layer.attends
     }
+    if model.spec.source is not None:
+        # The outputs of the encoder have no order among the tokens of the decoder.
+        cross = model.attention.as_bidirectional()
+        by_group |= {layer.cross_group: cross for layer in layers if layer.reads_source}
     num_groups = len(model.spec.windows_by_group)
     return [by_group.get(group, model.attention) for group in range(num_groups)]
 

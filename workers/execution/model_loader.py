@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,10 @@ from ..cpu.library import NotSupportedNatively, instruction_set
 from ..cpu.vision import NativeVisionLayers
 from ..device.device import has_float8, usable_cores
 from ..layers.layers import LayerKernels
-from ..layers.spec import ModelSpec
+from ..layers.spec import ModelSpec, SourceSpec
 from ..loaders import Checkpoint
 from ..models.decoder import Decoder
+from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
 from ..models.lora import LoraAdapters
@@ -39,6 +40,8 @@ from ..models.transformers_decoder import (
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import Sampler, SamplerOutput
+from ..source.encoder import SourceEncoder
+from ..source.stem import SoundStem
 from ..vision.placed import Placed
 from ..vision.tower import VisionTower
 from .parallel_state import ParallelState
@@ -83,8 +86,8 @@ class Model(Protocol):
     def loras(self) -> LoraAdapters | None:
         """The LoRA adapters that requests may use."""
 
-    encoder: VisionTower | None
-    """The encoder of the model's images; None without one, and on stages that read none of its outputs."""
+    encoder: Encoder | None
+    """The encoder of the model's images or sources; None without one, and on stages that read none of its outputs."""
 
     placed: Placed | None
     """The encoder outputs that the tokens of the current step read."""
@@ -106,6 +109,14 @@ class Model(Protocol):
         """Fill the KV caches and return the hidden states [T, D] after the last layer of the shard.
 
         `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
+        """
+
+    def store_source(
+        self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
+    ) -> None:
+        """Store the keys and values of an encoder's outputs in the caches of cross attention.
+
+        `attn_metadata` has the metadata of a sequence of so many tokens for each group of cross attention.
         """
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
@@ -155,6 +166,10 @@ def load_model(
             _num_threads(config),
             _native_vision_layers(config, vision, checkpoint, device),
         )
+    if model.spec.source is not None:
+        model.encoder = load_source_encoder(
+            config, model.spec.source, model, checkpoint, parallel, _DTYPES[config.model.dtype]
+        )
     return model
 
 
@@ -169,6 +184,63 @@ def _native_vision_layers(
     except NotSupportedNatively as error:
         logger.info("the vision tower runs in torch: %s", error)
         return None
+
+
+def load_source_encoder(
+    config: EngineConfig,
+    source: SourceSpec,
+    decoder: NativeDecoder | TorchDecoder,
+    checkpoint: Checkpoint,
+    parallel: ParallelState,
+    dtype: torch.dtype,
+) -> SourceEncoder:
+    """Load the encoder of an encoder-decoder model. Every stage of a pipeline computes all of it.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be served.
+        ConfigError: The encoder cannot be divided as configured.
+    """
+    spec = group_layers(source.encoder, source.max_positions, config.parallel.tensor_parallel_size)
+    for layer in spec.layers:
+        check_parallel(spec.for_layer(layer).dimensions, config.parallel)
+    device = decoder.attention.device
+    shard = ModelShard(range(len(spec.layers)), len(spec.layers), decoder.shard.tensor_parallel)
+    attention = AttentionSpec.from_model(
+        spec,
+        shard,
+        block_size=config.cache.block_size,
+        dtype=decoder.attention.dtype,
+        device=device,
+    )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": source.max_positions,
+        "shard": shard,
+    }
+    model: NativeDecoder | Decoder
+    if isinstance(decoder, NativeDecoder):
+        model = NativeDecoder(
+            spec,
+            checkpoint,
+            NativeAttention(attention),
+            quantization=config.model.quantization,
+            num_threads=_num_threads(config),
+            **options,
+        )
+    else:
+        model = Decoder(
+            spec,
+            checkpoint,
+            attention_backend(attention),
+            device=device,
+            kernels=decoder.kernels,
+            **options,
+        )
+    stem = None
+    if source.convolutions:
+        is_native = isinstance(decoder, NativeDecoder)
+        stem = SoundStem(source, checkpoint, device, torch.float32 if is_native else dtype)
+    return SourceEncoder(source, model, stem, _num_threads(config))
 
 
 def _load_decoder(

@@ -19,6 +19,7 @@ from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
 from .host_execution import HostExecution
+from .inputs.sources import Sources
 from .kv_cache import KVCache
 from .model_loader import Model, load_model
 from .parallel_state import ParallelState
@@ -70,6 +71,9 @@ class ModelRunner:
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
+        self._sources: Sources | None = None
+        if model.spec.source is not None and requests.encoders is not None:
+            self._sources = Sources(model, requests.batch, kv_cache, requests.encoders)
         self._execution: Execution
         if accelerator is None:
             speculative = config.scheduler.speculative
@@ -120,6 +124,8 @@ class ModelRunner:
         with explaining_device_errors(f"in step {output.step}"):
             self._kv_cache.copy_blocks(output)
             self._requests.apply_output(output)
+            if self._sources is not None:
+                self._sources.store(output.new_requests)
             return self._execution.execute(output, await_grammar)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOu
 from ..batch import PersistentBatch, StepPlan
 from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
-from .encoders import Encoders
+from .inputs.encoders import Encoders
 from .model_loader import Model
 from .pipeline import Pipeline, TokenFeed
 from .pooling import Pooling, mark_second_segments
@@ -41,6 +41,7 @@ class RequestStates:
     ) -> None:
         num_slots = config.scheduler.max_num_seqs
         self._shard = model.shard
+        source = model.spec.source
         self.batch = PersistentBatch(
             num_slots,
             config.model.max_model_len,
@@ -49,6 +50,9 @@ class RequestStates:
             device,
             has_rotary_axes=model.spec.has_rotary_axes,
             span_kind=model.spec.span_kind,
+            source_sizes={}
+            if source is None
+            else dict.fromkeys(model.spec.cross_groups, source.max_positions),
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)

@@ -1,6 +1,7 @@
 """The description of a decoder or an encoder as data."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,6 +99,8 @@ class NormNames:
     attention_output: str | None = None
     mlp_input: str | None = "post_attention_layernorm"
     mlp_output: str | None = None
+    cross_input: str | None = None
+    cross_output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,9 @@ class LayerSpec:
     a `kv_source` has no keys and values of its own: it reads those of the layer with this index. Without
     `has_value_projection` the values are the projected keys. `activation_sparsity` is the part of the MLP's gates that
     would be below a threshold if they had a normal distribution; the threshold is subtracted, and smaller ones are 0.
+
+    With `reads_source` a second attention follows the first one, whose keys and values are made of the encoder's
+    outputs. They are in the group `cross_group`. Such a layer has no recurrent part.
     """
 
     rope: RopeSpec | None
@@ -180,11 +186,15 @@ class LayerSpec:
     kv_source: int | None = None
     has_value_projection: bool = True
     activation_sparsity: float = 0.0
+    reads_source: bool = False
+    cross_group: int = 0
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
-        """The KV-cache groups of the layer's attention and of its recurrent part, as far as it has them."""
+        """The KV-cache groups of the layer's attention and of its recurrent part or cross attention, if it has them."""
         groups = (self.kv_cache_group,) if self.attends else ()
+        if self.reads_source:
+            return (*groups, self.cross_group)
         return groups if self.recurrent is None else (*groups, self.state_group)
 
 
@@ -208,8 +218,44 @@ class ScoreHeadSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """A convolution over the time of a sound, with `padding` zeros on both sides, and its activation.
+
+    With `has_group_norm` the result is normed over all channels and times.
+    """
+
+    name: str
+    channels: int
+    kernel: int
+    stride: int
+    padding: int = 0
+    has_bias: bool = True
+    activation: Literal["gelu", "tanh"] = "gelu"
+    has_group_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """The encoder of an encoder-decoder model, which makes at most `max_positions` outputs.
+
+    With `convolutions` it starts from those of `num_inputs` features of a sound instead of token ids. With
+    `has_positions` a stored table of positions is added to their results, and a sound has as many outputs as the table
+    has rows.
+    """
+
+    encoder: "ModelSpec"
+    max_positions: int
+    convolutions: tuple[ConvolutionSpec, ...] = ()
+    num_inputs: int = 0
+    has_positions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only model, or an encoder if `is_causal` is false: then every token attends to all tokens.
+
+    With `source` it is the decoder of an encoder-decoder model. Without `has_embedding` it starts from hidden states,
+    and without `has_head` it ends with them.
 
     Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Without `has_norm_weights`
     they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1). With
@@ -218,6 +264,8 @@ class ModelSpec:
     With `has_gate` the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). With
     `is_parallel` attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
     `norms` has none for it.
+
+    With `qkv_bias` queries, keys and values have biases, but keys only with `key_bias`.
 
     With `mlp_bias` the projections of MLPs have biases, with `mlp_output_bias` only the last one.
 
@@ -238,11 +286,11 @@ class ModelSpec:
 
     With `num_positions` the first layer's input is the sum of the embeddings of a token and of its position, which is
     row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added,
-    too: that of the first type, or of the second for token ids from `vocab_size` on, if the model tells segments of
-    a prompt apart. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
-    from the score (ALiBi, arXiv 2108.12409). With `num_distance_buckets` a number is added to the score, which each
-    query head has for each bucket of distances (T5, arXiv 1910.10683). With `has_sinks` each query head has a score
-    that takes part in every softmax, without a value.
+    too: that of the first type, or of the second for token ids from `vocab_size` on, if the model tells segments of a
+    prompt apart. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted from
+    the score (ALiBi, arXiv 2108.12409). With `num_distance_buckets` a number is added to the score, which each query
+    head has for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). With `has_sinks` each query head
+    has a score that takes part in every softmax, without a value.
 
     With `latent` there is one key/value head, and `head_dim` is the size of its keys in the cache.
 
@@ -291,9 +339,11 @@ class ModelSpec:
     position_offset: int = 0
     alibi_slopes: tuple[float, ...] = ()
     num_distance_buckets: int = 0
+    max_distance: int = 128
     has_sinks: bool = False
     latent: LatentSpec | None = None
     qkv_bias: bool = False
+    key_bias: bool = True
     attention_output_bias: bool = False
     gates_attention: bool = False
     mlp_bias: bool = False
@@ -321,6 +371,9 @@ class ModelSpec:
     score_head: ScoreHeadSpec | None = None
     encoder: VisionSpec | None = None
     num_deepstack_layers: int = 0
+    source: SourceSpec | None = None
+    has_embedding: bool = True
+    has_head: bool = True
 
     @property
     def span_kind(self) -> SpanKind | None:
@@ -386,14 +439,12 @@ class ModelSpec:
     @property
     def windows_by_group(self) -> tuple[frozenset[Window | None], ...]:
         """Return the attention windows of the layers of each KV-cache group; none for a group of states."""
-        return tuple(
-            frozenset(
-                layer.window
-                for layer in self.layers
-                if layer.attends and layer.kv_cache_group == group
-            )
-            for group in range(self._num_groups)
-        )
+        return windows_by_group(self.layers, self._num_groups)
+
+    @property
+    def cross_groups(self) -> frozenset[int]:
+        """The KV-cache groups of cross attention."""
+        return frozenset(layer.cross_group for layer in self.layers if layer.reads_source)
 
     @property
     def recurrent_by_group(self) -> tuple[RecurrentLayer | None, ...]:
@@ -417,3 +468,16 @@ class ModelSpec:
             min((layer.experts.num_experts for layer in self.layers if layer.experts), default=0),
             next((layer.recurrent.num_units for layer in self.layers if layer.recurrent), 0),
         )
+
+
+def windows_by_group(
+    layers: Sequence[LayerSpec], num_groups: int
+) -> tuple[frozenset[Window | None], ...]:
+    """Return the attention windows of these layers in each KV-cache group; cross attention has none."""
+    found: list[set[Window | None]] = [set() for _ in range(num_groups)]
+    for layer in layers:
+        if layer.attends:
+            found[layer.kv_cache_group].add(layer.window)
+        if layer.reads_source:
+            found[layer.cross_group].add(None)
+    return tuple(frozenset(windows) for windows in found)

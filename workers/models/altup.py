@@ -18,6 +18,7 @@ from ..layers.rope import RotaryTables
 from ..layers.spec import AltUpSpec, LayerSpec, ModelSpec
 from ..parallel.shard import ModelShard
 from .attention import Attention
+from .cross_attention import CrossAttention
 from .mlp import MLP
 from .per_layer_inputs import PerLayerBlock
 from .weights import WeightReader
@@ -93,6 +94,7 @@ class AltUpLayer:
         hidden, count, rank = spec.hidden_size, altup.num_streams, altup.laurel_rank
         self.rope = layer.rope
         self.cache_groups = layer.cache_groups
+        self.cross: CrossAttention | None = None
         self._altup = altup
         self._attention = Attention(
             spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels

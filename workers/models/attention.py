@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
 from ..parallel.parallel_layers import RowParallelLinear
 from ..parallel.shard import ModelShard
 from .weights import Rows, WeightReader
-
-_FURTHEST: Final = 128
-"""Keys that are further away share a bucket of distances with those at this one."""
 
 
 class Attention:
@@ -186,6 +183,8 @@ def qkv_rows(
         [query_size, kv_size, kv_size],
         [queries_part, keys_part, keys_part],
     )
+    if not spec.key_bias:
+        rows[1] = replace(rows[1], has_bias=False)
     if layer.kv_source is not None:
         return rows[:1]
     if not layer.has_value_projection:
@@ -232,12 +231,13 @@ def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor
 
 
 def _distance_biases(spec: ModelSpec, weights: WeightReader, heads: range) -> Tensor | None:
-    """Return each query head's bias for keys that are `_FURTHEST` positions before a token to as many behind it."""
+    """Return each query head's bias for keys from `max_distance` positions before a token to as many behind it."""
     if not spec.num_distance_buckets:
         return None
     biases_BH = read_distance_biases(spec, weights)
-    distances = torch.arange(-_FURTHEST, _FURTHEST + 1, device=biases_BH.device)
-    buckets_E = distance_buckets(distances, spec.num_distance_buckets)
+    furthest = spec.max_distance
+    distances = torch.arange(-furthest, furthest + 1, device=biases_BH.device)
+    buckets_E = distance_buckets(distances, spec)
     return biases_BH[:, heads.start : heads.stop].T[:, buckets_E].contiguous()
 
 
@@ -247,19 +247,20 @@ def read_distance_biases(spec: ModelSpec, weights: WeightReader) -> Tensor:
     return weights.read_float32("distance_biases.weight", *shape)
 
 
-def distance_buckets(distances: Tensor, num_buckets: int) -> Tensor:
+def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
     """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
 
-    Half of the buckets are for keys behind the token. Half of each half are for one distance each; those of the other
-    ones grow with the distance, and the last has all from `_FURTHEST` on.
+    Without a causal mask, half of the buckets are for keys behind the token. Half of each half are for one distance
+    each; those of the other ones grow with the distance, and the last has all from `max_distance` on.
     """
-    half = num_buckets // 2
+    num_buckets = spec.num_distance_buckets
+    half = num_buckets if spec.is_causal else num_buckets // 2
     num_exact = half // 2
-    away = distances.abs()
-    growth = math.log(_FURTHEST / num_exact)
+    away = (-distances).clamp(min=0) if spec.is_causal else distances.abs()
+    growth = math.log(spec.max_distance / num_exact)
     log = torch.log(away.clamp(min=1).float() / num_exact) / growth * (half - num_exact)
     bucket = torch.where(away < num_exact, away, num_exact + log.long()).clamp(max=half - 1)
-    return bucket + (distances > 0) * half
+    return bucket if spec.is_causal else bucket + (distances > 0) * half
 
 
 def head_norm(

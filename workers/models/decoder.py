@@ -6,7 +6,7 @@ K head dimension, V vocabulary, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from ..parallel.parallel_layers import VocabParallelEmbedding, VocabParallelHead
 from ..parallel.shard import ModelShard
 from .altup import AltUpLayer, Streams
 from .attention import Attention
+from .cross_attention import CrossAttention, QueryRecorder
 from .experts import Experts, ExpertsBesideMLP
 from .latent_attention import LatentAttention
 from .lora import LoraAdapters
@@ -70,7 +71,8 @@ class Decoder(TorchDecoder):
             checkpoint,
             dtype,
             device,
-            has_head=not spec.tie_word_embeddings,
+            has_head=spec.has_head and not spec.tie_word_embeddings,
+            has_embedding=spec.has_embedding,
             tensor_names=spec.tensor_names,
             is_transposed=spec.has_transposed_matrices,
             can_keep=kernels.can_keep if kernels.keeps_quantized else None,
@@ -83,9 +85,11 @@ class Decoder(TorchDecoder):
         tensor_parallel = shard.tensor_parallel
         vocabulary = (spec.vocab_size, spec.hidden_size)
         part = tensor_parallel.part(spec.vocab_size)
-        if shard.is_first or (shard.is_last and spec.tie_word_embeddings):
+        self._embeds = shard.is_first and spec.has_embedding
+        is_tied = shard.is_last and spec.has_head and spec.tie_word_embeddings
+        if self._embeds or is_tied:
             embedding_vD = weights.read("embed_tokens.weight", *vocabulary, part=part)
-        if shard.is_first:
+        if self._embeds:
             self._embed = VocabParallelEmbedding(embedding_vD, spec.vocab_size, tensor_parallel)
             self._embedding_norm: RMSNorm | None = None
             if spec.has_embedding_norm:
@@ -123,6 +127,7 @@ class Decoder(TorchDecoder):
                 )
             self._norm = read_norm(spec, weights, "norm", kernels) if spec.has_final_norm else None
             self.score_head = ScoreHead.read(spec, weights)
+        if shard.is_last and spec.has_head:
             self._head = VocabParallelHead(
                 embedding_vD if spec.tie_word_embeddings else weights.read_head(*vocabulary, part),
                 weights.read_head_bias(spec.vocab_size, part) if spec.head_bias else None,
@@ -158,7 +163,7 @@ class Decoder(TorchDecoder):
             attn_metadata: The attention backend's metadata or the `StateBatch` for each KV-cache group.
         """
         x_TD, per_layer = self._split(inputs)
-        if self.shard.is_first:
+        if self._embeds:
             x_TD = self._embed_tokens(inputs)
             if self._embedding_scale != 1.0:
                 x_TD *= self._embedding_scale
@@ -203,6 +208,31 @@ class Decoder(TorchDecoder):
             return self._norm(self._last_streams.reduce(x_TD))
         return added(x_TD, block_TD, self.spec, self._norm if self.shard.is_last else None)
 
+    @torch.inference_mode()
+    def store_source(
+        self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
+    ) -> None:
+        """Store the keys and values of an encoder's outputs in the caches of cross attention.
+
+        Args:
+            encoded_ED: The outputs.
+            kv_caches: As for `forward`.
+            attn_metadata: The attention backend's metadata for each group of cross attention, as for a sequence of so
+                many tokens.
+        """
+        caches = iter(kv_caches)
+        encoded_ED = encoded_ED.to(self.hidden_dtype)
+        for layer in self._layers:
+            of_layer = [next(caches) for _ in layer.cache_groups]
+            if layer.cross is not None:
+                layer.cross.store(encoded_ED, of_layer[-1], attn_metadata[layer.cache_groups[-1]])
+
+    def record_queries(self, recorder: QueryRecorder | None) -> None:
+        """Give the queries of cross attention in all further steps to a recorder, or to none."""
+        for index, layer in zip(self.shard.layers, self._layers, strict=True):
+            if layer.cross is not None:
+                layer.cross.index, layer.cross.recorder = index, recorder
+
     def _embed_tokens(self, ids_T: Tensor) -> Tensor:
         if self._first_type_D is None:
             return self._embed(ids_T)
@@ -214,7 +244,7 @@ class Decoder(TorchDecoder):
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the hidden states and the inputs of the layers that the previous stage sent."""
-        if self.shard.is_first or self.spec.per_layer_inputs is None:
+        if self._embeds or self.spec.per_layer_inputs is None:
             return inputs, ()
         width = self.spec.stage_width(len(self.spec.layers))
         return inputs[:, :width], self._per_layer_parts(inputs[:, width:])
@@ -330,6 +360,7 @@ class DecoderLayer:
         self._spec = spec
         self._attention: Attention | LatentAttention | None = None
         self._mixer: Mixer | None = None
+        self.cross: CrossAttention | None = None
         consumer = None
         if layer.attends:
             self._attention = _attention(
@@ -340,6 +371,12 @@ class DecoderLayer:
             self._mixer = make_mixer(
                 spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
             )
+        if layer.reads_source:
+            self.cross = CrossAttention(
+                spec, weights, f"{prefix}cross_attn.", attention, shard, kernels
+            )
+            self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
+            self._cross_output_norm = norm(norms.cross_output)
         is_shared = spec.is_parallel and norms.mlp_input is None
         self._attention_input_norm = self._attention_output_norm = None
         if layer.cache_groups:
@@ -387,11 +424,14 @@ class DecoderLayer:
             block_TD = self._mixed(x, positions_T, tables, caches)
             if self._attention_output_norm is not None and not self._spec.norms_stream:
                 block_TD = self._attention_output_norm(block_TD)
+            if self.cross is not None:
+                block_TD = self._read_source(self.cross, x_TD, block_TD, caches[-1])
         if self._mlp is None:
             assert block_TD is not None
             return block_TD
         if self._spec.norms_stream:
-            self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
+            norm = self._attention_output_norm if self.cross is None else self._cross_output_norm
+            self._add_and_norm(x_TD, block_TD, norm)
             self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
             return None
         if self._spec.is_parallel:
@@ -411,6 +451,15 @@ class DecoderLayer:
             return block_TD
         added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
         return None
+
+    def _read_source(
+        self, cross: CrossAttention, x_TD: Tensor, block_TD: Tensor, cache: tuple[Tensor, Any]
+    ) -> Tensor:
+        """Add the attention's output to the stream, and return that of the cross attention."""
+        if self._spec.norms_stream:
+            self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
+            return cross.forward(x_TD, *cache)
+        return cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
 
     def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:
         """Add a block's output to the stream, and replace the stream by its norm."""

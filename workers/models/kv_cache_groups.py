@@ -25,11 +25,17 @@ class _Attention(NamedTuple):
     head_dim: int
 
 
-_Kind: TypeAlias = _Attention | RecurrentLayer
+class _CrossAttention(NamedTuple):
+    """Attention to the outputs of an encoder."""
+
+    max_positions: int
+
+
+_Kind: TypeAlias = _Attention | RecurrentLayer | _CrossAttention
 
 
 def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSpec:
-    """Return the spec with every layer assigned to a group, full attention first and states last.
+    """Return the spec with every layer assigned to a group: full attention first, then states, then cross attention.
 
     Layers with a window have groups of their own, unless no sequence is longer than the window, and so have layers with
     other key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another
@@ -86,6 +92,8 @@ def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) ->
                 layer.head_dim or spec.head_dim,
             )
         )
+    if layer.reads_source and spec.source is not None:
+        return [*kinds, _CrossAttention(spec.source.max_positions)]
     return kinds if layer.recurrent is None else [*kinds, layer.recurrent]
 
 
@@ -97,10 +105,14 @@ def _with_groups(layer: LayerSpec, groups: list[int]) -> LayerSpec:
     """Return the layer with these `cache_groups`."""
     if layer.attends:
         layer = replace(layer, kv_cache_group=groups[0])
+    if layer.reads_source:
+        return replace(layer, cross_group=groups[-1])
     return layer if layer.recurrent is None else replace(layer, state_group=groups[-1])
 
 
 def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
+    if isinstance(kind, _CrossAttention):
+        return KVCacheGroup(AttentionKind.CROSS, kind.max_positions)
     if not isinstance(kind, _Attention):
         return KVCacheGroup(AttentionKind.STATE_SPACE, kind.segment)
     window = kind.window
@@ -113,7 +125,7 @@ def _kv_cache_group(kind: _Kind) -> KVCacheGroup:
 
 def _group_order(kind: _Kind) -> tuple[int, ...]:
     if not isinstance(kind, _Attention):
-        return (2,)
+        return (2,) if isinstance(kind, RecurrentLayer) else (3,)
     window, *sizes = kind
     if isinstance(window, Chunk):
         return 1, window.size, *sizes

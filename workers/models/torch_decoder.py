@@ -6,7 +6,7 @@ Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..layers.spec import ModelSpec
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput, TorchSampler
 from ..vision.placed import Placed
-from ..vision.tower import VisionTower
+from .encoder import Encoder
 from .lora import LoraAdapters
 from .score_head import ScoreHead
 
@@ -34,8 +34,8 @@ class TorchDecoder(ABC):
     score_head: ScoreHead | None = None
     """The model's classification head."""
 
-    encoder: VisionTower | None = None
-    """The encoder of the model's images."""
+    encoder: Encoder | None = None
+    """The encoder of the model's images or sources."""
 
     placed: Placed | None = None
     """The encoder outputs that the tokens of the current step read."""
@@ -74,6 +74,12 @@ class TorchDecoder(ABC):
             kv_caches: One tensor for each layer of the shard.
             attn_metadata: The attention backend's metadata for each KV-cache group.
         """
+
+    def store_source(
+        self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
+    ) -> None:
+        """Store the keys and values of an encoder's outputs; only decoders with cross attention have any."""
+        raise NotImplementedError
 
     @abstractmethod
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:

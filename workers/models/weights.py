@@ -24,6 +24,7 @@ ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
 
 _EMBEDDING = "embed_tokens.weight"
+_FIRST_MATRIX = "layers.0.self_attn.q_proj.weight"
 _HEAD = "lm_head.weight"
 _FIRST_STAGE = (
     "embed_positions.",
@@ -43,13 +44,15 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 class Rows:
     """Rows `part` of the module `name`, which has `total` rows.
 
-    With `order`, only those of them at these indices of the part, in this order.
+    With `order`, only those of them at these indices of the part, in this order. Without `has_bias`, a bias of them is
+    0 and not stored, even if other rows have one.
     """
 
     name: str
     total: int
     part: range
     order: Tensor | None = None
+    has_bias: bool = True
 
     def select(self, x: Tensor) -> Tensor:
         """Return the selected rows of the part `x`."""
@@ -64,9 +67,10 @@ class WeightReader:
     """Reads the text decoder's tensors, under whatever prefix the checkpoint uses.
 
     Every tensor that `shard` (by default the whole model) uses must be read. `has_head` says whether the output
-    projection is a separate tensor. Quantized matrices are not dequantized if `can_keep` accepts them. `tensor_names`
-    is that of `ModelSpec`; all names of tensors here are the translated ones. With `is_transposed` the layers' matrices
-    are stored as [inputs, outputs], and read as [outputs, inputs]. Products get the adapters of `loras`, if it is set.
+    projection is a separate tensor, `has_embedding` whether the model starts from tokens. Quantized matrices are not
+    dequantized if `can_keep` accepts them. `tensor_names` is that of `ModelSpec`; all names of tensors here are the
+    translated ones. With `is_transposed` the layers' matrices are stored as [inputs, outputs], and read as [outputs,
+    inputs]. Products get the adapters of `loras`, if it is set.
     """
 
     loras: LoraAdapters | None = None
@@ -78,6 +82,7 @@ class WeightReader:
         device: torch.device,
         *,
         has_head: bool,
+        has_embedding: bool = True,
         tensor_names: TensorNames = (),
         is_transposed: bool = False,
         can_keep: Callable[[QuantizedMatrix], bool] | None = None,
@@ -91,10 +96,11 @@ class WeightReader:
         self._is_transposed = is_transposed
         self._is_tied = not has_head
         self._stored = translate_names(checkpoint.names(), tensor_names)
-        embedding = next((name for name in sorted(self._stored) if name.endswith(_EMBEDDING)), None)
-        if embedding is None:
-            raise self._error(f"there is no tensor named '...{_EMBEDDING}'")
-        self._prefix = embedding.removesuffix(_EMBEDDING)
+        marker = _EMBEDDING if has_embedding else _FIRST_MATRIX
+        found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
+        if found is None:
+            raise self._error(f"there is no tensor named '...{marker}'")
+        self._prefix = found.removesuffix(marker)
         self._unread = {
             name
             for name in self._stored
@@ -174,7 +180,12 @@ class WeightReader:
 
     def read_biases(self, rows: Sequence[Rows]) -> Tensor:
         """Return the biases of rows of several modules."""
-        parts = [r.select(self.read(f"{r.name}.bias", r.total, part=r.part)) for r in rows]
+        parts = [
+            r.select(self.read(f"{r.name}.bias", r.total, part=r.part))
+            if r.has_bias
+            else torch.zeros(len(r.part), dtype=self.dtype, device=self.device)
+            for r in rows
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_matrix(
@@ -209,8 +220,11 @@ class WeightReader:
         return self.loras.adapt(linear, [AdaptedRows(name, rows, lambda x: x)], columns, part)
 
     def read_head_bias(self, vocab_size: int, part: range | None = None) -> Tensor:
-        """Return the bias of the output projection, or a part of it."""
-        return self._read(self._head.removesuffix("weight") + "bias", (vocab_size,), part)
+        """Return the bias of the output projection, or a part of it. It may be stored as a row."""
+        name = self._head.removesuffix("weight") + "bias"
+        if self._stored_shape(name, (vocab_size,)) == (1, vocab_size):
+            return self._read(name, (1, vocab_size), part, 1).flatten()
+        return self._read(name, (vocab_size,), part)
 
     def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
         """Return the output projection, or rows of it, of a model that does not tie it to the embedding."""

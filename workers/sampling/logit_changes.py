@@ -20,6 +20,7 @@ from .bad_words import BadWordRows, BadWords
 from .masks import token_limits
 from .penalties import PenaltyRows
 from .state import SamplingState
+from .transcripts import TranscriptRows, Transcripts
 from .typical import TypicalRows
 
 
@@ -58,10 +59,15 @@ class LogitChanges:
     logit_bias: LogitBias | None
     penalties: PenaltyRows | None
     typical: TypicalRows | None
+    transcripts: TranscriptRows | None
 
     @classmethod
     def from_state(
-        cls, state: SamplingState, bad_words: BadWords, slots_S: Int64Array
+        cls,
+        state: SamplingState,
+        bad_words: BadWords,
+        transcripts: Transcripts,
+        slots_S: Int64Array,
     ) -> LogitChanges:
         """Return the changes for a batch of slots."""
         return cls(
@@ -71,6 +77,7 @@ class LogitChanges:
             logit_bias=_logit_bias(state, slots_S),
             penalties=_penalties(state, slots_S),
             typical=_typical(state, slots_S),
+            transcripts=transcripts.rows(state.transcripts, slots_S),
         )
 
 

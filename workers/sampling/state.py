@@ -14,11 +14,20 @@ import numpy as np
 import torch
 
 from ...protocol.arrays import Float32Array, Int32Array, Int64Array
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import SamplingParams, TranscriptRules
 from .masks import pack_bitmask
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature only the most likely token has a nonzero weight, so sampling is greedy."""
+
+
+class TranscriptState:
+    """The rules of a transcript, with their token ids as int32 arrays."""
+
+    def __init__(self, rules: TranscriptRules) -> None:
+        self.rules = rules
+        self.suppressed = np.array(rules.suppressed_token_ids, np.int32)
+        self.begin_suppressed = np.array(rules.begin_suppressed_token_ids, np.int32)
 
 
 class SamplingState:
@@ -47,6 +56,7 @@ class SamplingState:
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         self.allowed_tokens: dict[int, Int32Array] = {}
         self.bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.transcripts: dict[int, TranscriptState] = {}
 
     def add_request(
         self,
@@ -101,6 +111,8 @@ class SamplingState:
         words = tuple(word for word in params.bad_words_token_ids if word)
         if words:
             self.bad_words[slot] = words
+        if params.transcript_rules is not None:
+            self.transcripts[slot] = TranscriptState(params.transcript_rules)
         self.changes_logits[slot] = (
             self.has_penalties[slot]
             or self.typical_p[slot] < 1
@@ -111,6 +123,7 @@ class SamplingState:
                     self.logit_bias,
                     self.allowed_tokens,
                     self.bad_words,
+                    self.transcripts,
                 )
             )
         )
@@ -125,3 +138,4 @@ class SamplingState:
         self.logit_bias.pop(slot, None)
         self.allowed_tokens.pop(slot, None)
         self.bad_words.pop(slot, None)
+        self.transcripts.pop(slot, None)

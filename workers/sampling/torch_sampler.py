@@ -21,6 +21,7 @@ from .masks import limit, token_limits
 from .metadata import SamplingMetadata
 from .penalties import SeenTokens
 from .sampler import Grammar, Sampler, SamplerOutput
+from .transcripts import Transcripts
 from .typical import mask_atypical
 
 ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tensor]
@@ -43,6 +44,7 @@ class TorchSampler(Sampler):
         self._row_of_slot = np.full(num_slots, -1, np.int64)
         self._seen_tokens = SeenTokens(num_slots, device)
         self._bad_words = BadWords(num_slots, device)
+        self._transcripts = Transcripts(num_slots, vocab_size, device)
         self._changes: tuple[SamplingMetadata, LogitChanges] | None = None
 
     def _prepare(
@@ -52,6 +54,8 @@ class TorchSampler(Sampler):
             self._seen_tokens.add_slot(slot, prompt_token_ids, output_token_ids)
         if slot in self._state.bad_words:
             self._bad_words.add_slot(slot, self._state.bad_words[slot], output_token_ids)
+        if slot in self._state.transcripts:
+            self._transcripts.add_slot(slot, self._state.transcripts[slot], output_token_ids)
 
     def sample(
         self,
@@ -85,6 +89,8 @@ class TorchSampler(Sampler):
             self._seen_tokens.append_sampled(changes.penalties, sampled.token_ids)
         if changes is not None and changes.bad_words is not None:
             self._bad_words.append_sampled(changes.bad_words, sampled.token_ids)
+        if changes is not None and changes.transcripts is not None:
+            self._transcripts.append_sampled(changes.transcripts, sampled.token_ids)
         if wanted is None or raw_logits_RV is None:
             return sampled
         token_ids_R = sampled.token_ids if wanted.rows is None else sampled.token_ids[wanted.rows]
@@ -103,7 +109,9 @@ class TorchSampler(Sampler):
 
     def _changes_for(self, metadata: SamplingMetadata) -> LogitChanges:
         if self._changes is None or self._changes[0] is not metadata:
-            changes = LogitChanges.from_state(self._state, self._bad_words, metadata.slots_S)
+            changes = LogitChanges.from_state(
+                self._state, self._bad_words, self._transcripts, metadata.slots_S
+            )
             self._changes = metadata, changes
         return self._changes[1]
 
@@ -112,6 +120,8 @@ class TorchSampler(Sampler):
     ) -> None:
         """Apply the changes of logits in place."""
         logits = logits_SV.view(-1)
+        if changes.transcripts is not None:
+            self._transcripts.mask(logits_SV, changes.transcripts)
         if changes.allowed is not None:
             limit(logits_SV, changes.allowed.rows, changes.allowed.limits)
         if changes.bad_words is not None:

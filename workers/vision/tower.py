@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -21,6 +22,8 @@ from .layers import VisionLayer
 from .projection import read_projection
 from .rotary import PatchRotation, rotate_patches
 from .weights import VisionWeights, find_activation
+
+_decoder = msgspec.msgpack.Decoder(ImagePayload)
 
 
 class VisionTower:
@@ -89,6 +92,21 @@ class VisionTower:
         if spec.has_newlines:
             weights = VisionWeights(checkpoint, "image_newline", device, dtype)
             self._newline_D = weights.read("image_newline", spec.output_size)
+
+    def encode(self, data: bytes) -> Tensor:
+        """Return the embeddings [K, output size] of the image in the data of an encoder input.
+
+        Raises:
+            EngineError: There is none, which a correct frontend never sends.
+        """
+        try:
+            image = _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"an encoder input is not an image: {error}") from error
+        expected = 3 * image.width * image.height
+        if len(image.pixels) != expected:
+            raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
+        return self(image)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:

@@ -82,7 +82,7 @@ class EncoderInputs:
         num_needs = len(plan.needs)
         for index, item in enumerate(request.encoder_inputs):
             first, last = item.position, item.position + item.num_tokens
-            if _is_passed(item, start):
+            if _is_passed(item, start, is_running=request.slot >= 0):
                 continue
             if first >= end:
                 break
@@ -119,7 +119,7 @@ class EncoderInputs:
             num_computed = int(num_computed_tokens[request.slot])
             for index in sorted(held):
                 item = request.encoder_inputs[index]
-                if _is_passed(item, num_computed):
+                if _is_passed(item, num_computed, is_running=True):
                     held.remove(index)
                     self.cache.remove_reference(item.content_hash)
             if not held:
@@ -133,7 +133,7 @@ class EncoderInputs:
     def invalidate_inputs(self, request: Request, num_found_tokens: int) -> None:
         """Invalidate the inputs after the first `num_found_tokens` tokens, which may be wrong."""
         for item in request.encoder_inputs:
-            if not _is_passed(item, num_found_tokens):
+            if not _is_passed(item, num_found_tokens, is_running=num_found_tokens > 0):
                 self.cache.invalidate_output(item.content_hash)
 
     def add_work(self, step: SchedulerOutput) -> None:
@@ -177,8 +177,12 @@ class EncoderInputs:
         return True
 
 
-def _is_passed(item: EncoderInput, num_computed_tokens: int) -> bool:
-    """Return whether no remaining token needs the input itself."""
+def _is_passed(item: EncoderInput, num_computed_tokens: int, *, is_running: bool) -> bool:
+    """Return whether no remaining token needs the input itself.
+
+    The input of an encoder-decoder model fills the blocks of cross attention, which a request gets with its slot. So a
+    request needs it whenever it starts, also after a cached prefix.
+    """
     if item.num_tokens == 0:
-        return num_computed_tokens > 0
+        return is_running
     return item.position + item.num_tokens <= num_computed_tokens

@@ -11,6 +11,7 @@ import pytest
 from engine.core.message_checks import is_valid_held_request
 from engine.protocol.arrays import int32_bytes
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from engine.protocol.messages import EncoderInput
 from engine.protocol.worker_messages import HeldRequest
 from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
@@ -135,7 +136,7 @@ def test_a_state_that_covers_more_tokens_than_the_client_has_is_computed_again()
 def test_cross_attention_is_computed_again():
     part = KVCacheGroup(AttentionKind.CROSS, 7)
     harness = Harness(groups=(KVCacheGroup(), part), num_blocks=128)
-    harness.add(20, 30)
+    harness.add(20, 30, inputs=[EncoderInput(0, 0, bytes(32), 7)])
     run(harness, 5)
     harness.lose_core()
     assert not harness.scheduler.kv_cache_manager.reserved

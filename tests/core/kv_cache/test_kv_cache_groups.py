@@ -8,7 +8,7 @@ from engine.protocol.config import SpeculativeConfig
 from engine.protocol.config.scheduler import ProposerMethod
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
-from engine.protocol.messages import EventKind, FinishReason
+from engine.protocol.messages import EncoderInput, EventKind, FinishReason
 from support.model_connector import ModelConnector
 from support.scheduler_harness import Harness
 
@@ -17,6 +17,7 @@ SLIDING = KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8)
 CHUNKED = KVCacheGroup(AttentionKind.CHUNKED_LOCAL, 8)
 STATE = KVCacheGroup(AttentionKind.STATE_SPACE)
 CROSS = KVCacheGroup(AttentionKind.CROSS, 10)
+SOURCE = EncoderInput(0, 0, bytes(32), 10)
 
 
 def num_held(harness: Harness, group: int, slot: int = 0) -> int:
@@ -42,7 +43,7 @@ def forget(harness: Harness, key: tuple[int, int], group: int, *indices: int) ->
 )
 def test_3_7_a_long_decode_holds_only_the_blocks_its_window_needs(group, most):
     harness = Harness(block_size=4, num_blocks=80, groups=(FULL, group), max_in_flight=1)
-    harness.add(4, 100)
+    harness.add(4, 100, inputs=[SOURCE] if group is CROSS else [])
     held = [0]
     while harness.step() and harness.scheduler.requests:
         held.append(num_held(harness, 1))
@@ -177,7 +178,7 @@ def test_the_next_turn_continues_from_the_last_state_in_the_answer(drafts):
 
 def test_7_3_cross_attention_blocks_are_allocated_once():
     harness = Harness(block_size=4, groups=(FULL, CROSS))
-    harness.add(5, 30)
+    harness.add(5, 30, inputs=[SOURCE])
     tables = set()
     while harness.step():
         tables.add(tuple(harness.scheduler.kv_cache_manager.blocks[1][0]))

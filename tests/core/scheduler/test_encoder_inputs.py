@@ -9,7 +9,8 @@ from engine.core.scheduler.features.encoder_cache import EncoderCacheManager
 from engine.core.scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from engine.core.state.request import Request
 from engine.protocol.arrays import int32_view
-from engine.protocol.messages import EncoderInput, FinishReason
+from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
+from engine.protocol.messages import EncoderInput, EventKind, FinishReason
 from engine.protocol.worker_messages import SchedulerOutput
 from support.scheduler_harness import Harness
 
@@ -185,6 +186,31 @@ def test_7_3_a_resumed_request_runs_its_encoder_again():
         harness.add(6, 12, inputs=[place(0, 0, content)])
     harness.drain()
     assert sum(len(computed(step)) for step in harness.steps) > 2
+
+
+def test_7_3_a_cached_prefix_does_not_replace_the_encoder():
+    cross = KVCacheGroup(AttentionKind.CROSS, 4)
+    harness = Harness(groups=(KVCacheGroup(), cross), block_size=4, encoder_cache_size=4)
+    keys = []
+    for content in "aaba":
+        keys.append(harness.add(10, 2, inputs=[place(0, 0, content)]))
+        harness.drain()
+    work = [computed(step) for step in harness.steps if step.new_requests]
+    assert work == [[[0, 0]], [], [[0, 0]], [[0, 0]]]
+    events = [harness.received[key].events for key in keys]
+    cached = [
+        next(e.num_cached_tokens for e in e4 if e.kind == EventKind.SCHEDULED) for e4 in events
+    ]
+    assert cached == [0, 8, 0, 8]
+
+
+def test_7_3_a_request_needs_one_source_that_fits():
+    cross = KVCacheGroup(AttentionKind.CROSS, 4)
+    harness = Harness(groups=(KVCacheGroup(), cross), block_size=4, encoder_cache_size=64)
+    for inputs in ([], [place(0, 0, "a", 5)], [place(0, 4, "a")]):
+        key = harness.add(10, 2, inputs=inputs)
+        harness.drain()
+        assert "reads one source of at most 4" in harness.received[key].finished.message
 
 
 def test_7_1_a_request_waiting_for_cache_space_yields_the_token_budget():

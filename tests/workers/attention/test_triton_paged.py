@@ -27,6 +27,7 @@ from support.paged_attention import (
     SPECIAL_LAYERS,
     OneSequence,
     PagedCase,
+    attend_to_sources,
     run,
     special_layers,
 )
@@ -137,6 +138,14 @@ def test_special_layers_agree_with_plain_attention(name):
         block_size=16,
         layer=special_layers(3, DEVICE)[name],
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["torch_paged", "triton_paged", "triton_batch_invariant"])
+def test_cross_attention_agrees_with_plain_attention(name, dtype):
+    device = DEVICE if name != "torch_paged" else torch.device("cpu")
+    out, expected = attend_to_sources(name, dtype=dtype, device=device)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

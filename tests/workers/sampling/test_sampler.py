@@ -4,11 +4,12 @@ import math
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import int32_view
-from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.sampling_params import SamplingParams, TranscriptRules
 from engine.workers.sampling import Grammar
 from engine.workers.sampling.masks import pack_bitmask
 from hypothesis import given
@@ -348,6 +349,55 @@ def test_bias_allowed_tokens_and_bad_words_are_applied(new_rows: NewRows) -> Non
         [30, 20, 20, 10],
         [30, 20, 20, 10],
     ]
+
+
+def test_transcripts_follow_the_rules_of_transformers(new_rows: NewRows) -> None:
+    """Every row samples the token that transformers' processors leave as the most likely one, beside a free row."""
+    from transformers import GenerationConfig
+    from transformers.generation.logits_process import (
+        LogitsProcessorList,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        WhisperTimeStampLogitsProcessor,
+    )
+
+    first, end, count = 60, 50, 24
+    rules = TranscriptRules((7, 8, 59), (9, end), first, end, 20)
+    for limit in (20, None):
+        rules = msgspec.structs.replace(rules, max_initial_timestamp=-1 if limit is None else limit)
+        rows = new_rows(V)
+        config = GenerationConfig(
+            no_timestamps_token_id=first - 1, eos_token_id=end, max_initial_timestamp_index=limit
+        )
+        processors = LogitsProcessorList(
+            [
+                SuppressTokensLogitsProcessor(rules.suppressed_token_ids),
+                SuppressTokensAtBeginLogitsProcessor(rules.begin_suppressed_token_ids, 3),
+                WhisperTimeStampLogitsProcessor(config, 3),
+            ]
+        )
+        texts: dict[int, list[int]] = {slot: [3, 4, 5] for slot in range(count)}
+        params = SamplingParams(temperature=0, transcript_rules=rules)
+        for slot in range(count):
+            rows.add(slot, params)
+        rows.add(count, SamplingParams(temperature=0))
+        generator = torch.Generator().manual_seed(0)
+        for step in range(12):
+            logits = 3 * torch.randn(count + 1, V, generator=generator)
+            logits[count, 7] = 50.0
+            # Half of the rows prefer timestamps.
+            logits[: count // 2, first:] += 1.0
+            tokens = rows.tokens(logits, [*range(count + 1)])
+            for slot, text in texts.items():
+                ids = torch.tensor([text])
+                expected = int(processors(ids, logits[slot : slot + 1].clone()).argmax())
+                assert tokens[slot] == expected, (slot, step)
+                text.append(expected)
+            assert tokens[count] == 7
+            if step == 5:
+                # Resumed requests continue alike.
+                for slot in range(0, count, 3):
+                    rows.add(slot, params, output=tuple(texts[slot][3:]))
 
 
 def test_a_grammar_restricts_only_its_slots(new_rows: NewRows) -> None:

@@ -32,6 +32,7 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -47,7 +48,8 @@ def prefill_kernel(
     `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
     tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
     `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is that of an `AttentionBatch`, or None.
-    `WINDOW` is a number of tokens, or the size of a chunk.
+    `WINDOW` is a number of tokens, or the size of a chunk. Unless `IS_CAUSAL`, every query sees all keys; there is no
+    window then.
 
     With `BLOCK_R`, all heads share one key/value head, of which each of the G programs of a tile computes a group. Its
     values are the first `VALUE_DIM` elements of its keys: kv is [blocks, 1, 1, BLOCK_SIZE, K], out [T, H, VALUE_DIM].
@@ -62,7 +64,9 @@ def prefill_kernel(
     first_token = tl.load(query_start_loc_ptr + request)
     num_queries = tl.load(query_start_loc_ptr + request + 1) - first_token
     seq_len = tl.load(seq_lens_ptr + request)
-    first_position = seq_len - num_queries + first_query
+    first_position = seq_len - 1
+    if IS_CAUSAL:
+        first_position = seq_len - num_queries + first_query
 
     rows_M = tl.arange(0, TILE_ROWS)
     queries_M = rows_M // HEADS_PER_KV_HEAD
@@ -79,6 +83,9 @@ def prefill_kernel(
         mask_MR = is_row_M[:, None] & (dims_R < HEAD_DIM)[None, :]
         q_MR = tl.load(q_ptrs_M1 + dims_R[None, :], mask=mask_MR, other=0.0)
 
+    positions_M = tl.full((TILE_ROWS,), 0, tl.int32) + first_position
+    if IS_CAUSAL:
+        positions_M += queries_M
     firsts_M = None
     ends_M = None
     if visible_ptr is None:
@@ -119,7 +126,7 @@ def prefill_kernel(
             sum_M,
             q_MK,
             q_MR,
-            first_position + queries_M,
+            positions_M,
             firsts_M,
             ends_M,
             0,
@@ -145,7 +152,7 @@ def prefill_kernel(
         sum_M,
         q_MK,
         q_MR,
-        first_position + queries_M,
+        positions_M,
         firsts_M,
         ends_M,
         all_seen,

@@ -86,25 +86,26 @@ std::string describe() {
   STRUCT(LowRankFactor, data, rank, is_bf16)
   STRUCT(Adapter, down, up)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         rotates_before_norm, num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
+         rotates_before_norm, reads_source, num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
          mixer, heads, adapters)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
          num_end_tokens, min_length, num_biases, has_penalties, repetition_penalty,
-         presence_penalty, frequency_penalty)
+         presence_penalty, frequency_penalty, suppressed, begin_suppressed, num_suppressed, num_begin_suppressed,
+         first_timestamp, end_token, max_initial_timestamp)
   STRUCT(LogprobRows, is_wanted, num_top, width, token_ids, logprobs, ranks)
   STRUCT(SamplingRows, is_greedy, inverse_temperature, top_k, top_p, typical_p, min_p_margin, seed,
          changes_logits, rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar,
          grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
          query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
-         sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows)
+         sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
-         num_tokens, num_computed_tokens, block_tables, block_table_stride, kv_caches, sampling,
-         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets)
+         num_tokens, num_computed_tokens, block_tables, block_table_strides, kv_caches, sampling,
+         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets, source_lens)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
        head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,

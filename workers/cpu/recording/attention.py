@@ -12,6 +12,7 @@ from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
 from ...layers.spec import Chunk, LatentSpec, LayerSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
+from ...models.cross_attention import cross_rows
 from ...models.latent_attention import first_rows, query_rows
 from ..head_matrices import read_head_matrices
 from ..library import AttentionLayer, NotSupportedNatively
@@ -119,6 +120,53 @@ class AttentionRecorder:
             target=target,
         )
 
+    def record_cross(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
+        """Record the attention of a layer to the outputs of an encoder. `index` is that of its KV cache."""
+        spec = self._spec
+        query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
+        queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
+        output = self._attention_output(prefix, spec.head_dim, "cross_attn")
+        self._blocks.add_projection(prefix, norms.cross_input, queries, biases)
+        attention: dict[str, Any] = {
+            "layer": index,
+            "group": layer.cross_group,
+            "reads_source": True,
+            "attention": AttentionLayer(spec.attention_scale, 0.0, 0),
+        }
+        self._program.add_op("rotate_store", rope=-1, vectors=[None] * 3, **attention)
+        self._program.add_op(
+            "attention",
+            activation_kind=output.activation_kind,
+            vectors=[None, None],
+            **attention,
+        )
+        bias = None
+        if spec.attention_output_bias:
+            bias = self._weights.vector(f"{prefix}cross_attn.o_proj.bias", spec.hidden_size)
+        self._blocks.add_block(prefix, output, bias, norms.cross_output, spec.attention_multiplier)
+
+    def record_storing(self, index: int, prefix: str, store: BlockRecorder) -> None:
+        """Record, in another program, what stores the keys and values that `record_cross` reads.
+
+        Args:
+            index: The index of the layer's KV cache.
+            prefix: The prefix of the layer's tensors.
+            store: The recorder of that program, whose residual stream has the encoder's outputs.
+        """
+        spec = self._spec
+        query_rows, kv_rows = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
+        parts, biases = store.packed_rows(kv_rows, spec.qkv_bias)
+        # Nothing reads the queries, which come first.
+        store.add_projection(prefix, None, parts, biases, first_column=len(query_rows.part))
+        store.program.add_op(
+            "rotate_store",
+            rope=-1,
+            vectors=[None] * 3,
+            layer=index,
+            group=0,
+            attention=AttentionLayer(spec.attention_scale, 0.0, 0),
+        )
+
     def record_latent(
         self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
     ) -> None:
@@ -187,12 +235,14 @@ class AttentionRecorder:
             biases_HE = slopes_H1 * distances_E
         elif spec.num_distance_buckets:
             biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
-            biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec.num_distance_buckets)]
+            biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
         else:
             return None
         return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
 
-    def _attention_output(self, prefix: str, head_size: int) -> PackedWeight:
+    def _attention_output(
+        self, prefix: str, head_size: int, module: str = "self_attn"
+    ) -> PackedWeight:
         """Return this rank's part of the projection of all heads' outputs, of `head_size` elements each."""
         num_heads = self._spec.num_heads
         shares = [
@@ -200,7 +250,7 @@ class AttentionRecorder:
             for heads in self._shard.tensor_parallel.parts(num_heads)
         ]
         return self._blocks.output_projection(
-            f"{prefix}self_attn.o_proj.weight", num_heads * head_size, shares
+            f"{prefix}{module}.o_proj.weight", num_heads * head_size, shares
         )
 
     def _head_norms(self, prefix: str, layer: LayerSpec) -> tuple[int, list[Floats | None]]:

@@ -51,6 +51,7 @@ class BlockRecorder:
         parts: Sequence[PackedWeight],
         biases: Sequence[Floats | None],
         kind: ActivationKind | None = None,
+        first_column: int = 0,
     ) -> ActivationKind:
         """Record products of the normed residual stream, side by side. Return the format that they read last.
 
@@ -60,8 +61,9 @@ class BlockRecorder:
             parts: The matrices.
             biases: Their biases.
             kind: The format in which the stream is already quantized, and must stay; None if it is not.
+            first_column: The column at which they begin.
         """
-        first_column, start = 0, 0
+        start = 0
         while start < len(parts):
             stop = start + 1
             needed = parts[start].activation_kind.for_whole_rows
@@ -265,6 +267,8 @@ class BlockRecorder:
         if has_bias:
             biases = [
                 each.select(reader.read_vector(f"{each.name}.bias", each.total, each.part)).numpy()
+                if each.has_bias
+                else None
                 for each in rows
             ]
         return weights, biases

@@ -20,7 +20,10 @@ from .mixers import record_mixer
 
 
 class Recorder:
-    """Records the layers of this shard, with their weights, in a program."""
+    """Records the layers of this shard, with their weights, in a program.
+
+    What fills the caches of cross attention is recorded in the program `store`.
+    """
 
     def __init__(
         self,
@@ -29,8 +32,12 @@ class Recorder:
         shard: ModelShard,
         weights: NativeWeightReader,
         max_model_len: int,
+        store: NativeProgram | None = None,
     ) -> None:
         self._program = program
+        self._store = None
+        if store is not None and spec.source is not None:
+            self._store = BlockRecorder(store, spec.source.encoder, shard, weights)
         self._spec = spec
         self._shard = shard
         self._weights = weights
@@ -57,7 +64,10 @@ class Recorder:
             )
         vocabulary = spec.vocab_size, spec.hidden_size, self._blocks.part(spec.vocab_size)
         scale = spec.rounded_embedding_scale(weights.dtype)
-        if shard.is_first:
+        embeds = shard.is_first and spec.has_embedding
+        if self._store is not None:
+            self._store.program.add_op("embed")
+        if embeds:
             embedding = self._embedding()
             tables = [embedding, *self._position_embeddings()]
             if self._blocks.is_alone:
@@ -69,12 +79,17 @@ class Recorder:
             program.add_op("embed")
         if shard.is_first and spec.encoder is not None:
             program.add_op("place")
-        if shard.is_first and spec.has_embedding_norm:
+        if embeds and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
         for place, index in enumerate(shard.layers):
             layer, prefix = spec.layers[index], f"layers.{index}."
             norms = layer.norms or spec.norms
             self._record_mixing(prefix, layer, norms)
+            if layer.reads_source:
+                cache = self._num_caches - 1
+                self._attention.record_cross(cache, prefix, layer, norms)
+                assert self._store is not None
+                self._attention.record_storing(cache, prefix, self._store)
             if layer.has_mlp and layer.experts is None:
                 self._record_mlp(prefix, norms)
             elif layer.has_mlp and layer.experts is not None:
@@ -84,9 +99,12 @@ class Recorder:
         if shard.is_last:
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)
+        if shard.is_last and not spec.has_head:
+            program.add_op("head")
+        elif shard.is_last:
             if not spec.tie_word_embeddings:
                 head = weights.packed_head(*vocabulary)
-            elif shard.is_first:
+            elif embeds:
                 head = embedding
             else:
                 head = weights.packed("embed_tokens.weight", *vocabulary)
@@ -105,6 +123,9 @@ class Recorder:
         else:
             program.add_op("final_norm", vectors=[None])
             program.add_op("head")
+        if self._store is not None:
+            self._store.program.add_op("final_norm", vectors=[None])
+            self._store.program.add_op("head")
         weights.finish()
 
     def _record_mixing(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:

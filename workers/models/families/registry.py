@@ -12,10 +12,12 @@ from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classif
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
 from ....protocol.checkpoint.field_names import read_text_config, with_common_names
+from ....protocol.checkpoint.speech import with_decoder_fields
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
 from . import (
+    encoder_decoders,
     encoders,
     experts,
     gemma,
@@ -30,6 +32,7 @@ from . import (
 from .common import Family, with_score_head
 
 FAMILIES = (
+    *encoder_decoders.FAMILIES,
     *encoders.FAMILIES,
     *experts.FAMILIES,
     *gemma.FAMILIES,
@@ -83,7 +86,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         if (is_tied := fields.get("tie_word_embeddings")) is not None:
             values["tie_word_embeddings"] = is_tied
         fields = text_fields.with_values(values)
-    fields = with_common_names(fields)
+    fields = with_common_names(with_decoder_fields(fields))
     spec = family.read_spec(fields)
     if is_encoder(fields) and spec.is_causal:
         if spec.alibi_slopes or any(layer.window or layer.recurrent for layer in spec.layers):

@@ -63,7 +63,7 @@ enum class OpKind : int32_t {
   gated_linear = 3,  // activations[1] = activation(scale * gate) * up; parts and vectors are those of gate and up, or
                      // only of the gate. With vectors[2], a Xielu, that is the activation
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
-                     // vectors[2] is a QueryScaling, or null
+                     // vectors[2] is a QueryScaling, or null. If that attention `reads_source`, only stores queries
   attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
   norm_add = 6,      // residual += scale * block, normed if there is a norm
@@ -173,6 +173,7 @@ struct Op {
   int32_t rope;          // the number of a rotary embedding, or -1
   QKNorm qk_norm;
   int32_t rotates_before_norm;
+  int32_t reads_source;  // of attention: its keys are those of an encoder's outputs, which other steps store
   int32_t num_parts;
   int32_t first_column;  // where a product begins in its target, or the gates of attention in the projection; or 0
   int32_t num_columns;

@@ -39,6 +39,7 @@ struct Step {
   const int32_t* visible;        // [num_tokens][2], the first position that each token sees even outside of its window,
                                  // and the one after the last; null if each sees those up to its own
   int32_t spans_need_windows;    // only layers with a window follow `visible`
+  const int32_t* source_lens;    // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
@@ -51,8 +52,8 @@ struct DecodeBatch {
   int32_t* token_ids;                  // [slots, max_model_len]
   int32_t* num_tokens;                 // [slots]
   int32_t* num_computed_tokens;        // [slots], one less
-  const int32_t* const* block_tables;  // of each group, [slots, block_table_stride]
-  int64_t block_table_stride;
+  const int32_t* const* block_tables;  // of each group, [slots, its stride]
+  const int64_t* block_table_strides;  // of each group
   uint8_t* const* kv_caches;     // of each layer
   const SamplingRows* sampling;  // without slots and positions; null to choose the most likely tokens
   const int32_t* num_drafts;     // [num_slots], how many may be verified; null for none
@@ -62,6 +63,7 @@ struct DecodeBatch {
   int32_t* num_verified;         // [num_slots], how many drafts were computed
   const int32_t* adapters;       // [slots], as those of a step; or null
   const int32_t* rotary_offsets;       // [slots], added to positions for embeddings with axes; null for 0
+  const int32_t* source_lens;    // [slots]
 };
 
 // Long steps run in slices, so that what lies between two operations stays small. A slice has this many tokens, or whole
@@ -104,6 +106,9 @@ struct Slice {
 
   // Returns the position after a sequence's last token in the step.
   int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
+
+  // Returns how many outputs of an encoder the tokens of a sequence read.
+  int source_len(int sequence) const { return step.source_lens[table_row(sequence)]; }
 
   int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
 

@@ -37,6 +37,7 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   const ModelShape& shape = model_.shape;
   if (shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
   const int num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
+  if (op.reads_source) return store_queries(op, row, qkv);
   float* keys = qkv + num_heads * head_dim;
   const float* values = keys + num_kv_heads * head_dim;
   if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv);
@@ -76,12 +77,19 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   store(op, row, products, qkv, nullptr);
 }
 
+void Attention::store_queries(const Op& op, int row, const float* query_heads) {
+  const KVLayout& kv = model_.kv;
+  const int heads = model_.heads_per_kv_head();
+  for (int g = 0; g < kv.num_kv_heads; g++)
+    model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * kv.head_dim, heads, queries(g, row));
+}
+
 void Attention::store(const Op& op, int row, const float* query_heads, const float* keys, const float* values) {
   const KVLayout& kv = model_.kv;
-  const int heads = model_.heads_per_kv_head(), head_dim = kv.head_dim;
+  const int head_dim = kv.head_dim;
   const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
+  store_queries(op, row, query_heads);
   for (int g = 0; g < kv.num_kv_heads; g++) {
-    model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * head_dim, heads, queries(g, row));
     model_.attention.store(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, g,
                            keys + g * head_dim, kv.has_values ? values + g * head_dim : nullptr);
   }
@@ -93,7 +101,7 @@ uint32_t* Attention::queries(int kv_head, int row) const {
 }
 
 int Attention::begin(const Op& op) {
-  const AttentionTasks::List& list = tasks_.of_window(op.attention.window);
+  const AttentionTasks::List& list = tasks_.of_keys(AttentionTasks::Keys(op));
   lists_[model_.index_of(op)] = &list;
   if (list.num_slots) {
     partial_.reserve(list.num_slots * partial_floats() * sizeof(float));
@@ -121,8 +129,8 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       queries(task.kv_head, task.token),
       slice_.step.positions[slice_.first_token + task.token],
       task.num_tokens,
-      model_.shape.is_bidirectional ? slice_.end_position(task.sequence) : 0,
-      slice_.visible(slice_.first_token + task.token, op.attention.window),
+      tasks_.num_keys(AttentionTasks::Keys(op), task.sequence),
+      op.reads_source ? nullptr : slice_.visible(slice_.first_token + task.token, op.attention.window),
       model_.heads_per_kv_head(),
       task.kv_head,
       task.first_partition,
@@ -228,7 +236,7 @@ void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uin
 void Attention::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const {
   std::vector<Task>& tasks = scratch.tasks;
   std::vector<AttentionTask>& kernel_tasks = scratch.kernel_tasks;
-  tasks_.find(op.attention.window, rows.first, end_row, tasks);
+  tasks_.find(AttentionTasks::Keys(op), rows.first, end_row, tasks);
   kernel_tasks.clear();
   for (const Task& task : tasks) {
     kernel_tasks.push_back(kernel_task(op, task));

@@ -45,6 +45,7 @@ class Attention {
   void norm_queries_and_keys(const Op& op, float* qk) const;
   void rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row);
   // Stores a row's converted queries, [num_heads][head_dim], and its keys and values.
+  void store_queries(const Op& op, int row, const float* query_heads);
   void store(const Op& op, int row, const float* query_heads, const float* keys, const float* values);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const;
   // The queries of the heads that share a key/value head, in the kernels' format.

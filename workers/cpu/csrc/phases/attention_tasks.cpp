@@ -5,17 +5,17 @@
 
 namespace engine {
 
-const AttentionTasks::List& AttentionTasks::of_window(int window) {
-  auto list = std::find_if(lists_.begin(), lists_.end(), [&](const List& l) { return l.window == window; });
+const AttentionTasks::List& AttentionTasks::of_keys(const Keys& keys) {
+  auto list = std::find_if(lists_.begin(), lists_.end(), [&](const List& l) { return l.keys == keys; });
   if (list == lists_.end()) {
-    lists_.push_back({window, false, {}, {}, 0});
+    lists_.push_back({keys, false, {}, {}, 0});
     list = lists_.end() - 1;
   }
   if (!list->is_made) make(*list);
   return *list;
 }
 
-void AttentionTasks::find(int window, int first_row, int end_row, std::vector<Task>& tasks) const {
+void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vector<Task>& tasks) const {
   tasks.clear();
   const Step& step = slice_.step;
   const int tokens_of_task = std::max(1, kTaskRows / model_.heads_per_kv_head());
@@ -29,10 +29,10 @@ void AttentionTasks::find(int window, int first_row, int end_row, std::vector<Ta
     while (token < end) {
       const int num_tokens = std::min(end - token, tokens_of_task);
       const int position = step.positions[token];
-      const int num_keys = model_.shape.is_bidirectional ? slice_.end_position(s) : 0;
-      int last = end_key(position + num_tokens - 1, window, num_keys) - 1;
-      int first = first_key(position, window);
-      if (const int32_t* visible = slice_.visible(token, window)) {
+      int last = end_key(position + num_tokens - 1, keys.window, num_keys(keys, s)) - 1;
+      int first = first_key(position, keys.window);
+      const int32_t* visible = keys.of_source ? nullptr : slice_.visible(token, keys.window);
+      if (visible) {
         first = std::min(first, visible[0]);
         last = visible[2 * num_tokens - 1] - 1;
       }
@@ -52,7 +52,7 @@ void AttentionTasks::make(List& list) {
   list.is_made = true;
   list.tasks.clear();
   list.num_slots = 0;
-  find(list.window, 0, slice_.num_tokens, found_);
+  find(list.keys, 0, slice_.num_tokens, found_);
   int64_t total = 0;
   for (const Task& task : found_) total += task.cost;
   const int64_t fair_share = total / (kTilesPerThread * num_threads_);

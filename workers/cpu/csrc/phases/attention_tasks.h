@@ -23,9 +23,19 @@ class AttentionTasks {
     int64_t cost;
   };
 
-  // The tasks of a slice for the layers with one window. Tile i has tasks [first_tasks[i], first_tasks[i + 1]).
-  struct List {
+  // The keys that the tokens of some layers see: those in a window of their sequence, or those of its source.
+  struct Keys {
+    explicit Keys(const Op& op) : window(op.attention.window), of_source(op.reads_source) {}
+
+    bool operator==(const Keys& other) const { return window == other.window && of_source == other.of_source; }
+
     int window;
+    bool of_source;
+  };
+
+  // The tasks of a slice for the layers with the same keys. Tile i has tasks [first_tasks[i], first_tasks[i + 1]).
+  struct List {
+    Keys keys;
     bool is_made;
     std::vector<Task> tasks;
     std::vector<int> first_tasks;
@@ -41,10 +51,15 @@ class AttentionTasks {
   void begin_slice() {
     for (List& list : lists_) list.is_made = false;
   }
-  // Returns the list of a window. It is valid until the next slice begins.
-  const List& of_window(int window);
+  // Returns the list of these keys. It is valid until the next slice begins.
+  const List& of_keys(const Keys& keys);
   // Finds the tasks of some rows of the slice, each with all its partitions.
-  void find(int window, int first_row, int end_row, std::vector<Task>& tasks) const;
+  void find(const Keys& keys, int first_row, int end_row, std::vector<Task>& tasks) const;
+  // Returns the keys that every token of a sequence sees, or 0 if each sees those up to its own.
+  int num_keys(const Keys& keys, int sequence) const {
+    if (keys.of_source) return slice_.source_len(sequence);
+    return model_.shape.is_bidirectional ? slice_.end_position(sequence) : 0;
+  }
 
  private:
   void make(List& list);

@@ -48,10 +48,10 @@ bool DecodeLayout::lay_out(const DecodeBatch& batch) {
   for (int g = 0; g < batch.num_groups; g++) {
     int32_t* slot_mapping = array(kNumArrays + g);
     for (int r = 0; r < rows; r++) {
-      const int32_t* blocks = batch.block_tables[g] + slots_[r] * batch.block_table_stride;
+      const int32_t* blocks = batch.block_tables[g] + slots_[r] * batch.block_table_strides[g];
       slot_mapping[r] = blocks[positions[r] / block_size] * block_size + positions[r] % block_size;
     }
-    groups_.push_back({batch.block_tables[g], batch.block_table_stride, slot_mapping});
+    groups_.push_back({batch.block_tables[g], batch.block_table_strides[g], slot_mapping});
   }
   return true;
 }
@@ -73,6 +73,7 @@ Step DecodeLayout::step(const DecodeBatch& batch) {
   step.positions = array(kPositions);
   step.query_start_loc = starts_.data();
   step.table_rows = batch.slots;
+  step.source_lens = batch.source_lens;
   step.groups = groups_.data();
   step.kv_caches = batch.kv_caches;
   step.hidden = hidden_.floats();

@@ -26,7 +26,7 @@ void Pieces::find_segments() {
   for (int i = 1; i < end; i++) {
     const Op& op = model_.ops[i];
     if (op.kind == OpKind::attention) {
-      num_groups_ = std::max(num_groups_, op.group + 1);
+      if (!op.reads_source) num_groups_ = std::max(num_groups_, op.group + 1);
       segments_.back().end_op = i;
       segments_.push_back({i, end});
     }

@@ -60,7 +60,7 @@ void Program::add(const Op& op) {
   pieces_.add_op();
   profile_.add_op();
   // What rows leave for later tokens is stored before attention, and by mixers.
-  if (op.kind == OpKind::attention) first_unneeded_ = int(model_.ops.size()) - 1;
+  if (op.kind == OpKind::attention && !op.reads_source) first_unneeded_ = int(model_.ops.size()) - 1;
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
 }
 

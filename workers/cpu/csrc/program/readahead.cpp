@@ -41,7 +41,7 @@ void ReadaheadPlan::begin_slice() {
     if (int(list->pieces.size()) < pieces_.count()) list->pieces.resize(pieces_.count());
     for (int piece = 0; piece < pieces_.count(); piece++) {
       const int first_row = pieces_.first_row(piece), end_row = pieces_.first_row(piece + 1);
-      find_stored(list->pieces[piece].stored, op, first_row, end_row);
+      if (!op.reads_source) find_stored(list->pieces[piece].stored, op, first_row, end_row);
       find_attended(list->pieces[piece].attended, op, first_row, end_row);
     }
   }
@@ -74,11 +74,11 @@ void ReadaheadPlan::find_attended(FoundRuns& runs, const Op& op, int first_row, 
   const ptrdiff_t bytes = kv.kv_head_bytes();
   runs.runs.clear();
   runs.bytes = 0;
-  attention_.tasks().find(op.attention.window, first_row, end_row, found_tasks_);
+  attention_.tasks().find(AttentionTasks::Keys(op), first_row, end_row, found_tasks_);
   for (const AttentionTasks::Task& each : found_tasks_) {
     const AttentionTask task = attention_.kernel_task(op, each);
     if (task.num_tokens > 1) continue;
-    const int end = task.position / kv.block_size;
+    const int end = (task.num_keys ? task.num_keys : task.position) / kv.block_size;
     for (int block = first_key(task.position, op.attention.window) / kv.block_size; block < end; block++) {
       if (runs.bytes >= most) return;
       runs.runs.push_back({ptrdiff_t(kv.key_offset(task.blocks[block], task.kv_head)), bytes});

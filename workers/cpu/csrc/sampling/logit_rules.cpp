@@ -12,6 +12,7 @@ constexpr int32_t kIsPenalized = -1;
 }  // namespace
 
 void LogitChanger::change(const LogitRules& rules, const History& history, float* logits) {
+  follow_transcript(rules, history, logits);
   if (rules.allowed) limit(rules.allowed, logits);
   forbid_ends_of(rules.bad_words, rules.bad_words_size, history, logits);
   if (history.num_tokens < rules.min_length)
@@ -20,6 +21,48 @@ void LogitChanger::change(const LogitRules& rules, const History& history, float
   for (int i = 0; i < rules.num_biases; i++)
     if (is_token(rules.bias_tokens[i])) logits[rules.bias_tokens[i]] += rules.biases[i];
   if (rules.has_penalties) penalize(rules, history, logits);
+}
+
+void LogitChanger::follow_transcript(const LogitRules& rules, const History& history, float* logits) const {
+  for (int i = 0; i < rules.num_suppressed; i++)
+    if (is_token(rules.suppressed[i])) logits[rules.suppressed[i]] = -INFINITY;
+  if (history.num_tokens == history.num_prompt_tokens)
+    for (int i = 0; i < rules.num_begin_suppressed; i++)
+      if (is_token(rules.begin_suppressed[i])) logits[rules.begin_suppressed[i]] = -INFINITY;
+  if (rules.first_timestamp > 0) place_timestamps(rules, history, logits);
+}
+
+void LogitChanger::place_timestamps(const LogitRules& rules, const History& history, float* logits) const {
+  const int first = rules.first_timestamp;
+  const int32_t num_output = history.num_tokens - history.num_prompt_tokens;
+  const int32_t* end = history.token_ids + history.num_tokens;
+  const bool ends_in_timestamp = num_output >= 1 && end[-1] >= first;
+  // A single timestamp is the second of a pair, whose first one is the beginning.
+  const bool ends_in_pair = ends_in_timestamp && (num_output < 2 || end[-2] >= first);
+  forbid(first - 1, first, logits);
+  if (ends_in_pair) forbid(first, vocab_size_, logits);
+  if (ends_in_timestamp && !ends_in_pair) forbid(0, rules.end_token, logits);
+  for (int32_t i = 1; i <= num_output; i++) {
+    if (end[-i] < first) continue;
+    forbid(first, int64_t(end[-i]) + (ends_in_timestamp && !ends_in_pair ? 0 : 1), logits);
+    break;
+  }
+  if (num_output == 0) {
+    forbid(0, first, logits);
+    if (rules.max_initial_timestamp >= 0) forbid(int64_t(first) + rules.max_initial_timestamp + 1, vocab_size_, logits);
+  }
+  float text = -INFINITY, time = -INFINITY;
+  for (int i = 0; i < vocab_size_; i++) (i < first ? text : time) = std::max(i < first ? text : time, logits[i]);
+  if (time == -INFINITY) return;
+  double sum = 0;
+  for (int i = first; i < vocab_size_; i++) sum += std::exp(double(logits[i]) - double(time));
+  if (double(time) + std::log(sum) > double(text)) forbid(0, first, logits);
+}
+
+// Forbids the tokens from `first` on and before `end`.
+void LogitChanger::forbid(int64_t first, int64_t end, float* logits) const {
+  end = std::min<int64_t>(end, vocab_size_);
+  if (first < end) std::fill(logits + first, logits + end, -INFINITY);
 }
 
 void LogitChanger::limit(const uint32_t* allowed, float* logits) const {

@@ -25,6 +25,11 @@ struct LogitRules {
   int32_t bad_words_size, num_end_tokens, min_length, num_biases;
   int32_t has_penalties;
   float repetition_penalty, presence_penalty, frequency_penalty;
+  // The rules of protocol/sampling_params.py for transcripts. Without timestamps, first_timestamp is 0.
+  const int32_t* suppressed;
+  const int32_t* begin_suppressed;
+  int32_t num_suppressed, num_begin_suppressed;
+  int32_t first_timestamp, end_token, max_initial_timestamp;
 };
 
 // Changes logits, one row at a time. Each thread needs its own, because calls reuse a buffer.
@@ -36,6 +41,9 @@ class LogitChanger {
   void limit(const uint32_t* allowed, float* logits) const;
 
  private:
+  void follow_transcript(const LogitRules& rules, const History& history, float* logits) const;
+  void place_timestamps(const LogitRules& rules, const History& history, float* logits) const;
+  void forbid(int64_t first, int64_t end, float* logits) const;
   void forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const;
   void penalize(const LogitRules& rules, const History& history, float* logits);
   bool is_token(int64_t token) const { return token >= 0 && token < vocab_size_; }

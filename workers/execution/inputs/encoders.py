@@ -7,27 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...protocol.arrays import Int32Array, int32_view
-from ...protocol.errors import EngineError
-from ...protocol.messages import EncoderInput, ImagePayload
-from ...protocol.worker_messages import EncoderWork, NewRequestData
-from ..batch import StepPlan
-from ..vision.placed import Placed
-from ..vision.tower import VisionTower
-
-_decoder = msgspec.msgpack.Decoder(ImagePayload)
+from ....protocol.arrays import Int32Array, int32_view
+from ....protocol.messages import EncoderInput
+from ....protocol.worker_messages import EncoderWork, NewRequestData
+from ...batch import StepPlan
+from ...models.encoder import Encoder
+from ...vision.placed import Placed
 
 
 class Encoders:
     """Encodes inputs when a step asks for it, and keeps the outputs until one releases them."""
 
-    def __init__(self, tower: VisionTower) -> None:
-        self._tower = tower
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
@@ -57,11 +53,15 @@ class Encoders:
             del self._outputs[content_hash]
         for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
             item = self._inputs[slot][index]
-            self._outputs[item.content_hash] = self._tower(_decode(item.data))
+            self._outputs[item.content_hash] = self._encoder.encode(item.data)
 
     def warm_up(self) -> None:
-        """Encode an image that no request has, because kernels are prepared on first use."""
-        self._tower.warm_up()
+        """Encode an input that no request has, because kernels are prepared on first use."""
+        self._encoder.warm_up()
+
+    def output(self, content_hash: bytes) -> torch.Tensor:
+        """Return the outputs for an input, which are in the cache."""
+        return self._outputs[content_hash]
 
     def are_read(self, slots_S: Int32Array, num_computed_N: Int32Array) -> bool:
         """Return whether the next token of one of the slots reads an output."""
@@ -104,19 +104,3 @@ def _output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]
         return tokens
     row, column = np.divmod(tokens, item.row_length + 1)
     return np.where(column == item.row_length, -1, tokens - row)
-
-
-def _decode(data: bytes) -> ImagePayload:
-    """Return the image in the data of an encoder input.
-
-    Raises:
-        EngineError: There is none, which a correct frontend never sends.
-    """
-    try:
-        image = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"an encoder input is not an image: {error}") from error
-    expected = 3 * image.width * image.height
-    if len(image.pixels) != expected:
-        raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
-    return image

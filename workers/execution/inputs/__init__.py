@@ -1,0 +1,1 @@
+"""Encoder inputs of requests in a worker: outputs of encoders, and sources that cross attention reads."""

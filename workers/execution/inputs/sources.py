@@ -1,0 +1,60 @@
+"""The caches of cross attention: filled with keys and values of a source when its request takes a slot.
+
+Shapes: E outputs of an encoder, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....protocol.errors import EngineError
+from ....protocol.worker_messages import NewRequestData
+from ...batch import AttentionBatch, PersistentBatch
+from ..kv_cache import KVCache
+from ..model_loader import Model
+from .encoders import Encoders
+
+
+class Sources:
+    """Stores what the encoder computed for requests that take a slot, and how much it is."""
+
+    def __init__(
+        self, model: Model, batch: PersistentBatch, kv_cache: KVCache, encoders: Encoders
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._kv_cache = kv_cache
+        self._encoders = encoders
+        self._groups = sorted(model.spec.cross_groups)
+
+    def store(self, new_requests: Sequence[NewRequestData]) -> None:
+        """Store the sources of these requests.
+
+        Raises:
+            EngineError: A request has no source, or another size than it says.
+        """
+        for new in new_requests:
+            if len(new.encoder_inputs) != 1:
+                raise EngineError(f"a request has {len(new.encoder_inputs)} sources, expected one")
+            (item,) = new.encoder_inputs
+            encoded_ED = self._encoders.output(item.content_hash)
+            num_outputs = len(encoded_ED)
+            if num_outputs != item.size:
+                raise EngineError(f"a source has {num_outputs} outputs, expected {item.size}")
+            self._batch.source_lens[new.slot] = num_outputs
+            metadata = {
+                group: self._kv_cache.storing_metadata(group, self._place(new.slot, group))
+                for group in self._groups
+            }
+            self._model.store_source(encoded_ED, self._kv_cache.layers, metadata)
+
+    def _place(self, slot: int, group: int) -> AttentionBatch:
+        """Return the outputs of a slot's source as a sequence of tokens in its blocks."""
+        length, block_size = int(self._batch.source_lens[slot]), self._batch.block_size
+        table = self._batch.block_tables[group][slot : slot + 1]
+        positions = np.arange(length)
+        slot_mapping = table[0, positions // block_size] * block_size + positions % block_size
+        ends = np.array((0, length), np.int32)
+        return AttentionBatch(ends, ends[1:], table, slot_mapping.astype(np.int32))

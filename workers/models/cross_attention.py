@@ -1,0 +1,97 @@
+"""Attention of a decoder's tokens to the outputs of an encoder (arXiv 1706.03762).
+
+Shapes: T tokens of a step, E outputs of an encoder, D hidden size, H query heads and G key/value heads of this shard,
+K head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..attention import AttentionBackend, AttentionLayer
+from ..layers.layers import LayerKernels
+from ..layers.spec import ModelSpec
+from ..parallel.parallel_layers import RowParallelLinear
+from ..parallel.shard import ModelShard
+from .weights import Rows, WeightReader
+
+
+class QueryRecorder(Protocol):
+    """Receives the queries of cross attention."""
+
+    def record(self, layer: int, q_THK: Tensor) -> None:
+        """Take the queries of the step's tokens in a layer, before they are scaled."""
+
+
+class CrossAttention:
+    """Projection of queries, attention, output projection. Keys and values are stored when a request starts.
+
+    `recorder` receives the queries of all steps, with the layer's `index`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        assert spec.source is not None
+        self.index = 0
+        self.recorder: QueryRecorder | None = None
+        self._backend = backend.as_bidirectional()
+        self._layer = AttentionLayer(spec.attention_scale)
+        self._head_dim = spec.head_dim
+        self._num_kv_heads = len(shard.kv_heads(spec))
+        query_rows, kv_rows = cross_rows(spec, prefix, shard)
+        source_size = spec.source.encoder.hidden_size
+        self.queries = kernels.linear(
+            weights.read_matrix_rows([query_rows], spec.hidden_size),
+            weights.read_biases([query_rows]) if spec.qkv_bias else None,
+        )
+        self._keys_and_values = kernels.linear(
+            weights.read_matrix_rows(kv_rows, source_size),
+            weights.read_biases(kv_rows) if spec.qkv_bias else None,
+        )
+        heads = query_rows.part
+        self._output = RowParallelLinear(
+            weights.read_matrix(
+                f"{prefix}o_proj.weight", spec.hidden_size, query_rows.total, part=heads, dim=1
+            ),
+            weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
+            if spec.attention_output_bias
+            else None,
+            shard.tensor_parallel,
+            kernels,
+        )
+
+    def store(self, encoded_ED: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        """Store the keys and values of an encoder's outputs. `metadata` is that of a sequence of so many tokens."""
+        kv_EGK = self._keys_and_values(encoded_ED).unflatten(-1, (-1, self._head_dim))
+        k_EGK, v_EGK = kv_EGK.split(self._num_kv_heads, 1)
+        self._backend.store(k_EGK, v_EGK, kv_cache, metadata, self._layer)
+
+    def forward(self, x: Any, kv_cache: Tensor, metadata: Any) -> Tensor:
+        """Return the output [T, D]."""
+        q_THK = self.queries(x).unflatten(-1, (-1, self._head_dim))
+        if self.recorder is not None:
+            self.recorder.record(self.index, q_THK)
+        return self._output(self._backend.attend(q_THK, kv_cache, metadata, self._layer).flatten(1))
+
+
+def cross_rows(spec: ModelSpec, prefix: str, shard: ModelShard) -> tuple[Rows, list[Rows]]:
+    """Return this rank's rows of the projections to queries, and to keys and values."""
+    heads, kv_heads = (
+        range(part.start * spec.head_dim, part.stop * spec.head_dim)
+        for part in (shard.heads(spec), shard.kv_heads(spec))
+    )
+    query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    keys_and_values = [
+        Rows(f"{prefix}k_proj", kv_size, kv_heads, has_bias=spec.key_bias),
+        Rows(f"{prefix}v_proj", kv_size, kv_heads),
+    ]
+    return Rows(f"{prefix}q_proj", query_size, heads), keys_and_values

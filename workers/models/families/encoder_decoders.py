@@ -1,0 +1,287 @@
+"""Families of encoder-decoder models: the decoder's spec, which has that of the encoder as its source."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.speech import max_source_positions
+from ...layers.spec import ConvolutionSpec, LayerSpec, ModelSpec, NormNames, SourceSpec
+from .common import Family, base_spec, uniform_layers
+from .rope import read_rope
+
+_BART_LAYER_NAMES: Final = (
+    (r"\.encoder_attn_layer_norm\.", ".cross_norm."),
+    (r"\.self_attn_layer_norm\.", ".attention_norm."),
+    (r"(layers\.\d+)\.final_layer_norm\.", r"\1.mlp_norm."),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.out_proj\.", ".o_proj."),
+    (r"\.fc1\.", ".mlp.up_proj."),
+    (r"\.fc2\.", ".mlp.down_proj."),
+    (r"^layernorm_embedding\.", "embed_norm."),
+    (r"^layer_norm\.", "norm."),
+)
+_BART_DECODER_NAMES: Final = (
+    (r"^(model\.)?encoder\..*", ""),
+    (r"^(model\.)?decoder\.embed_tokens\..*", ""),
+    (r"^(model\.)?shared\.", "embed_tokens."),
+    (r"^final_logits_bias$", "lm_head.bias"),
+    (r"^(model\.)?decoder\.", ""),
+    *_BART_LAYER_NAMES,
+)
+_BART_ENCODER_NAMES: Final = (
+    (r"^(model\.)?decoder\..*", ""),
+    (r"^(final_logits_bias|lm_head\..*)$", ""),
+    (r"^(model\.)?encoder\.embed_tokens\..*", ""),
+    (r"^(model\.)?shared\.", "embed_tokens."),
+    (r"^(model\.)?encoder\.", ""),
+    *_BART_LAYER_NAMES,
+)
+_WHISPER_DECODER_NAMES: Final = (
+    (r"^(model\.)?encoder\..*", ""),
+    (r"^proj_out\..*", ""),
+    (r"^(model\.)?decoder\.", ""),
+    *_BART_LAYER_NAMES,
+)
+_SOUND_ENCODER_NAMES: Final = (
+    (r"^(model\.)?decoder\..*", ""),
+    (r"^proj_out\..*", ""),
+    # These are read with the convolutions.
+    (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions)\..*", ""),
+    (r"^(model\.)?encoder\.", ""),
+)
+_T5_LAYER_NAMES: Final = (
+    (r"^block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", "distance_biases."),
+    (r"^block\.", "layers."),
+    (r"\.layer\.0\.SelfAttention\.([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.layer\.1\.EncDecAttention\.([qkvo])\.", r".cross_attn.\1_proj."),
+    (r"\.layer\.0\.layer_norm\.", ".attention_norm."),
+    (r"\.layer\.\d\.DenseReluDense\.wi_0\.", ".mlp.gate_proj."),
+    (r"\.layer\.\d\.DenseReluDense\.wi(_1)?\.", ".mlp.up_proj."),
+    (r"\.layer\.\d\.DenseReluDense\.wo\.", ".mlp.down_proj."),
+    (r"^final_layer_norm\.", "norm."),
+)
+_PRE_NORMS: Final = NormNames("attention_norm", None, "mlp_norm", None, "cross_norm", None)
+_POST_NORMS: Final = NormNames(None, "attention_norm", None, "mlp_norm", None, "cross_norm")
+_MOONSHINE_NORMS: Final = NormNames(
+    "input_layernorm", None, "final_layernorm", None, "post_attention_layernorm"
+)
+_MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
+
+
+def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
+    """Return a decoder whose layers read the outputs of an encoder."""
+    encoder = replace(source.encoder, is_causal=False, has_head=False)
+    layers = tuple(replace(layer, reads_source=True) for layer in decoder.layers)
+    return replace(decoder, layers=layers, source=replace(source, encoder=encoder))
+
+
+def _encoder_fields(fields: ConfigFields, **names: str) -> ConfigFields:
+    """Return the fields of the encoder under Llama's names, given its own names for them."""
+    return fields.with_values(
+        {name: fields.get(other) for name, other in names.items() if fields.get(other) is not None}
+    )
+
+
+def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
+    """Return the fields of the decoder and of the encoder."""
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        hidden_act=fields.text("activation_function", "gelu"),
+        tie_word_embeddings=True,
+    )
+    encoder = _encoder_fields(
+        fields,
+        num_hidden_layers="encoder_layers",
+        num_attention_heads="encoder_attention_heads",
+        num_key_value_heads="encoder_attention_heads",
+        intermediate_size="encoder_ffn_dim",
+    )
+    return fields, encoder
+
+
+def _bart_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    bart: dict[str, Any] = {
+        "norms": _PRE_NORMS,
+        "norm_kind": "layer",
+        "norm_bias": True,
+        "has_gate": False,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    }
+    if fields.boolean("scale_embedding", False):
+        bart["embedding_scale"] = math.sqrt(fields.integer("hidden_size"))
+    return base_spec(fields, uniform_layers(fields, None), **bart | differences)
+
+
+def _whisper(fields: ConfigFields) -> ModelSpec:
+    decoder, encoder = _bart_fields(fields.with_defaults(max_target_positions=448))
+    positions = max_source_positions(fields)
+    channels = fields.integer("hidden_size")
+    source = SourceSpec(
+        _bart_spec(
+            encoder.with_values({"max_position_embeddings": positions}),
+            key_bias=False,
+            has_embedding=False,
+            embedding_scale=1.0,
+            tensor_names=(*_SOUND_ENCODER_NAMES, *_BART_LAYER_NAMES),
+        ),
+        positions,
+        convolutions=(
+            ConvolutionSpec("conv1", channels, 3, 1, 1),
+            ConvolutionSpec("conv2", channels, 3, 2, 1),
+        ),
+        num_inputs=fields.integer("num_mel_bins", 80),
+        has_positions=True,
+    )
+    spec = _bart_spec(
+        decoder,
+        key_bias=False,
+        num_positions=decoder.integer("max_position_embeddings"),
+        tensor_names=_WHISPER_DECODER_NAMES,
+    )
+    return _with_source(spec, source)
+
+
+def _bart_model(fields: ConfigFields, **differences: Any) -> ModelSpec:
+    decoder, encoder = _bart_fields(fields)
+    positions = max_source_positions(fields)
+    # Positions count from the third row of the table.
+    common = differences | {
+        "num_positions": positions,
+        "position_offset": 2,
+        "has_embedding_norm": True,
+    }
+    source = SourceSpec(_bart_spec(encoder, tensor_names=_BART_ENCODER_NAMES, **common), positions)
+    spec = _bart_spec(decoder, tensor_names=_BART_DECODER_NAMES, head_bias=True, **common)
+    return _with_source(spec, source)
+
+
+def _bart(fields: ConfigFields) -> ModelSpec:
+    return _bart_model(fields, norms=_POST_NORMS, norms_stream=True, has_final_norm=False)
+
+
+def _t5(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=fields.number("layer_norm_epsilon", 1e-6))
+    kind = fields.text("feed_forward_proj", "relu")
+    has_gate, activation = kind.startswith("gated-"), kind.removeprefix("gated-")
+    if kind == "gated-gelu":
+        activation = "gelu_new"
+    is_tied = fields.boolean("tie_word_embeddings", True)
+    t5: dict[str, Any] = {
+        "norms": _PRE_NORMS,
+        "has_gate": has_gate,
+        "attention_scale": 1.0,
+        "num_distance_buckets": fields.integer("relative_attention_num_buckets", 32, minimum=4),
+        "max_distance": fields.integer("relative_attention_max_distance", 128, maximum=1 << 16),
+    }
+    fields = fields.with_values({"hidden_act": activation, "tie_word_embeddings": is_tied})
+    encoder = _encoder_fields(fields, num_hidden_layers="num_layers")
+    source = SourceSpec(
+        base_spec(
+            encoder,
+            uniform_layers(encoder, None),
+            tensor_names=(
+                (r"^(decoder\..*|lm_head\..*|encoder\.embed_tokens\..*)", ""),
+                (r"^shared\.", "embed_tokens."),
+                (r"^encoder\.", ""),
+                *_T5_LAYER_NAMES,
+                (r"\.layer\.1\.layer_norm\.", ".mlp_norm."),
+            ),
+            **t5,
+        ),
+        max_source_positions(fields),
+    )
+    if fields.boolean("scale_decoder_outputs", is_tied):
+        t5["logits_divisor"] = math.sqrt(fields.integer("hidden_size"))
+    spec = base_spec(
+        fields,
+        uniform_layers(fields, None),
+        tensor_names=(
+            (r"^(encoder\..*|decoder\.embed_tokens\..*)", ""),
+            (r"^shared\.", "embed_tokens."),
+            (r"^decoder\.", ""),
+            *_T5_LAYER_NAMES,
+            (r"\.layer\.1\.layer_norm\.", ".cross_norm."),
+            (r"\.layer\.2\.layer_norm\.", ".mlp_norm."),
+        ),
+        **t5,
+    )
+    return _with_source(spec, source)
+
+
+def _moonshine(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(tie_word_embeddings=True, partial_rotary_factor=0.9)
+    fields = fields.with_values({"rms_norm_eps": 1e-5})
+    size = fields.integer("hidden_size")
+    bias = fields.boolean("attention_bias", False)
+    moonshine: dict[str, Any] = {
+        "norm_kind": "layer",
+        "rope_order": "interleaved",
+        "qkv_bias": bias,
+        "mlp_bias": True,
+    }
+    encoder = _encoder_fields(
+        fields.with_values({"num_key_value_heads": None}),
+        num_hidden_layers="encoder_num_hidden_layers",
+        num_attention_heads="encoder_num_attention_heads",
+        num_key_value_heads="encoder_num_key_value_heads",
+        hidden_act="encoder_hidden_act",
+    )
+    source = SourceSpec(
+        base_spec(
+            encoder,
+            _rotary_layers(encoder),
+            has_embedding=False,
+            has_gate=False,
+            tensor_names=(
+                *_SOUND_ENCODER_NAMES,
+                (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+                *_MOONSHINE_MLP_NAMES,
+                (r"^layer_norm\.", "norm."),
+            ),
+            **moonshine,
+        ),
+        max_source_positions(fields),
+        convolutions=(
+            ConvolutionSpec(
+                "conv1", size, 127, 64, has_bias=False, activation="tanh", has_group_norm=True
+            ),
+            ConvolutionSpec("conv2", 2 * size, 7, 3),
+            ConvolutionSpec("conv3", size, 3, 2),
+        ),
+        num_inputs=1,
+    )
+    decoder = _encoder_fields(fields, hidden_act="decoder_hidden_act")
+    spec = base_spec(
+        decoder,
+        _rotary_layers(decoder),
+        norms=_MOONSHINE_NORMS,
+        tensor_names=(
+            (r"^(model\.)?encoder\..*", ""),
+            (r"^proj_out\.", "lm_head."),
+            (r"^(model\.)?decoder\.", ""),
+            (r"\.encoder_attn\.", ".cross_attn."),
+            (r"\.mlp\.fc1\.", ".mlp.up_gate_proj."),
+            *_MOONSHINE_MLP_NAMES,
+        ),
+        **moonshine,
+    )
+    return _with_source(spec, source)
+
+
+def _rotary_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
+    head_size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return uniform_layers(fields, read_rope(fields, head_size, partial=True))
+
+
+FAMILIES = (
+    Family("BartForConditionalGeneration", "bart", _bart),
+    Family("MBartForConditionalGeneration", "mbart", _bart_model),
+    Family("MoonshineForConditionalGeneration", "moonshine", _moonshine),
+    Family("T5ForConditionalGeneration", "t5", _t5),
+    Family("WhisperForConditionalGeneration", "whisper", _whisper),
+)

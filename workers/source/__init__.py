@@ -1,0 +1,1 @@
+"""Encoders of encoder-decoder models: sounds and source texts."""
