@@ -44,7 +44,8 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Starts and ends are texts; those that are a single token are also listed by id. With `is_open` no start is needed,
     because the prompt contains it or the format implies it. There must then be an end. A `grammar` in Lark's notation,
-    in which `@answer` is the constrained text, replaces all of this.
+    in which `@answer` is the constrained text, replaces all of this. With `max_tokens` other than -1, at most so many
+    tokens come before the end. This needs an end that is a token.
     """
 
     starts: tuple[str, ...]
@@ -53,6 +54,7 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end_token_ids: tuple[int, ...]
     is_open: bool
     grammar: str = ""
+    max_tokens: int = -1
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.types import Receive
@@ -41,6 +41,9 @@ from .structured.constraint import Constraint
 
 if TYPE_CHECKING:
     from ..media.chat_images import ChatImages
+
+ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
+"""A grammar for any text."""
 
 
 class Serving:
@@ -271,13 +274,25 @@ class Serving:
         parser = self.new_reasoning_parser("")
         return parser is not None and parser.has_special_marks(self.tokenizer)
 
+    @cached_property
+    def can_limit_reasoning(self) -> bool:
+        """True if the number of reasoning tokens can be limited."""
+        parser = self.new_reasoning_parser("")
+        return parser is not None and parser.can_limit(self.tokenizer)
+
     def constrain_after_reasoning(
-        self, constraint: StructuredOutput | None, prompt: str
+        self, constraint: StructuredOutput | None, prompt: str, max_tokens: int = -1
     ) -> StructuredOutput | None:
-        """Return the constraint on the answer to `prompt`, changed to apply only after the reasoning."""
+        """Return the constraint on the answer to `prompt`, changed to apply only after the reasoning.
+
+        With `max_tokens` other than -1, the reasoning has at most so many tokens.
+        """
+        if constraint is None and max_tokens >= 0:
+            constraint = StructuredOutput(GrammarKind.LARK, ANY_TEXT)
         if constraint is None or self._reasoning_parser is None:
             return constraint
-        return self._reasoning_parser(prompt).allow_reasoning_before(constraint, self.tokenizer)
+        parser = self._reasoning_parser(prompt)
+        return parser.allow_reasoning_before(constraint, self.tokenizer, max_tokens)
 
     def verify_serving(self) -> None:
         """Raise APIError 503 while the server is starting or shutting down."""

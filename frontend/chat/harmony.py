@@ -81,8 +81,12 @@ class HarmonyParser:
         """Return whether a text without special tokens lacks the markers of reasoning."""
         return has_special_tokens(self.marks, tokenizer)
 
+    def can_limit(self, tokenizer: Tokenizer) -> bool:
+        """Return False: the end of reasoning is followed by the head of another message."""
+        return False
+
     def allow_reasoning_before(
-        self, constraint: StructuredOutput, tokenizer: Tokenizer
+        self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
     ) -> StructuredOutput:
         """Return the constraint, changed to apply to the final message.
 

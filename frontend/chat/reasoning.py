@@ -58,10 +58,17 @@ class ReasoningParser(Protocol):
         """Return whether a text without special tokens lacks the markers of reasoning."""
         ...
 
+    def can_limit(self, tokenizer: Tokenizer) -> bool:
+        """Return whether the number of reasoning tokens can be limited."""
+        ...
+
     def allow_reasoning_before(
-        self, constraint: StructuredOutput, tokenizer: Tokenizer
+        self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
     ) -> StructuredOutput:
-        """Return the constraint extended so that unconstrained reasoning may precede the answer."""
+        """Return the constraint extended so that unconstrained reasoning may precede the answer.
+
+        The reasoning has at most `max_tokens` tokens, if that is not -1 and `can_limit`.
+        """
         ...
 
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
@@ -139,8 +146,12 @@ class MarkedReasoningParser:
         """Return whether a text without special tokens lacks the markers of reasoning."""
         return has_special_tokens(self.marks, tokenizer)
 
+    def can_limit(self, tokenizer: Tokenizer) -> bool:
+        """Return whether an end is a token, which can be forced after any text."""
+        return bool(_token_ids(self._format.ends, tokenizer))
+
     def allow_reasoning_before(
-        self, constraint: StructuredOutput, tokenizer: Tokenizer
+        self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
     ) -> StructuredOutput:
         """Return the constraint extended so that unconstrained reasoning may precede the answer."""
         if self._begins_closed:
@@ -152,6 +163,7 @@ class MarkedReasoningParser:
             _first_token_ids(starts, tokenizer),
             _token_ids(ends, tokenizer),
             is_open=self._begins_opened,
+            max_tokens=max_tokens,
         )
         return msgspec.structs.replace(constraint, reasoning=reasoning)
 

@@ -147,7 +147,13 @@ def _after_reasoning(reasoning: FreeReasoning) -> str:
     if reasoning.grammar:
         return reasoning.grammar
     starts = ["start_text", *_tokens(reasoning.start_token_ids)]
-    ends = ["text_to_end", *(f"TEXT {token}" for token in _tokens(reasoning.end_token_ids))]
+    end_tokens = _tokens(reasoning.end_token_ids)
+    if reasoning.max_tokens == 0:
+        ends = end_tokens
+    elif reasoning.max_tokens > 0:
+        ends = [f"limited_text {token}" for token in end_tokens]
+    else:
+        ends = ["text_to_end", *(f"TEXT {token}" for token in end_tokens)]
     prefix = "start_mark? reasoning" if reasoning.is_open else "(start_mark reasoning)?"
     return "\n".join(
         [
@@ -156,6 +162,7 @@ def _after_reasoning(reasoning: FreeReasoning) -> str:
             f"start_text[lazy]: {_any_of(reasoning.starts)}",
             f"reasoning: {' | '.join(ends)}",
             f"text_to_end[lazy]: TEXT ({_any_of(reasoning.ends)})",
+            f"limited_text[max_tokens={max(reasoning.max_tokens, 1)}]: TEXT",
             _FREE_TEXT,
         ]
     )

@@ -24,7 +24,7 @@ from ..serving import Serving
 from ..streaming.event_stream import StreamFormat
 from ..tools.tool_choice import parse_tool_choice
 from .anthropic_request import translate_messages
-from .dialect import DialectChunks, DialectEndpoint
+from .dialect import DialectChunks, DialectEndpoint, expect
 
 PATH: Final = "/v1/messages"
 
@@ -68,7 +68,12 @@ class Messages(DialectEndpoint[MessagesRequest]):
         """
         if body.max_tokens is None:
             raise bad_request("max_tokens", "max_tokens is required")
-        return translate_messages(body)
+        request = translate_messages(body)
+        limit = (body.thinking or {}).get("budget_tokens")
+        if limit is not None and self._serving.can_limit_reasoning:
+            expect(limit, int, "thinking.budget_tokens", "an integer")
+            request.thinking_token_budget = limit
+        return request
 
     def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
         return "stop_sequences" if name == "stop" else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -36,17 +36,21 @@ from ..tools.call_writer import CallWriter
 from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
+EFFORT_TOKENS: Final = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
+"""Limits of reasoning tokens by `reasoning_effort`, for models whose chat template does not read it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
     """The verified fields of a request, except its conversation.
 
-    `params` are verified, but their `max_tokens` depends on the prompt.
+    `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 without a limit.
     """
 
     tools: ToolChoice
     params: SamplingParams
     predicted_token_ids: npt.NDArray[np.int32] | None
+    max_reasoning_tokens: int = -1
 
 
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
@@ -95,13 +99,39 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         tools = await run(body_size, parse_tool_choice, request)
         asked_for = await run(body_size, parse_constraint, request)
         constraint = tools.constraint or asked_for
+        max_reasoning_tokens = self._max_reasoning_tokens(request, tools)
         if tools.mode is ToolMode.AUTO:
-            constraint = await self._constrain_auto(tools, asked_for, receive)
+            is_limited = tools.is_limited or max_reasoning_tokens >= 0
+            constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
         params = self._params(request, tools, constraint)
         self._verify(params, request)
         params.structured_output = await serving.verify_constraint(constraint, receive)
         predicted = await encode_prediction(serving, request.prediction)
-        return ChatPlan(tools, params, predicted if len(predicted) else None)
+        predicted_or_none = predicted if len(predicted) else None
+        return ChatPlan(tools, params, predicted_or_none, max_reasoning_tokens)
+
+    def _max_reasoning_tokens(self, request: ChatCompletionRequest, tools: ToolChoice) -> int:
+        """Return the limit of reasoning tokens; -1 for none.
+
+        Raises:
+            APIError: The limit is negative, or this model's reasoning cannot be limited (400).
+        """
+        serving, limit = self._serving, request.thinking_token_budget
+        if limit is not None:
+            name = "thinking_token_budget"
+            if limit < 0:
+                raise bad_request(name, f"{name} must be at least 0, got {limit}")
+            if not serving.can_limit_reasoning:
+                raise bad_request(
+                    name,
+                    f"{name} needs a model whose reasoning ends with a token that the server knows; leave it out",
+                )
+            return limit
+        effort = EFFORT_TOKENS.get(request.reasoning_effort or "")
+        if effort is None or not serving.can_limit_reasoning:
+            return -1
+        template = serving.chat_template(bool(tools.shown))
+        return -1 if "reasoning_effort" in template.source else effort
 
     async def _prepare_conversation(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
@@ -128,7 +158,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
             params,
             max_tokens=max_tokens,
             structured_output=serving.constrain_after_reasoning(
-                params.structured_output, chat.text
+                params.structured_output, chat.text, plan.max_reasoning_tokens
             ),
         )
         if chat.encoder_inputs and len(token_ids) < len(chat.token_ids):
@@ -163,16 +193,19 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         )
 
     async def _constrain_auto(
-        self, tools: ToolChoice, constraint: Constraint | None, receive: Receive
+        self, tools: ToolChoice, constraint: Constraint | None, receive: Receive, is_limited: bool
     ) -> Constraint | None:
-        """Return the constraint on an answer that may be text or calls."""
+        """Return the constraint on an answer that may be text or calls.
+
+        Unless it `is_limited`, there is none beside the request's own.
+        """
         verified = await self._serving.verify_constraint(constraint, receive)
         if constraint is not None and verified is not None:
             verified = msgspec.structs.replace(verified, is_isolated=False)
             constraint = replace(constraint, structured_output=verified)
             rules = self._serving.call_rules(tuple(tools.functions), parallel=tools.is_parallel)
             return allow_calls(constraint, rules)
-        if tools.is_limited:
+        if is_limited:
             return self._serving.limit_calls(tuple(tools.functions), parallel=tools.is_parallel)
         return None
 

@@ -165,6 +165,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | None = None
+    # Maximum tokens of reasoning.
+    thinking_token_budget: Int | None = None
     include_reasoning: bool | None = None
     verbosity: str | None = None
     modalities: list[str] | None = None
@@ -174,7 +176,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     chat_template: Any = None
     audio: Any = None
-    thinking_token_budget: Any = None
     web_search_options: Any = None
 
 
@@ -310,7 +311,6 @@ REFUSED: dict[str, str] = {
     "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
     "chat_template": "is not accepted from requests; start the server with --chat-template",
     "audio": _NOT_SUPPORTED,
-    "thinking_token_budget": _NOT_SUPPORTED,
     "web_search_options": "is not supported; this server does not search the web",
 }
 """Rejected fields, with the rest of the error message."""

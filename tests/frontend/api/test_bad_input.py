@@ -105,7 +105,7 @@ BAD_FIELDS = [
     ({"stop_regex": "a+"}, "stop_regex", "use stop"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "use logit_bias"),
     ({"typical_p": 0}, "typical_p", "(0, 1], got 0"),
-    ({"suffix": "end"}, "suffix", "needs a model that fills in the middle"),
+    ({"suffix": "end"}, "suffix", "suffix "),
     ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
     ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection", "not supported"),

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import openai
 import pytest
@@ -632,20 +631,69 @@ def test_reasoning_precedes_forced_calls(
     assert last_params(thinking).structured_output.reasoning is not None
 
 
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontendProcess]:
+    """A frontend whose tokenizer has tokens for the marks of reasoning."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    original = tokenizer_json_path(default_model())
+    shutil.copytree(original.parent, path, dirs_exist_ok=True)
+    content = original.read_text().replace('"<repo_name>"', '"<think>"')
+    (path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
+    with FrontendProcess(
+        reasoning_parser="qwen3", tool_call_parser="hermes", tokenizer_path=str(path)
+    ) as frontend:
+        yield frontend
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"response_format": {"type": "json_object"}}])
-def test_reasoning_markers_may_be_special_tokens(tmp_path: Path, options: dict) -> None:
-    original = tokenizer_json_path(default_model())
-    shutil.copytree(original.parent, tmp_path, dirs_exist_ok=True)
-    content = original.read_text().replace('"<repo_name>"', '"<think>"')
-    (tmp_path / original.name).write_text(content.replace('"<reponame>"', '"</think>"'))
-    with FrontendProcess(reasoning_parser="qwen3", tokenizer_path=str(tmp_path)) as frontend:
-        message, usage = ask_both_ways(frontend, '<think>Hmm.</think>{"sum": 5}', **options)
-        assert message["reasoning"] == "Hmm." and message["content"] == '{"sum": 5}'
-        assert usage["completion_tokens_details"]["reasoning_tokens"] == 4
-        if options:
-            reasoning = last_params(frontend).structured_output.reasoning
-            assert (reasoning.start_token_ids, reasoning.end_token_ids) == ((3,), (4,))
+def test_reasoning_markers_may_be_special_tokens(special: FrontendProcess, options: dict) -> None:
+    message, usage = ask_both_ways(special, '<think>Hmm.</think>{"sum": 5}', **options)
+    assert message["reasoning"] == "Hmm." and message["content"] == '{"sum": 5}'
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 4
+    if options:
+        reasoning = last_params(special).structured_output.reasoning
+        assert (reasoning.start_token_ids, reasoning.end_token_ids) == ((3,), (4,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({"thinking_token_budget": 5}, 5),
+        ({"thinking_token_budget": 0, "tools": [TIME]}, 0),
+        ({"thinking_token_budget": 2, "response_format": {"type": "json_object"}}, 2),
+        ({"reasoning_effort": "minimal"}, 256),
+    ],
+)
+def test_reasoning_ends_at_its_limit(special: FrontendProcess, options: dict, limit: int) -> None:
+    chat(special, messages=user("Hi"), max_tokens=1, **options)
+    grammar = grammar_text(last_params(special).structured_output)
+    tokenizer = LLTokenizer(special.tokenizer.path.read_text(encoding="utf-8"))
+    word, answer = special.tokenizer.encode(" one"), special.tokenizer.encode('{"a": 1}')
+    start, end = (special.tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
+    for num_tokens, is_allowed in ((limit, True), (limit + 1, False)):
+        token_ids = [start, *word * num_tokens, end, *answer]
+        matcher = LLMatcher(tokenizer, grammar)
+        num_read = matcher.try_consume_tokens(token_ids)
+        assert num_read == (len(token_ids) if is_allowed else 1 + limit)
+        assert matcher.is_accepting() == is_allowed
+
+
+@pytest.mark.slow
+def test_reasoning_limit_is_refused_where_it_cannot_hold(
+    frontend: FrontendProcess, special: FrontendProcess
+) -> None:
+    for server, limit, problem in (
+        (frontend, 5, "needs a model whose reasoning ends with a token"),
+        (special, -1, "must be at least 0"),
+    ):
+        response = server.post(
+            "/v1/chat/completions", messages=user("Hi"), thinking_token_budget=limit
+        )
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "thinking_token_budget")
+        assert problem in error["message"]
 
 
 def test_a_constraint_applies_from_the_first_token_without_reasoning(
