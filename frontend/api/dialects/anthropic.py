@@ -150,8 +150,11 @@ class MessagesAnswer(ChatAnswer):
             reason, stop = "stop_sequence", delta.stop_reason
         elif delta.finish_reason == "length":
             [sequence] = self._group.sequences
-            is_long = sequence.num_read_tokens >= (self.request.max_tokens or 0)
-            reason = "max_tokens" if is_long else "model_context_window_exceeded"
+            is_as_long_as_asked = sequence.num_read_tokens >= (self.request.max_tokens or 0)
+            num_tokens = sequence.num_prompt_tokens + sequence.num_read_tokens
+            is_full = num_tokens >= self.serving.config.model.max_model_len
+            is_cut = is_full and not is_as_long_as_asked
+            reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif self.choices[0].called_tools:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop}
