@@ -70,19 +70,24 @@ def waiting(server: Server, count: int) -> None:
 
 
 @pytest.fixture
-def busy(server: Server) -> Iterator[list[Answer]]:
-    """Occupy both slots, with two requests of tenant a waiting."""
-    answers = [Answer(server, user="a") for _ in range(2)]
-    wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="two run")
-    answers += [Answer(server, user="a") for _ in range(2)]
-    waiting(server, 2)
-    yield answers
-    assert [answer.wait()[0] for answer in answers] == [200] * 4
+def busy(server: Server) -> Iterator[contextlib.ExitStack]:
+    """Occupy both slots until the stack is closed, with two requests of tenant a waiting."""
+    with contextlib.ExitStack() as running:
+        body = {"prompt": [10], "max_tokens": 8000, "ignore_eos": True, "user": "a"}
+        for _ in range(2):
+            client = running.enter_context(connect(server))
+            text = json.dumps(body).encode()
+            client.sendall(POST + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
+        wait_until(lambda: server.metric("engine:num_requests_running") == 2, what="two run")
+        answers = [Answer(server, user="a", max_tokens=5) for _ in range(2)]
+        waiting(server, 2)
+        yield running
+    assert [answer.wait()[0] for answer in answers] == [200, 200]
     waiting(server, 0)
 
 
 def test_a_tenant_over_its_limit_is_429_and_a_full_queue_503(
-    server: Server, busy: list[Answer]
+    server: Server, busy: contextlib.ExitStack
 ) -> None:
     status, headers, body = Answer(server, user="a").wait()
     assert status == 429 and int(headers["retry-after"]) >= 1
@@ -93,10 +98,13 @@ def test_a_tenant_over_its_limit_is_429_and_a_full_queue_503(
     status, headers, body = Answer(server, user="c").wait()
     assert status == 503 and int(headers["retry-after"]) >= 1
     assert "queue is full" in body["error"]["message"]
+    busy.close()
     assert other.wait()[0] == 200
 
 
-def test_a_server_is_not_ready_while_its_queue_is_full(server: Server, busy: list[Answer]) -> None:
+def test_a_server_is_not_ready_while_its_queue_is_full(
+    server: Server, busy: contextlib.ExitStack
+) -> None:
     assert server.get("/readyz")[0] == 200
     last = Answer(server, user="b", max_tokens=5)
     waiting(server, 3)
@@ -104,11 +112,13 @@ def test_a_server_is_not_ready_while_its_queue_is_full(server: Server, busy: lis
     assert (status, body["state"]) == (503, "not ready")
     assert "4 sequences would wait, but the limit is 3" in body["detail"]
     assert server.get("/health")[0] == server.get("/livez")[0] == 200
+    busy.close()
     assert last.wait()[0] == 200
     assert server.get("/readyz")[0] == 200
 
 
-def test_a_deadline_that_passes_in_the_queue_is_504(server: Server, busy: list[Answer]) -> None:
+@pytest.mark.usefixtures("busy")
+def test_a_deadline_that_passes_in_the_queue_is_504(server: Server) -> None:
     began = time.monotonic()
     status, headers, body = Answer(server, {"X-Request-Timeout": "0.5"}, user="b").wait()
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
@@ -168,10 +178,9 @@ def test_deadlines_apply_while_the_core_is_blocked(server: Server, kills_core: b
     assert_nothing_is_held(server)
 
 
+@pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize("stream", [False, True])
-def test_queue_limits_apply_while_a_core_is_down(
-    server: Server, busy: list[Answer], stream: bool
-) -> None:
+def test_queue_limits_apply_while_a_core_is_down(server: Server, stream: bool) -> None:
     with standstill(server, kills_core=True):
         more = Answer(server, user="a", max_tokens=5, stream=stream)
         wait_until(lambda: server.get("/load")[1]["server_load"] == 5, what="it waits for a core")

@@ -262,12 +262,12 @@ SAMPLING: Final[dict[str, MakeBody]] = {
     "10,000 log-probabilities of the prompt": lambda: completion(
         prompt=[5] * 100, prompt_logprobs=10_000
     ),
-    "all log-probabilities of 100 tokens": lambda: completion(logprobs=49_152, max_tokens=100),
+    "all log-probabilities of 20 tokens": lambda: completion(logprobs=49_152, max_tokens=20),
     "all log-probabilities of a chat": lambda: chat(
-        logprobs=True, top_logprobs=49_152, max_tokens=50
+        logprobs=True, top_logprobs=49_152, max_tokens=20
     ),
     "all log-probabilities of a stream": lambda: completion(
-        logprobs=49_152, max_tokens=50, stream=True
+        logprobs=49_152, max_tokens=20, stream=True
     ),
     "all log-probabilities of an echo": lambda: completion(
         prompt="Hi " * 300, echo=True, logprobs=20_000

@@ -218,24 +218,26 @@ def test_an_engine_error_during_a_stream_is_an_event_followed_by_done(
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_failure_before_the_first_token_has_its_status(
-    reason: FinishReason, status: int, stream: bool
+    frontend: FrontendProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: FinishReason,
+    status: int,
+    stream: bool,
 ) -> None:
-    with FrontendProcess(step_s=0.3) as frontend:
-        core = frontend.core
-        original = core.step
+    core = frontend.core
 
-        def fail_instead(tokens_each: int = 1) -> None:
-            for client, of_client in core.running.items():
-                done = [FinishedRequest(index, reason, message="no luck") for index in of_client]
-                of_client.clear()
-                core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=done))
+    def fail_instead(tokens_each: int = 1) -> None:
+        for client, of_client in core.running.items():
+            done = [FinishedRequest(index, reason, message="no luck") for index in of_client]
+            of_client.clear()
+            core.send(client, EngineCoreOutputs(0, 0, time.monotonic(), finished=done))
 
-        core.step = fail_instead
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", fail_instead)
         response = frontend.post(COMPLETIONS, prompt=PROMPT, stream=stream)
         assert response.status_code == status
         assert response.json()["error"]["message"] == "no luck"
-        core.step = original
-        assert frontend.complete(PROMPT, max_tokens=1)["choices"]
+    assert frontend.complete(PROMPT, max_tokens=1)["choices"]
 
 
 class _Texts:
