@@ -21,6 +21,7 @@ from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
+from ...protocol.checkpoint.gguf_config.mmproj import Mmproj, read_mmproj
 from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,
@@ -44,7 +45,7 @@ from ..tokenizer import TokenizerConfig, load_tokenizer
 from .images.read import read_image_processor
 from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
-from .source import find_checkpoint, find_tokenizer, find_tokenizer_directory
+from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
 LENGTH_FIELDS = (
     "max_position_embeddings",
@@ -89,6 +90,13 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     tokenizer_path = find_tokenizer(options, path, console)
     reader = _read_gguf if path.suffix == ".gguf" else _read_directory
     checkpoint_config, generation, eos = reader(path, tokenizer_path)
+    mmproj = find_mmproj(options, path)
+    vision: Mmproj | None = None
+    if mmproj is not None:
+        vision = read_mmproj(GGUFFile(mmproj), GGUFFile(path), checkpoint_config.config)
+        options = msgspec.structs.replace(
+            options, hf_overrides={**vision.config, **options.hf_overrides}
+        )
     tokenizer_directory = find_tokenizer_directory(options, tokenizer_path)
     overrides = _with_token_ids(
         checkpoint_config.with_values(options.hf_overrides), options, tokenizer_directory
@@ -116,7 +124,11 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             model_impl=options.model_impl,
             trust_remote_code=options.trust_remote_code,
             weight_files=identify_files(
-                [*find_weight_files(path), *(Path(each.path) for each in embedding.pooler.dense)]
+                [
+                    *find_weight_files(path),
+                    *(Path(each.path) for each in embedding.pooler.dense),
+                    *([] if mmproj is None else [mmproj]),
+                ]
             ),
             tokenizer_files=identify_files(
                 find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []
@@ -132,8 +144,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             max_lora_rank=options.max_lora_rank,
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS
-            else read_image_processor(path, config, text, options.mm_processor_kwargs),
+            else read_image_processor(path, config, text, options.mm_processor_kwargs, vision),
             span_kind=_span_kind(options, config, text),
+            mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
             source_text=read_source_text(config, generation),
         ),

@@ -15,6 +15,7 @@ from tqdm.std import tqdm
 
 from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
+from .mmproj_names import choose_mmproj
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
@@ -29,6 +30,7 @@ def fetch_checkpoint(
     repo: str,
     *,
     gguf: str | None,
+    with_mmproj: bool = True,
     revision: str | None,
     cache_dir: str | None,
     console: Console,
@@ -38,6 +40,7 @@ def fetch_checkpoint(
     Args:
         repo: Repository on the hub.
         gguf: A GGUF file of the repository or its quantization. By default safetensors are preferred.
+        with_mmproj: Whether the vision tower of a GGUF model is fetched, too.
         revision: Branch, tag or commit.
         cache_dir: Where to store the files; None for the hub's default cache.
         console: Shows the progress.
@@ -50,7 +53,9 @@ def fetch_checkpoint(
         if gguf is None and any(name.endswith(".safetensors") for name in names):
             return _snapshot(repo, CHECKPOINT_FILES, IGNORED_FILES, revision, cache_dir, console)
         files = _choose_gguf(repo, names, gguf)
-        return _snapshot(repo, files, (), revision, cache_dir, console) / files[0]
+        mmproj = choose_mmproj(names) if with_mmproj else None
+        wanted = files if mmproj is None else [*files, mmproj]
+        return _snapshot(repo, wanted, (), revision, cache_dir, console) / files[0]
 
 
 def fetch_tokenizer(

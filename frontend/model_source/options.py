@@ -111,6 +111,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, object],
         option("Fields that replace those of the model's preprocessor_config.json"),
     ] = {}
+    mmproj: Annotated[
+        str,
+        option("The vision tower of a GGUF model: a file, or none; by default the one beside it"),
+    ] = ""
     max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
 
 

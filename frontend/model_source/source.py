@@ -10,6 +10,7 @@ from ...protocol.errors import CheckpointError, ConfigError
 from ..supervisor.console import Console
 from ..tokenizer import tokenizer_json_path
 from .default_model import DEFAULT_MODEL, find_packaged_model
+from .mmproj_names import choose_mmproj
 from .options import ModelOptions
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?::(?P<gguf>.+))?")
@@ -50,6 +51,7 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
     return model, fetch_checkpoint(
         match["repo"],
         gguf=match["gguf"],
+        with_mmproj=not options.mmproj,
         revision=options.revision,
         cache_dir=options.download_dir,
         console=console,
@@ -86,6 +88,31 @@ def find_tokenizer_directory(options: ModelOptions, tokenizer_path: Path) -> Pat
     return None if options.skip_tokenizer_init else tokenizer_json_path(tokenizer_path).parent
 
 
+def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
+    """Return the file with the vision tower of a GGUF model; None if it has none.
+
+    Of several files beside the model, one with unquantized numbers is chosen.
+
+    Raises:
+        ConfigError: There is no such file, or the model is not a GGUF file.
+    """
+    if options.mmproj == "none":
+        return None
+    if options.mmproj:
+        path = Path(options.mmproj).expanduser().absolute()
+        if checkpoint.suffix != ".gguf":
+            raise ConfigError(
+                f"--mmproj {options.mmproj}: only GGUF models have such a file; remove it"
+            )
+        if not path.is_file():
+            raise ConfigError(f"--mmproj {options.mmproj} does not exist; use a file, or none")
+        return path
+    if checkpoint.suffix != ".gguf":
+        return None
+    name = choose_mmproj(path.name for path in checkpoint.parent.iterdir())
+    return None if name is None else checkpoint.parent / name
+
+
 def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
     path = path.absolute()
     if path.is_file():
@@ -118,7 +145,7 @@ def _gguf_checkpoints(directory: Path) -> list[Path]:
     """Return the first file of each GGUF checkpoint. `mmproj` files are skipped: they are vision encoders."""
     firsts: dict[str, Path] = {}
     for path in sorted(directory.glob("*.gguf")):
-        if not path.name.startswith("mmproj"):
+        if "mmproj" not in path.name:
             match = _SPLIT_NAME.fullmatch(path.name)
             firsts.setdefault(match[1] if match else path.name, path)
     return list(firsts.values())

@@ -182,6 +182,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         max_lora_rank: The highest rank of an adapter.
         images: How the model reads images; None if it reads none.
         span_kind: Which tokens of a prompt see those behind them.
+        mmproj: The file with the vision tower of a GGUF model; empty if it has none.
         audio: How the model reads sounds; None if it reads none.
         source_text: How the model reads its source; None unless it is an encoder-decoder model of text.
     """
@@ -212,6 +213,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_lora_rank: int = 16
     images: AnyImageProcessor | None = None
     span_kind: SpanKind | None = None
+    mmproj: str = ""
     audio: AudioProcessorConfig | None = None
     source_text: SourceTextConfig | None = None
 

@@ -14,12 +14,15 @@ import numpy as np
 import openai
 import pytest
 import torch
+import transformers
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.client.beam_search import BeamSearchParams
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
+from support.gguf_writer import write_gguf
+from support.mmproj_writer import write_mmproj
 from support.server import Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor, vision_directory
 
@@ -191,6 +194,23 @@ def test_divided_models_read_images_under_memory_pressure_and_crashes(
                 answers.result()
             server.wait_until_whole()
         assert_nothing_is_held(server)
+
+
+def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
+    tmp_path: Path, grid: Model
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(grid.path)
+    decoder = transformers.LlamaForCausalLM(grid.model.config.text_config).float().eval()
+    decoder.model.load_state_dict(grid.model.model.text_model.state_dict())
+    decoder.lm_head.load_state_dict(grid.model.lm_head.state_dict())
+    path = write_gguf(tmp_path / "tiny.gguf", decoder, tokenizer)
+    write_mmproj(tmp_path / "mmproj-tiny.gguf", grid.model, "idefics3")
+    with Server(str(path), *FLAGS) as server:
+        grid.check_all(server, [0, 2, 3, 4])
+    with Server(str(path), *FLAGS, "--mmproj", "none") as server:
+        status, answer = server.post("/v1/chat/completions", chat(*CHATS[2]))
+        assert status == 400
+        assert "reads only text" in answer["error"]["message"]
 
 
 def test_a_prefix_with_the_same_image_is_cached(grid: Model, server: Server) -> None:

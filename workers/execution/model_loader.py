@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ..device.device import has_float8, usable_cores
 from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec, SourceSpec
 from ..loaders import Checkpoint
+from ..loaders.mmproj import MmprojCheckpoint
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
@@ -158,6 +160,8 @@ def load_model(
     shard = model.shard
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
     if vision is not None and reads_outputs and not isinstance(model, TransformersDecoder):
+        if config.model.mmproj:
+            checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
         model.encoder = VisionTower(
             vision,
             checkpoint,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
@@ -25,7 +26,11 @@ _FILES: Final = ("preprocessor_config.json", "processor_config.json")
 
 
 def read_image_processor(
-    path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
+    path: Path,
+    config: ConfigFields,
+    text: ConfigFields,
+    overrides: Mapping[str, object],
+    mmproj: Mmproj | None = None,
 ) -> AnyImageProcessor | None:
     """Return how the model reads images; None if it reads none, or without the processor's file.
 
@@ -34,14 +39,19 @@ def read_image_processor(
         config: Its config.
         text: The text decoder's part of it.
         overrides: Fields that replace those of the processor.
+        mmproj: The vision tower of a GGUF model.
 
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    if not has_vision(config) or not path.is_dir():
+    if not has_vision(config) or not (path.is_dir() or mmproj is not None):
         return None
     vision = vision_spec(config, text.integer("hidden_size"))
-    processor = _read_processor(path)
+    tokens: Mapping[str, str] = {}
+    if mmproj is None:
+        processor = _read_processor(path)
+    else:
+        processor, tokens = ConfigFields(mmproj.processor, path), mmproj.tokens
     if processor is None:
         logger.warning("%s has no %s, so images are refused", path, _FILES[0])
         return None
@@ -53,7 +63,7 @@ def read_image_processor(
     read = _READERS[config.text("model_type")]
     # InternVL's processor ignores this field of the file.
     processor = processor.with_values({"crop_to_patches": None})
-    source = ProcessorSource(path, processor.with_values(dict(overrides)), config)
+    source = ProcessorSource(path, processor.with_values(dict(overrides)), config, tokens)
     return read(source, vision, token_id)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 
 @dataclass(frozen=True)
 class ProcessorSource:
-    """The fields of the image processor and of the model, in the directory `path`."""
+    """The fields of the image processor and of the model, in the directory `path`.
+
+    `tokens` are the texts of special tokens by name, if no file has them.
+    """
 
     path: Path
     fields: ConfigFields
     config: ConfigFields
+    tokens: Mapping[str, str]
 
     def special_token(self, name: str) -> str:
         """Return the text of a special token, which tokenizer_config.json names.
@@ -22,6 +27,8 @@ class ProcessorSource:
         Raises:
             CheckpointError: It does not.
         """
+        if name in self.tokens:
+            return self.tokens[name]
         fields = ConfigFields.read_if_present(self.path / "tokenizer_config.json")
         token = fields.get(name)
         if isinstance(token, dict):

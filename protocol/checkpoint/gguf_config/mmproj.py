@@ -1,0 +1,209 @@
+"""Translates the metadata of an mmproj file, the vision tower beside a GGUF model, into Hugging Face's fields.
+
+Such files are written by llama.cpp's converter. Their architecture is "clip".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ...errors import CheckpointError
+from ..gguf import GGUFFile
+from .fields import GGUFFields
+
+
+class Mmproj(NamedTuple):
+    """The config of the model that reads images, and the fields of its image processor.
+
+    `tokens` are the texts of special tokens by their names in tokenizer_config.json.
+    """
+
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: Mapping[str, str] = MappingProxyType({})
+
+
+class _Vision(GGUFFields):
+    """The keys of a vision tower, and the decoder that reads its outputs."""
+
+    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
+        super().__init__(gguf.metadata, gguf.path, "clip.vision.")
+        self.gguf = gguf
+        self._decoder = decoder
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor."""
+        return name in self.gguf.tensors
+
+    def token_id(self, text: str) -> int:
+        """Return the id of a token of the decoder.
+
+        Raises:
+            CheckpointError: It has no such token.
+        """
+        tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list) or text not in tokens:
+            raise CheckpointError(
+                self._decoder.path,
+                f"there is no token {text!r}, which stands for images; use a model that belongs to {self.path}",
+            )
+        return tokens.index(text)
+
+    def activation(self, gelu: str) -> str:
+        """Return the activation, which is `gelu` if the file says that it is some GELU."""
+        metadata = self.gguf.metadata
+        if metadata.get("clip.use_gelu"):
+            return gelu
+        return "silu" if metadata.get("clip.use_silu") else "quick_gelu"
+
+    def tower(self, gelu: str) -> dict[str, Any]:
+        """Return the fields that all towers have."""
+        return {
+            "hidden_size": self.integer("embedding_length"),
+            "intermediate_size": self.integer("feed_forward_length"),
+            "num_hidden_layers": self.layer_count("block_count"),
+            "num_attention_heads": self.integer("attention.head_count"),
+            "image_size": self.integer("image_size"),
+            "patch_size": self.integer("patch_size"),
+            "layer_norm_eps": self.positive("attention.layer_norm_epsilon", 1e-6),
+            "hidden_act": self.activation(gelu),
+        }
+
+    def pixels(self, side: Any) -> dict[str, Any]:
+        """Return the fields that all image processors have."""
+        values = {name: self.gguf.metadata.get(f"clip.vision.{name}") for name in _STATISTICS}
+        found = {
+            name: [float(x) for x in value] for name, value in values.items() if value is not None
+        }
+        return {"size": side, **found}
+
+
+_STATISTICS: Final = ("image_mean", "image_std")
+
+
+def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
+    """Return what an mmproj file says.
+
+    Args:
+        gguf: The mmproj file.
+        decoder: The model's own file.
+        text: The config of the decoder.
+
+    Raises:
+        CheckpointError: It is not an mmproj file, its kind is not supported, or it does not fit the decoder.
+    """
+    metadata = gguf.metadata
+    if metadata.get("general.architecture") != "clip":
+        raise CheckpointError(
+            gguf.path, "not an mmproj file; its general.architecture is not 'clip'"
+        )
+    kind = metadata.get("clip.vision.projector_type") or metadata.get("clip.projector_type")
+    if kind not in _KINDS:
+        raise CheckpointError(
+            gguf.path,
+            f"the projector type {kind!r} is not supported; supported are {', '.join(sorted(_KINDS))}",
+        )
+    found = _KINDS[kind](_Vision(gguf, decoder))
+    config = {"text_config": dict(text), "num_channels": 3, **found.config}
+    return found._replace(config=config)
+
+
+def _idefics3(vision: _Vision) -> Mmproj:
+    side = vision.integer("image_size")
+    longest = vision.integer("preproc_image_size", 4 * side)
+    return Mmproj(
+        {
+            "model_type": "idefics3",
+            "architectures": ["Idefics3ForConditionalGeneration"],
+            "vision_config": vision.tower("gelu_pytorch_tanh"),
+            "scale_factor": vision.integer("projector.scale_factor"),
+            "image_token_id": vision.token_id("<image>"),
+        },
+        vision.pixels({"longest_edge": longest}) | {"max_image_size": {"longest_edge": side}},
+    )
+
+
+def _internvl(vision: _Vision) -> Mmproj:
+    side = vision.integer("image_size")
+    own = {
+        "norm_type": "layer_norm" if vision.has_tensor("v.blk.0.ln1.bias") else "rms_norm",
+        "use_qk_norm": vision.has_tensor("v.blk.0.attn_q_norm.weight"),
+        "attention_bias": vision.has_tensor("v.blk.0.attn_q.bias"),
+        "use_mean_pooling": not vision.has_tensor("v.post_ln.weight"),
+    }
+    return Mmproj(
+        {
+            "model_type": "internvl",
+            "architectures": ["InternVLForConditionalGeneration"],
+            "vision_config": vision.tower("gelu") | own,
+            "downsample_ratio": 1 / vision.integer("projector.scale_factor"),
+            "image_token_id": vision.token_id("<IMG_CONTEXT>"),
+        },
+        vision.pixels({"height": side, "width": side}),
+    )
+
+
+def _gemma3(vision: _Vision) -> Mmproj:
+    side, factor = vision.integer("image_size"), vision.integer("projector.scale_factor", 4)
+    tower = vision.tower("gelu_pytorch_tanh")
+    return Mmproj(
+        {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "vision_config": tower,
+            "mm_tokens_per_image": (side // tower["patch_size"] // factor) ** 2,
+            "image_token_index": vision.token_id("<image_soft_token>"),
+        },
+        vision.pixels({"height": side, "width": side}),
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    )
+
+
+def _pixtral(vision: _Vision) -> Mmproj:
+    merges = vision.has_tensor("mm.patch_merger.weight")
+    name = "Mistral3" if merges else "Llava"
+    config = {
+        "model_type": name.lower(),
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "vision_config": vision.tower("gelu") | {"model_type": "pixtral"},
+        "multimodal_projector_bias": vision.has_tensor("mm.1.bias"),
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "image_token_index": vision.token_id("[IMG]"),
+    }
+    if merges:
+        config["spatial_merge_size"] = vision.integer("spatial_merge_size", 2)
+    return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
+
+
+def _llava(vision: _Vision) -> Mmproj:
+    side = vision.integer("image_size")
+    tower = vision.tower("gelu_pytorch_tanh")
+    is_clip = vision.has_tensor("v.class_embd")
+    return Mmproj(
+        {
+            "model_type": "llava",
+            "architectures": ["LlavaForConditionalGeneration"],
+            "vision_config": tower
+            | {"model_type": "clip_vision_model" if is_clip else "siglip_vision_model"},
+            "multimodal_projector_bias": vision.has_tensor("mm.0.bias"),
+            # The file has no layers after the one whose outputs are the features.
+            "vision_feature_layer": tower["num_hidden_layers"],
+            "vision_feature_select_strategy": "default" if is_clip else "full",
+            "image_token_index": vision.token_id("<image>"),
+        },
+        vision.pixels({"height": side, "width": side}),
+    )
+
+
+_Reader: TypeAlias = Callable[[_Vision], Mmproj]
+
+_KINDS: Final[dict[str, _Reader]] = {
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+    "mlp": _llava,
+    "pixtral": _pixtral,
+}

@@ -1,0 +1,116 @@
+"""Write the vision tower of a transformers model as the mmproj file that llama.cpp's converter would make of it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter
+
+PROJECTORS = {
+    "idefics3": "idefics3",
+    "internvl": "internvl",
+    "llava-clip": "mlp",
+    "gemma3": "gemma3",
+    "pixtral": "pixtral",
+    "mistral3": "pixtral",
+}
+_NAMES = (
+    (r"^model\.", ""),
+    (r"^vision_(tower|model)\.", "v."),
+    (r"^v\.vision_model\.", "v."),
+    (r"encoder\.layers?\.|transformer\.layers\.", "blk."),
+    (r"\.(layer_norm1|layernorm_before|attention_norm)\.", ".ln1."),
+    (r"\.(layer_norm2|layernorm_after|ffn_norm)\.", ".ln2."),
+    (r"\.(self_attn|attention)\.(q|k|v)_proj\.", r".attn_\2."),
+    (r"\.(self_attn|attention)\.(out_proj|o_proj|projection_layer)\.", ".attn_out."),
+    (r"\.(mlp\.fc1|feed_forward\.up_proj)\.", ".ffn_up."),
+    (r"\.feed_forward\.gate_proj\.", ".ffn_gate."),
+    (r"\.(mlp\.fc2|feed_forward\.down_proj)\.", ".ffn_down."),
+    (r"\.lambda_([12])$", r".ls\1.weight"),
+    (r"embeddings\.patch_embeddings?\.(projection\.)?|patch_conv\.", "patch_embd."),
+    (r"embeddings\.position_embeddings?(\.weight)?$", "position_embd.weight"),
+    (r"embeddings\.(class_embedding|cls_token)$", "class_embd"),
+    (r"pre_layrnorm|ln_pre", "pre_ln"),
+    (r"post_layernorm", "post_ln"),
+    (r"^v\.layernorm", "v.post_ln"),
+    (r"^connector\.modality_projection\.proj\.", "mm.model.fc."),
+    (r"multi_modal_projector\.mm_input_projection_weight", "mm.input_projection.weight"),
+    (r"multi_modal_projector\.mm_soft_emb_norm", "mm.soft_emb_norm"),
+    (r"multi_modal_projector\.patch_merger\.merging_layer", "mm.patch_merger"),
+    (r"multi_modal_projector\.norm", "mm.input_norm"),
+)
+_PROJECTIONS = {
+    "internvl": {
+        "layer_norm": "mm.model.mlp.0",
+        "linear_1": "mm.model.mlp.1",
+        "linear_2": "mm.model.mlp.3",
+    },
+    "mlp": {"linear_1": "mm.0", "linear_2": "mm.2"},
+    "pixtral": {"linear_1": "mm.1", "linear_2": "mm.2"},
+}
+
+
+def write_mmproj(path: Path, model: Any, kind: str) -> Path:
+    """Write the tower of `model`, of this kind of `support.vision_checkpoints`, to `path` and return it."""
+    config, projector = model.config.vision_config, PROJECTORS[kind]
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", projector)
+    writer.add_bool("clip.has_vision_encoder", True)
+    sides = config.image_size, config.patch_size
+    image_size, patch_size = (x if isinstance(x, int) else x[0] for x in sides)
+    num_layers = config.num_hidden_layers
+    if projector == "mlp":
+        num_layers -= 1
+    numbers = {
+        "image_size": 2 * image_size if projector == "pixtral" else image_size,
+        "patch_size": patch_size,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": num_layers,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if projector in ("idefics3", "internvl", "gemma3"):
+        numbers["projector.scale_factor"] = 2
+    if projector == "idefics3":
+        numbers["preproc_image_size"] = 4 * image_size
+    if kind == "mistral3":
+        numbers["spatial_merge_size"] = 2
+    for name, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    eps = getattr(config, "layer_norm_eps", 1e-5)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", eps)
+    if config.hidden_act != "quick_gelu":
+        writer.add_bool("clip.use_gelu", True)
+    for name in ("mean", "std"):
+        writer.add_array(f"clip.vision.image_{name}", [0.5, 0.5, 0.5])
+    for name, tensor in model.state_dict().items():
+        gguf_name = _gguf_name(name, projector)
+        match = re.match(r"v\.blk\.(\d+)\.", gguf_name)
+        if gguf_name.startswith(("v.", "mm.")) and not (match and int(match[1]) >= num_layers):
+            writer.add_tensor(gguf_name, _stored(gguf_name, tensor, config, projector))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str, projector: str) -> str:
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    for ours, theirs in _PROJECTIONS.get(projector, {}).items():
+        name = name.replace(f"multi_modal_projector.{ours}", theirs)
+    return name
+
+
+def _stored(name: str, tensor: torch.Tensor, config: Any, projector: str) -> np.ndarray:
+    if projector == "pixtral" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        heads = tensor.unflatten(0, (config.num_attention_heads, 2, -1))
+        tensor = heads.transpose(1, 2).flatten(0, 2)
+    if name == "mm.soft_emb_norm.weight":
+        tensor = tensor + 1
+    if name == "v.position_embd.weight" or name == "v.class_embd":
+        tensor = tensor.squeeze()
+    return tensor.float().numpy()

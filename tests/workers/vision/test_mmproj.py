@@ -1,0 +1,68 @@
+"""mmproj files beside GGUF models give the towers of their Hugging Face checkpoints."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.gguf import GGUFFile
+from engine.protocol.checkpoint.gguf_config.mmproj import read_mmproj
+from engine.protocol.checkpoint.vision.read import vision_spec
+from engine.protocol.errors import CheckpointError
+from engine.protocol.messages import ImagePayload
+from engine.workers.loaders.mmproj import MmprojCheckpoint
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.vision.tower import VisionTower
+from gguf import GGUFWriter
+from support.mmproj_writer import PROJECTORS, write_mmproj
+from support.vision_checkpoints import TILE, vision_directory
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+TOKENS = ["<image>", "<IMG_CONTEXT>", "<image_soft_token>", "[IMG]"]
+
+
+def _decoder(path, tokens=TOKENS):
+    writer = GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+@pytest.mark.parametrize("kind", PROJECTORS)
+def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = vision_directory(tmp_path / "model", kind)
+    file = write_mmproj(tmp_path / "mmproj-tiny.gguf", model, kind)
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf"), text)
+    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
+    stored = ConfigFields.read(path / "config.json")
+    expected = vision_spec(stored, text["hidden_size"])
+    same = {
+        "image_size": spec.image_size,
+        "max_outputs": spec.max_outputs,
+        "norm_eps": spec.norm_eps,
+    }
+    assert replace(expected, **same) == spec
+    pixels = np.random.default_rng(1).integers(0, 256, (TILE, TILE, 3), np.uint8).tobytes()
+    image = ImagePayload(TILE, TILE, pixels, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    outputs = [
+        VisionTower(spec, checkpoint, CPU, torch.float32)(image)
+        for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    _, model = vision_directory(tmp_path / "model", "idefics3")
+    file = GGUFFile(write_mmproj(tmp_path / "mmproj.gguf", model, "idefics3"))
+    decoder = _decoder(tmp_path / "tiny.gguf", ["a"])
+    with pytest.raises(CheckpointError, match="there is no token '<image>'"):
+        read_mmproj(file, decoder, {})
+    with pytest.raises(CheckpointError, match="not an mmproj file"):
+        read_mmproj(decoder, decoder, {})
