@@ -15,7 +15,7 @@ from engine.frontend.model_source.default_model import (
     find_packaged_model,
 )
 from engine.frontend.model_source.options import ModelOptions
-from engine.frontend.model_source.source import find_checkpoint
+from engine.frontend.model_source.source import find_checkpoint, find_mmproj
 from engine.frontend.supervisor.console import Console
 from engine.protocol.cache_directory import cache_directory
 from engine.protocol.errors import CheckpointError, ConfigError
@@ -74,6 +74,20 @@ def test_a_directory_with_one_gguf_checkpoint_is_found(tmp_path: Path, names: li
     path = touch(tmp_path / "m", *names)
     assert find(path) == (str(path), path / names[0])
     assert find(path / names[0]) == (str(path / names[0]), path / names[0])
+
+
+def test_the_vision_tower_beside_a_gguf_file_is_found(tmp_path: Path) -> None:
+    path = touch(tmp_path / "m", "m.gguf", "mmproj-F32.gguf", "mmproj-BF16.gguf", "other.gguf")
+    model = path / "m.gguf"
+    assert find_mmproj(ModelOptions(), model) == path / "mmproj-BF16.gguf"
+    given = ModelOptions(mmproj=str(path / "other.gguf"))
+    assert find_mmproj(given, model) == path / "other.gguf"
+    assert find_mmproj(ModelOptions(mmproj="none"), model) is None
+    assert find_mmproj(ModelOptions(), path) is None
+    with pytest.raises(ConfigError, match=r"--mmproj .*missing\.gguf does not exist"):
+        find_mmproj(ModelOptions(mmproj="missing.gguf"), model)
+    with pytest.raises(ConfigError, match="only GGUF models"):
+        find_mmproj(given, path)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +266,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     touch(full / "onnx", "model.onnx", "config.json")
     quants = root / "org" / "quants"
     quants.mkdir()
-    touch(quants, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
+    touch(quants, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F32.gguf", "mmproj-m-F16.gguf")
     touch(quants, "m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf")
     with fake_hub(root) as (url, requested):
         yield Hub(url, requested, root, tmp_path / "hf")
@@ -287,14 +301,16 @@ def test_a_checkpoint_from_the_hub_is_fetched_once_and_served_offline(hub: Hub) 
         (":F16", "m-F16-00001-of-00002.gguf"),
     ],
 )
-def test_a_gguf_file_is_fetched_from_the_hub(hub: Hub, selector: str, file: str) -> None:
+def test_a_gguf_file_is_fetched_from_the_hub_with_its_vision_tower(
+    hub: Hub, selector: str, file: str
+) -> None:
     name, path, _ = hub.find(f"org/quants{selector}")
     assert (name, path.name) == (f"org/quants{selector}", file)
     fetched = {p.name for p in path.parent.iterdir()}
+    files = {file, file.replace("00001-", "00002-")} if "F16" in file else {file}
+    assert fetched == files | {"mmproj-m-F16.gguf"}
     if "F16" not in file:
-        assert fetched == {file}
         return
-    assert fetched == {file, file.replace("00001-", "00002-")}
     offline = hub.run({"model": f"org/quants{selector}"}, HF_HUB_OFFLINE="1")
     assert json.loads(offline.stdout)[1] == str(path), offline.stderr
 
@@ -302,9 +318,14 @@ def test_a_gguf_file_is_fetched_from_the_hub(hub: Hub, selector: str, file: str)
 def test_revision_download_directory_and_tokenizer_are_used(hub: Hub, tmp_path: Path) -> None:
     directory = tmp_path / "models"
     _, path, tokenizer = hub.find(
-        "org/quants:Q8_0", revision=COMMIT, download_dir=str(directory), tokenizer="org/full"
+        "org/quants:Q8_0",
+        revision=COMMIT,
+        download_dir=str(directory),
+        tokenizer="org/full",
+        mmproj="none",
     )
     assert path.is_relative_to(directory)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert tokenizer.is_relative_to(directory)
     names = {p.name for p in tokenizer.iterdir()}
     assert "tokenizer.json" in names
