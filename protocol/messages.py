@@ -87,7 +87,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     grid: EncoderGrid | None = None
 
 
-class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
     `pixels` are uint8[height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each channel. With
@@ -123,6 +123,14 @@ class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The data of a source text for an encoder: its `token_ids` int32."""
 
     token_ids: I32
+
+
+class EmbeddingPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
+    """The data of an image whose embeddings the client has: `values` are float32[rows, columns], little-endian."""
+
+    rows: int
+    columns: int
+    values: bytes
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from ...protocol.config import EngineConfig
@@ -17,16 +19,19 @@ from ..tokenizer import Tokenizer
 from .data_urls import is_data_url, read_data_url
 from .decode import decode_image, to_rgb
 from .downloads import Downloader
+from .embeddings import check_embeddings, read_embeddings
 from .prompt_images import PreparedImage, PromptImages
 
-_KINDS: Final = ("image_url", "input_image", "image_pil", "image")
+_EMBEDDINGS: Final = "image_embeds"
+_KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
 
 
 class ChatImage(NamedTuple):
-    """An image of a conversation: a URL, or Pillow's image from a caller in this process."""
+    """An image of a conversation: a URL, Pillow's image or an array from a caller in this process, or embeddings."""
 
-    source: str | Image.Image
+    source: str | Image.Image | NDArray[Any]
     where: str
+    is_embedded: bool = False
 
 
 def take_images(messages: Sequence[Any], max_images: int) -> tuple[list[Any], list[ChatImage]]:
@@ -66,6 +71,11 @@ def _take(part: Any, where: str, images: list[ChatImage]) -> Any:
     where = f"{where}.{kind}"
     if isinstance(value, Mapping):
         value, where = value.get("url"), f"{where}.url"
+    if kind == _EMBEDDINGS:
+        if not isinstance(value, str | np.ndarray):
+            raise ParameterError(where, f"must be a file in base64, got {echo(value)}")
+        images.append(ChatImage(value, where, is_embedded=True))
+        return IMAGE_PART
     if not isinstance(value, str | Image.Image) or not value:
         raise ParameterError(where, f"must be the URL of an image, got {echo(value)}")
     images.append(ChatImage(value, where))
@@ -81,6 +91,8 @@ class ChatImages:
         assert config.model.images is not None, "the model reads no images"
         self._places = PromptImages(config.model.images, tokenizer)
         self._max_images = config.frontend.max_images
+        self._reads_embeddings = config.frontend.enable_mm_embeds
+        self._size = config.model.images.output_size
         self._max_model_len = config.model.max_model_len
         self._executor = executor.create_separate()
         self._downloader: Downloader | None = None
@@ -113,13 +125,7 @@ class ChatImages:
         prepared: list[PreparedImage] = []
         num_outputs = 0
         for image in images:
-            source: str | bytes | Image.Image = image.source
-            if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
-                download = self._downloader.download
-                source = await self._downloads.in_thread(download, source, image.where)
-            prepared.append(
-                await self._executor.in_thread(self._prepare, source, image.where, len(images))
-            )
+            prepared.append(await self._prepare_one(image, len(images)))
             num_outputs += prepared[-1].num_outputs
             if num_outputs > self._max_model_len:
                 raise ParameterError(
@@ -150,6 +156,27 @@ class ChatImages:
         text, token_ids = encode(self._places.expand(text, images))
         token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
+
+    async def _prepare_one(self, image: ChatImage, num_images: int) -> PreparedImage:
+        source, where = image.source, image.where
+        if image.is_embedded or isinstance(source, np.ndarray):
+            return await self._executor.in_thread(self._place_embeddings, source, where)
+        if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
+            content = await self._downloads.in_thread(self._downloader.download, source, where)
+            return await self._executor.in_thread(self._prepare, content, where, num_images)
+        return await self._executor.in_thread(self._prepare, source, where, num_images)
+
+    def _place_embeddings(self, source: str | NDArray[Any], where: str) -> PreparedImage:
+        if not self._reads_embeddings:
+            raise ParameterError(
+                where, "is not accepted by this server, which runs without --enable-mm-embeds"
+            )
+        values = read_embeddings(source, where) if isinstance(source, str) else source
+        checked = check_embeddings(values, where, self._size)
+        try:
+            return self._places.place_embeddings(checked)
+        except ValueError as error:
+            raise ParameterError(where, f"cannot be read by this model: {error}") from None
 
     def _prepare(
         self, source: str | bytes | Image.Image, where: str, num_images: int

@@ -9,11 +9,12 @@ from itertools import accumulate
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from ...protocol.config.images import AnyImageProcessor
+from ...protocol.config.images import AnyImageProcessor, FitProcessor, GridProcessor
 from ...protocol.errors import ConfigError, ParameterError
-from ...protocol.messages import EncoderInput
+from ...protocol.messages import EmbeddingPayload, EncoderInput
 from ..chat.messages import IMAGE_MARK
 from ..tokenizer import Tokenizer
 from .layouts.pixels import Parts, Tile
@@ -71,6 +72,21 @@ class PromptImages:
     def prepare(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
         """Return one of a prompt's images in RGB as the model reads it."""
         return PreparedImage(process_image(image, self._config, num_images), self._token)
+
+    def place_embeddings(self, values: NDArray[np.float32]) -> PreparedImage:
+        """Return an image whose embeddings [K, `output_size`] a client sent.
+
+        Raises:
+            ValueError: The model's prompts have more than the embeddings of an image in its place.
+        """
+        config = self._config
+        if isinstance(config, FitProcessor | GridProcessor):
+            raise ValueError(
+                "the prompt of this model depends on the size of an image; send the image"
+            )
+        payload = EmbeddingPayload(*values.shape, values.astype("<f4").tobytes())
+        parts: Parts = [config.start, Tile(payload, len(values)), config.end]
+        return PreparedImage(parts, self._token)
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Return the prompt with an image token for each embedding.

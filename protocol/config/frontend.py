@@ -187,6 +187,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         dict[str, int],
         option('Maximum images of a prompt, such as {"image": 4}', default_text='{"image": 32}'),
     ] = {}
+    enable_mm_embeds: Annotated[
+        bool, option("Accept embeddings in place of images; only for trusted clients")
+    ] = False
     response_role: Annotated[str, chat("Role of response messages")] = "assistant"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from engine.core.replay.__main__ import main as replay
@@ -340,6 +341,54 @@ def test_what_does_not_fit_is_refused(grid: Model, server: Server) -> None:
     assert answer["error"]["param"] == "n"
     server.post("/v1/chat/completions", chat("the end"))
     assert_nothing_is_held(server)
+
+
+def _embeddings_file(values: torch.Tensor, *, as_npy: bool = False) -> str:
+    file = io.BytesIO()
+    if as_npy:
+        np.save(file, values.numpy())
+    else:
+        file.write(safetensors.torch.save({"embeddings": values}))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_embeddings_take_the_place_of_an_image(tmp_path: Path, server: Server) -> None:
+    model = Model(tmp_path, "llava-siglip")
+    image = next(part for part in CHATS[2] if isinstance(part, Image.Image))
+    pixels = image_processor(model.path, model.kind)(image, return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        [values] = model.model.model.get_image_features(pixels).pooler_output
+
+    def ask(server: Server, file: Any) -> tuple[int, Any]:
+        request = chat(*CHATS[2])
+        request["messages"][0]["content"][0] = {"type": "image_embeds", "image_embeds": file}
+        return server.post("/v1/chat/completions", request)
+
+    with Server(str(model.path), *FLAGS, "--enable-mm-embeds") as own:
+        for file in (_embeddings_file(values), _embeddings_file(values[None], as_npy=True)):
+            status, answer = ask(own, file)
+            assert status == 200, answer
+            model.check(2, answer)
+        assert ask(own, _embeddings_file(values.bfloat16()))[0] == 200
+        wrong = values.clone()
+        wrong[1, 2] = torch.nan
+        for file, message in (
+            (_embeddings_file(values[:, :-1]), "has the shape [64, 63], but this model reads"),
+            (_embeddings_file(wrong), "has numbers that are NaN or infinite"),
+            (_embeddings_file(values.double()), "its type is F64"),
+            (_embeddings_file(values)[:-400], "which are not those of shape"),
+            ("aGVsbG8=", "is not a safetensors or npy file"),
+            ("?", "is not valid base64"),
+            (7, "must be a file in base64"),
+        ):
+            status, answer = ask(own, file)
+            assert status == 400
+            assert answer["error"]["param"] == "messages[0].content[0].image_embeds"
+            assert message in answer["error"]["message"]
+        assert_nothing_is_held(own)
+    status, answer = ask(server, _embeddings_file(values))
+    assert status == 400
+    assert "without --enable-mm-embeds" in answer["error"]["message"]
 
 
 def test_text_models_refuse_images(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import EngineError
-from ...protocol.messages import ImagePayload
+from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
 from .anyres import join_tiles
 from .layers import VisionLayer
@@ -23,7 +23,7 @@ from .projection import read_projection
 from .rotary import PatchRotation, rotate_patches
 from .weights import VisionWeights, find_activation
 
-_decoder = msgspec.msgpack.Decoder(ImagePayload)
+_decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class VisionTower:
@@ -94,15 +94,17 @@ class VisionTower:
             self._newline_D = weights.read("image_newline", spec.output_size)
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] of the image in the data of an encoder input.
+        """Return the embeddings [K, output size] in the data of an encoder input, or those of the image there.
 
         Raises:
-            EngineError: There is none, which a correct frontend never sends.
+            EngineError: There is neither, which a correct frontend never sends.
         """
         try:
             image = _decoder.decode(data)
         except msgspec.MsgspecError as error:
             raise EngineError(f"an encoder input is not an image: {error}") from error
+        if isinstance(image, EmbeddingPayload):
+            return self._read_embeddings(image)
         expected = 3 * image.width * image.height
         if len(image.pixels) != expected:
             raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
@@ -125,6 +127,19 @@ class VisionTower:
             return self._encode_tiles(image)
         finally:
             torch.set_num_threads(num_threads)
+
+    def _read_embeddings(self, image: EmbeddingPayload) -> Tensor:
+        """Return the embeddings [K, output size] of an image that a client sent instead of it.
+
+        Raises:
+            EngineError: They have another size than the decoder's.
+        """
+        size = self.spec.output_size
+        if image.columns != size or len(image.values) != 4 * image.rows * size:
+            raise EngineError(f"embeddings have {image.columns} elements, the model reads {size}")
+        # Copied, because torch requires a writable array, and the message's bytes are read-only.
+        values = torch.frombuffer(bytearray(image.values), dtype=torch.float32)
+        return values.view(image.rows, size).to(self._device, self._dtype)
 
     def warm_up(self) -> None:
         """Encode a black image."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from PIL import Image
 
 from ....protocol.config.images import ImageProcessorConfig
-from ....protocol.messages import ImagePayload
+from ....protocol.messages import EmbeddingPayload, ImagePayload
 
 
 class Tile(NamedTuple):
@@ -16,7 +16,7 @@ class Tile(NamedTuple):
     If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt.
     """
 
-    payload: ImagePayload
+    payload: ImagePayload | EmbeddingPayload
     num_outputs: int
     row_length: int = 0
     separator: str = ""

@@ -23,6 +23,7 @@ def values(
     """Return what all processors have in common."""
     values: dict[str, Any] = {
         "token_id": token_id,
+        "output_size": vision.output_size,
         "num_outputs": vision.num_outputs,
         "resample": fields.integer("resample", resample, minimum=0, maximum=5),
         "scale": fields.positive("rescale_factor", 1 / 255),
