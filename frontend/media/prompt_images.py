@@ -84,7 +84,8 @@ class PromptImages:
             raise ValueError(
                 "the prompt of this model depends on the size of an image; send the image"
             )
-        payload = EmbeddingPayload(*values.shape, values.astype("<f4").tobytes())
+        rows, columns = values.shape
+        payload = EmbeddingPayload(rows, columns, values.astype("<f4").tobytes())
         parts: Parts = [config.start, Tile(payload, len(values)), config.end]
         return PreparedImage(parts, self._token)
 

@@ -348,7 +348,7 @@ def _embeddings_file(values: torch.Tensor, *, as_npy: bool = False) -> str:
     if as_npy:
         np.save(file, values.numpy())
     else:
-        file.write(safetensors.torch.save({"embeddings": values}))
+        file.write(safetensors.torch.save({"embeddings": values.contiguous()}))
     return base64.b64encode(file.getvalue()).decode()
 
 
