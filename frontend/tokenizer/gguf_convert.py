@@ -87,6 +87,10 @@ def convert(
         case "llama":
             parts, add_bos, add_eos = _sentencepiece(vocabulary), True, False
             bos, eos = vocabulary.special("bos", 1), vocabulary.special("eos", 2)
+        case "bert":
+            parts, add_bos, add_eos = _word_pieces(vocabulary), True, True
+            bos = vocabulary.special("cls") or vocabulary.special("bos")
+            eos = vocabulary.special("seperator") or vocabulary.special("eos")
         case "gemma4":
             merges = vocabulary.strings("merges")
             parts, add_bos, add_eos = _sentencepiece(vocabulary, merges), True, False
@@ -98,7 +102,8 @@ def convert(
             raise CheckpointError(path, "it contains no tokenizer (no tokenizer.ggml.model)")
         case _:
             raise CheckpointError(
-                path, f"its tokenizer is of kind {kind!r}; supported are gemma4, gpt2, llama and t5"
+                path,
+                f"its tokenizer is of kind {kind!r}; supported are bert, gemma4, gpt2, llama and t5",
             )
     add_bos = vocabulary.flag("add_bos_token", add_bos)
     add_eos = vocabulary.flag("add_eos_token", add_eos)
@@ -245,6 +250,36 @@ def _bpe(
         "ignore_merges": ignore_merges,
         "vocab": {token: i for i, token in enumerate(vocabulary.tokens)},
         "merges": merges,
+    }
+
+
+def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Return the parts of BERT's tokenizer. A GGUF file marks the starts of words, and BERT the other pieces."""
+    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    pieces = {}
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        starts = token.startswith(_SPACE) and token != _SPACE
+        piece = token.removeprefix(_SPACE) if starts else f"##{token}"
+        pieces[token if kind in special else piece] = i
+    # The file does not say whether texts are lowercased.
+    is_cased = any(piece != piece.lower() and not piece.startswith("[") for piece in pieces)
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not is_cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": vocabulary.special("unknown") or "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": pieces,
+        },
     }
 
 

@@ -20,7 +20,9 @@ import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
+from gguf import PoolingType
 from safetensors.torch import save_file
+from support.gguf_bert import write_bert
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
@@ -77,6 +79,18 @@ def test_vectors_equal_those_of_sentence_transformers(
             hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
         expected = torch.nn.functional.normalize(hidden.mean(1))[0]
         np.testing.assert_allclose(vector, expected, atol=1e-5)
+
+
+def test_a_gguf_file_gives_the_same_vectors(
+    vectors: list[list[float]], minilm: Path, tmp_path: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    model = transformers.AutoModel.from_pretrained(minilm, dtype=torch.float32)
+    path = write_bert(tmp_path / "minilm.gguf", model, tokenizer, PoolingType.MEAN)
+    with LLM(str(path)) as llm:
+        outputs = llm.embed(list(TEXTS))
+    found = [output.outputs.embedding for output in outputs]
+    np.testing.assert_allclose(found, vectors, atol=1e-6)
 
 
 def test_a_vector_has_equal_bits_in_every_batch(server: Server, vectors: list[list[float]]) -> None:

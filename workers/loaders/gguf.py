@@ -22,6 +22,7 @@ _MODULES = {
     "token_embd": "model.embed_tokens",
     "token_embd_norm": "model.embed_norm",
     "position_embd": "model.embed_positions",
+    "token_types": "model.embed_token_types",
     "output_norm": "model.norm",
     "output": "lm_head",
     "altup_proj": "model.altup_projections.{part}",
@@ -117,6 +118,8 @@ _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
 _LAYER_MODULES_OF_ARCHITECTURE = {
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "bert": _LAYER_MODULES
+    | {"attn_output_norm": "attention_norm", "layer_output_norm": "mlp_norm"},
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},

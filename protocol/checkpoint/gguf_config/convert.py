@@ -12,13 +12,14 @@ import numpy as np
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
 from .dense import DENSE
+from .encoders import ENCODERS
 from .fields import GGUFFields, ModelFields, Translate
 from .gemma import GEMMA
 from .mixtures import MIXTURES
 from .parts import rope_scaling
 from .recurrent import RECURRENT
 
-ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **GEMMA, **MIXTURES, **RECURRENT}
+ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **ENCODERS, **GEMMA, **MIXTURES, **RECURRENT}
 
 # Their metadata has lists with the sizes of each layer.
 _VARIED = (*RECURRENT, "gemma3n", "gemma4")
