@@ -198,7 +198,8 @@ def _make_scheduler_config(
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if images is not None and given.get("disable_chunked_mm_input"):
-        needed = max(needed, images.num_outputs)
+        # There must be room for an image beside a token of every other request.
+        needed = max(needed, images.num_outputs + given["max_num_seqs"])
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
         several = _SOURCES_AT_ONCE if model.reads_source else 1
