@@ -27,10 +27,10 @@ _decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class VisionTower:
-    """The tower of `spec` and its projection, in torch.
+    """The tower of `spec` and its projection, in torch or with the layers of `run_layers`.
 
-    It computes one image at a time, so its numbers do not depend on other images. `run_layers` replaces the layers: it
-    returns their features for hidden states [P, D].
+    It computes one image at a time, so its numbers do not depend on other images. `run_layers` returns the features of
+    the layers for hidden states [P, D].
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.

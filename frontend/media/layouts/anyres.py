@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from PIL import Image
 
@@ -10,6 +11,9 @@ from ....protocol.checkpoint.vision.anyres import anyres_grid
 from ....protocol.config.images import AnyresProcessor
 from ....protocol.messages import ImagePayload
 from .pixels import Parts, Tile, resize
+
+_MAX_SIDE: Final = 8192
+"""The longest side of an image that gets margins. The square takes three bytes for each pixel."""
 
 
 def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
@@ -74,8 +78,17 @@ def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcesso
 
 
 def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
-    """Return a square image, with the given one in its middle."""
+    """Return a square image, with the given one in its middle.
+
+    Raises:
+        ValueError: The square has more than `_MAX_SIDE` pixels in each direction.
+    """
     side = max(image.size)
+    if side > _MAX_SIDE:
+        raise ValueError(
+            f"beside other images its longer side may have {_MAX_SIDE} pixels, it has {side}; "
+            "send a smaller one"
+        )
     red, green, blue = (int(255 * mean) for mean in config.mean)
     square = Image.new("RGB", (side, side), (red, green, blue))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))

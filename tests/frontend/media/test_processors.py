@@ -108,6 +108,8 @@ def test_grids_with_margins_equal_those_of_transformers(kind, tmp_path):
             parts = process_image(image, config, 2)
             [tile] = [part.payload for part in parts if isinstance(part, Tile)]
             np.testing.assert_array_equal(_normalized(tile), pixels)
+        with pytest.raises(ValueError, match="may have 8192 pixels, it has 9000"):
+            process_image(_image(1, 9000), config, 2)
 
 
 @pytest.mark.parametrize("size", [(600, 260), (300, 800), (900, 200), (64, 64)])
