@@ -99,6 +99,10 @@ _GEMMA4_MODULES = _GEMMA_MODULES | {
     "ffn_gate_up_exps": "experts.{part}.gate_up_proj",
     "ffn_down_exps": "experts.{part}.down_proj",
 }
+_BERT_MODULES = _LAYER_MODULES | {
+    "attn_output_norm": "attention_norm",
+    "layer_output_norm": "mlp_norm",
+}
 _LFM2_MODULES = _LAYER_MODULES | {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}
 _NEMOTRON_H_MODULES = _LAYER_MODULES | {"attn_norm": "norm"}
 _DELTA_NET_MODULES = _LAYER_MODULES | {
@@ -118,8 +122,8 @@ _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
 _LAYER_MODULES_OF_ARCHITECTURE = {
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    "bert": _LAYER_MODULES
-    | {"attn_output_norm": "attention_norm", "layer_output_norm": "mlp_norm"},
+    "bert": _BERT_MODULES,
+    "nomic-bert": _BERT_MODULES,
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},

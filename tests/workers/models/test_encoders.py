@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 import transformers
+from gguf import PoolingType
 from support.decoders import Runner, load_decoder, load_native_decoder
+from support.gguf_bert import write_bert
 
 pytestmark = pytest.mark.slow
 
@@ -146,4 +148,21 @@ def test_configs_are_read_as_published(family, load, tmp_path):
     found = Runner(load(tmp_path, max_model_len=200), 1).hidden({0: prompt})
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).last_hidden_state[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+@pytest.mark.parametrize("key", ["bert", "nomic-bert"])
+def test_gguf_encoders_give_the_hidden_states_of_transformers(key, load, tmp_path):
+    name, differences = MODELS[key]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    reference = model_class(model_class.config_class(**SMALL | differences)).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    path = write_bert(tmp_path / "tiny.gguf", reference, None, PoolingType.MEAN)
+    tokens = [random.Random(1).randrange(4, 97) for _ in range(30)]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).last_hidden_state[0]
+    found = Runner(load(path)).hidden({0: tokens})
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
