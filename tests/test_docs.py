@@ -46,10 +46,10 @@ def test_page_names_existing_files(page: Path) -> None:
             ), path
 
 
-def test_scheduler_specification_names_existing_functions() -> None:
-    text = (DOCS / "scheduler.md").read_text()
-    named = re.findall(r"`((?:\w+/)*[a-z_]+\.py)`, `(\w+)`", text)
-    assert len(named) > 20
+@pytest.mark.parametrize(("page", "least"), [("scheduler.md", 20), ("architecture.md", 10)])
+def test_page_names_existing_functions(page: str, least: int) -> None:
+    named = re.findall(r"`((?:\w+/)*[a-z_]+\.py)`, `(\w+)`", (DOCS / page).read_text())
+    assert len(named) > least
     for path, name in named:
         sources = [file.read_text() for file in (ROOT / "core").rglob(path)]
         sources.append((ROOT / path).read_text() if (ROOT / path).exists() else "")
