@@ -95,7 +95,8 @@ def engine_processes(
     if listen_fd is not None:
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
-            specs.append(ProcessSpec(frontend.name, frontend.role, frontend.argv, (listen_fd,)))
+            # Threads of a product of arrays would only compete with those of the workers.
+            specs.append(replace(frontend, pass_fds=(listen_fd,), env={"OPENBLAS_NUM_THREADS": "1"}))
     return specs
 
 

@@ -1,0 +1,1 @@
+"""Sounds in requests: decoded, resampled, and turned into the features that a model reads."""

@@ -1,0 +1,95 @@
+"""Changes the sample rate of a sound."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from ...protocol.arrays import Float32Array
+
+MIN_RATE: Final = 4_000
+MAX_RATE: Final = 384_000
+"""Sample rates that are resampled, in Hz."""
+
+_MAX_DOWN: Final = 1000
+"""Maximum denominator of the ratio of two rates. An odd rate is off by at most a millionth."""
+
+_NUM_COLUMNS: Final = 128
+"""Outputs of a row of the product, if the ratio of the rates needs no more."""
+
+_NUM_CROSSINGS: Final = 32
+"""Zero crossings of the filter on each side."""
+
+_BETA: Final = 10.0
+"""The shape of the Kaiser window: about 100 dB of attenuation."""
+
+_ROLLOFF: Final = 0.94
+"""The cutoff of the filter as a share of the lower Nyquist frequency."""
+
+
+class Resampler:
+    """Resamples a sound that arrives in blocks, with a windowed sinc filter.
+
+    Each output is a sum of the inputs around it. The outputs are computed in rows of one matrix product: a row of
+    `columns` outputs reads `rows_step` inputs and the reach of the filter.
+
+    Args:
+        from_rate: The rate of the sound, from `MIN_RATE` to `MAX_RATE`.
+        to_rate: The rate of the result.
+    """
+
+    def __init__(self, from_rate: int, to_rate: int) -> None:
+        ratio = Fraction(to_rate, from_rate).limit_denominator(_MAX_DOWN)
+        self._ratio = ratio
+        self._is_same = ratio == 1
+        if self._is_same:
+            return
+        self._filter, self._step, self._reach = _filter(ratio.numerator, ratio.denominator)
+        # Before the first sample and after the last one is silence.
+        self._kept = np.zeros(self._reach, np.float32)
+        self._num_inputs = self._num_outputs = 0
+
+    def feed(self, samples: Float32Array, *, is_end: bool = False) -> Float32Array:
+        """Return the outputs that the samples so far determine, float32 [M]; at the end, all that are left."""
+        if self._is_same:
+            return samples
+        self._num_inputs += len(samples)
+        parts = [self._kept, samples]
+        if is_end:
+            parts.append(np.zeros(2 * self._reach + self._step, np.float32))
+        inputs = np.concatenate(parts)
+        width = self._filter.shape[0]
+        num_rows = max(0, (len(inputs) - width) // self._step + 1)
+        self._kept = inputs[num_rows * self._step :]
+        if not num_rows:
+            return np.zeros(0, np.float32)
+        windows = np.lib.stride_tricks.sliding_window_view(inputs, width)[:: self._step][:num_rows]
+        # BLAS takes no rows that overlap.
+        outputs: Float32Array = (np.ascontiguousarray(windows) @ self._filter).reshape(-1)
+        if is_end:
+            outputs = outputs[: max(0, self._num_wanted() - self._num_outputs)]
+        self._num_outputs += len(outputs)
+        return outputs
+
+    def _num_wanted(self) -> int:
+        """Return the number of outputs of the whole sound, rounded up."""
+        return -(-self._num_inputs * self._ratio.numerator // self._ratio.denominator)
+
+
+@lru_cache(16)
+def _filter(up: int, down: int) -> tuple[Float32Array, int, int]:
+    """Return the filter as a matrix [inputs, outputs] of a row, the inputs from row to row, and the filter's reach."""
+    repeats = max(1, _NUM_COLUMNS // up)
+    columns, step = up * repeats, down * repeats
+    cutoff = _ROLLOFF * min(1.0, up / down)
+    reach = int(np.ceil(_NUM_CROSSINGS / cutoff))
+    # Distances in inputs from each output to each input of its row, which begins `reach` before the first output.
+    times = np.arange(columns) * (down / up)
+    distances = np.arange(step + 2 * reach)[:, None] - reach - times[None, :]
+    inside = np.clip(1 - (distances / reach) ** 2, 0, None)
+    window = np.i0(_BETA * np.sqrt(inside)) / np.i0(_BETA) * (np.abs(distances) <= reach)
+    taps = cutoff * np.sinc(cutoff * distances) * window
+    return np.ascontiguousarray(taps, np.float32), step, reach

@@ -1,0 +1,1 @@
+"""Transcribes sounds with a speech model: prompts, windows in parallel, segments, word times and subtitles."""

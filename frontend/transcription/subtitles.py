@@ -1,0 +1,37 @@
+"""Writes segments as subtitles: SubRip (srt) and WebVTT (vtt)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .segments import Segment
+
+
+def write_srt(segments: Sequence[Segment]) -> str:
+    """Return the segments as SubRip."""
+    return "".join(
+        f"{number}\n{_time(each.start, ',')} --> {_time(each.end, ',')}\n{_line(each.text)}\n\n"
+        for number, each in enumerate(segments, 1)
+    )
+
+
+def write_vtt(segments: Sequence[Segment]) -> str:
+    """Return the segments as WebVTT."""
+    cues = (
+        f"{_time(each.start, '.')} --> {_time(each.end, '.')}\n{_line(each.text)}\n\n"
+        for each in segments
+    )
+    return "WEBVTT\n\n" + "".join(cues)
+
+
+def _line(text: str) -> str:
+    # An arrow would be read as the times of a cue, and an empty line ends one.
+    return " ".join(text.replace("-->", "->").split())
+
+
+def _time(seconds: float, separator: str) -> str:
+    """Return a time with milliseconds, such as 00:01:02.500."""
+    total, milliseconds = divmod(round(seconds * 1000), 1000)
+    minutes, seconds_left = divmod(total, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds_left:02}{separator}{milliseconds:03}"
