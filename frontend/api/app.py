@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from ..http.access import Access, Origins
 from ..http.errors import json_response
+from ..transcription.options import Task
 from .bodies.intake import Intake
 from .dialects import anthropic, ollama
 from .docs_page import HEADERS, render_docs
@@ -26,6 +27,7 @@ from .routes.management import Management
 from .routes.replicas import Replicas
 from .routes.scores import Scores
 from .routes.tokenization import Tokenization
+from .routes.transcriptions import Transcriptions
 from .serving import Serving
 
 ERROR_BODIES: Final = {
@@ -69,6 +71,15 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/score", scores.score, methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
+        *(
+            Route(
+                path, Transcriptions(serving, intake, task, serving.transcriber), methods=["POST"]
+            )
+            for path, task in (
+                ("/audio/transcriptions", Task.TRANSCRIBE),
+                ("/audio/translations", Task.TRANSLATE),
+            )
+        ),
     ]
     routes = [
         *(

@@ -74,7 +74,7 @@ class Endpoint(ABC, Generic[Request]):
             return
         prompts, new_answer = await self._prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
-        lease.count_images(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
+        lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id = state["request_id"]
         start = partial(
             submit,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +70,12 @@ _NOT_IN_BEAM_SEARCH: Final = (
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
+
+
+class HasUser(Protocol):
+    """A request that may name its user."""
+
+    user: str | None
 
 
 @dataclass(slots=True)
@@ -154,7 +162,7 @@ def verify_streamed_logprobs(
         )
 
 
-def find_tenant(request: GenerationRequest | PoolingFields, key_tenant: str) -> str:
+def find_tenant(request: HasUser, key_tenant: str) -> str:
     """Return the tenant whose limits apply: the tenant of the API key, else the request's `user`.
 
     Raises:
@@ -178,6 +186,17 @@ def find_data_parallel_rank(scope: Scope, num_replicas: int) -> int | None:
         if name == _RANK_HEADER:
             return parse_rank(value.decode("latin-1").strip(), RANK_HEADER, num_replicas)
     return None
+
+
+def verify_priority(priority: int | None) -> int:
+    """Return the priority of a request, by default 0.
+
+    Raises:
+        APIError: It is too large (400).
+    """
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise bad_request("priority", f"priority must fit in 32 bits, got {priority}")
+    return priority or 0
 
 
 async def submit(
@@ -205,9 +224,7 @@ async def submit(
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
     num_requests = 1 if search is not None else n
-    priority = request.priority or 0
-    if not -(2**31) <= priority < 2**31:
-        raise bad_request("priority", f"priority must fit in 32 bits, got {priority}")
+    priority = verify_priority(request.priority)
     lora_name = serving.find_lora(request.model)
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
@@ -232,13 +249,21 @@ async def submit(
         )
         if len(sequences) // SEQUENCES_AT_ONCE > num_before // SEQUENCES_AT_ONCE:
             await asyncio.sleep(0)
-    try:
-        if search is not None:
+    with translate_refusals(serving):
+        if search is None:
+            return await serving.engine.submit(sequences, request_id=request_id)
+        try:
             return await search.run(sequences)
-        return await serving.engine.submit(sequences, request_id=request_id)
-    except BeamSearchFailed as error:
-        raise_if_failed(error.output)
-        raise
+        except BeamSearchFailed as error:
+            raise_if_failed(error.output)
+            raise
+
+
+@contextmanager
+def translate_refusals(serving: Serving) -> Iterator[None]:
+    """A context that turns the engine's refusals of a request into APIError 503."""
+    try:
+        yield
     except Overloaded as error:
         raise unavailable(str(error), error.retry_after_s) from None
     except ReplicaUnavailable as error:

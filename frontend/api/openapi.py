@@ -15,6 +15,12 @@ from .route_descriptions import describe_route
 F = TypeVar("F", bound=Callable[..., Any])
 
 _REFERENCE: Final = "#/components/schemas/{name}"
+_JSON: Final = "application/json"
+_FILE_SCHEMA: Final = {
+    "type": "object",
+    "properties": {"file": {"type": "string", "format": "binary"}},
+    "required": ["file"],
+}
 
 
 def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
@@ -31,6 +37,12 @@ def _body_schemas(route: Route) -> tuple[type[msgspec.Struct], ...]:
     """Return the schemas that a route accepts; a body matches one of them."""
     schema = getattr(route.endpoint, "body_schema", None)
     return () if schema is None else get_args(schema) or (schema,)
+
+
+def _body_type(route: Route) -> str:
+    """Return the content type of the bodies that a route accepts."""
+    found: str = getattr(route.endpoint, "body_type", _JSON)
+    return found
 
 
 def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
@@ -57,7 +69,10 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
         if route_schemas:
             choices = [reference_of[schema] for schema in route_schemas]
             schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
-            content = {"application/json": {"schema": schema}}
+            if _body_type(route) != _JSON:
+                # Forms have files beside the fields of the schema.
+                schema = {"allOf": [schema, _FILE_SCHEMA]}
+            content = {_body_type(route): {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}
         methods = (route.methods or {"GET"}) - {"HEAD"}
         for method in sorted(methods):

@@ -17,6 +17,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/embeddings": (CLIENTS, "Embed one or more texts."),
     "/v1/score": (CLIENTS, "Return a score for each pair of texts."),
     "/v1/rerank": (CLIENTS, "Sort documents by their relevance to a query."),
+    "/v1/audio/transcriptions": (CLIENTS, "Write down what is said in an audio file."),
+    "/v1/audio/translations": (CLIENTS, "Write down what is said in an audio file in English."),
     "/pooling": (
         CLIENTS,
         "Return the embedding, or the probabilities of the classes, of each input.",

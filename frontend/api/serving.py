@@ -34,6 +34,7 @@ from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..tokenizer import NO_TOKENIZER, Tokenizer
+from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format
@@ -86,6 +87,11 @@ class Serving:
             from ..media.chat_images import ChatImages
 
             self.images = ChatImages(config, tokenizer, engine.executor)
+        self.transcriber: Transcriber | None = None
+        if config.model.audio is not None and config.model.has_tokenizer:
+            self.transcriber = Transcriber(
+                config.model, config.model.audio, tokenizer, engine.executor
+            )
         limits = config.frontend
         self.request_memory = RequestMemory(
             max(limits.max_request_memory, 2 * limits.max_body_bytes)

@@ -166,7 +166,9 @@ def _open(data: bytes, where: str) -> _Source:
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
         if file.format not in _FORMATS:
-            raise ParameterError(where, f"is of the format {file.format}, but must be one of {_NAMES}")
+            raise ParameterError(
+                where, f"is of the format {file.format}, but must be one of {_NAMES}"
+            )
         return _SoundFile(file, has_index=any(mark in data[:_INDEX_BYTES] for mark in _INDEXES))
     except ParameterError:
         raise
@@ -223,10 +225,14 @@ class _WaveFile:
         frames = frames.reshape(-1, self.num_channels, self._width)
         if self._width == 1:
             # Only samples of one byte have no sign.
-            return (frames[..., 0].astype(np.float32) - 128) / 128
+            narrow: Float32Array = frames[..., 0].astype(np.float32) / np.float32(128) - np.float32(
+                1
+            )
+            return narrow
         wide = np.zeros((*frames.shape[:2], 4), np.uint8)
         wide[..., 4 - self._width :] = frames
-        return wide.view("<i4")[..., 0].astype(np.float32) / 2**31
+        samples: Float32Array = wide.view("<i4")[..., 0].astype(np.float32) / np.float32(2**31)
+        return samples
 
     @property
     def _frame_bytes(self) -> int:
@@ -236,7 +242,9 @@ class _WaveFile:
 def _unreadable(where: str, error: Exception, data: bytes = b"") -> ParameterError:
     for mark, name in _OTHERS.items():
         if mark in data[:12]:
-            return ParameterError(where, f"is {name}, which this server does not read; convert it to one of {_NAMES}")
+            return ParameterError(
+                where, f"is {name}, which this server does not read; convert it to one of {_NAMES}"
+            )
     return ParameterError(
         where,
         f"is not an audio file that can be read: {_reason(error)}; send a whole one of {_NAMES}",
@@ -250,4 +258,6 @@ def _reason(error: Exception) -> str:
 
 
 def _truncated(where: str, announced: str, found: str) -> ParameterError:
-    return ParameterError(where, f"is truncated: its header announces {announced}, but only {found}")
+    return ParameterError(
+        where, f"is truncated: its header announces {announced}, but only {found}"
+    )

@@ -48,7 +48,9 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
     loud = _mel_filters(num_mel_bins) @ power.T
     features[:, :num_loud] = np.log10(np.maximum(loud, _FLOOR, out=loud), out=loud)
     np.maximum(features, features.max() - _RANGE, out=features)
-    return (features + 4) / 4
+    features += 4
+    features /= 4
+    return features
 
 
 @lru_cache(1)

@@ -6,6 +6,7 @@ Everything is counted once, in `CoreMetrics`. A scrape adds the counts of all fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -166,6 +167,10 @@ class Metrics(Collector):
     def record_rejection(self, core_index: int, reason: str) -> None:
         """Record that a core did not admit a request."""
         self._cores[core_index].num_rejected[reason] += 1
+
+    def record_audio(self, core_index: int, seconds: float) -> None:
+        """Record a transcribed file of this length, of whose windows a core decoded at least one."""
+        self._cores[core_index].counters["audio_seconds"] += math.ceil(seconds)
 
     def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
         """Record the statistics that a core sent."""

@@ -87,6 +87,7 @@ OWN_COUNTERS: Final = {
     "cpu_offload_hits": "Prompt tokens found in the prefix cache that came from CPU offload.",
     "invariant_violations": "Violations found by the core's invariant checks.",
     "kv_blocks_copied_out": "KV-cache blocks copied to CPU memory.",
+    "audio_seconds": "Seconds of transcribed audio, rounded up for each file.",
     "kv_blocks_copied_in": "KV-cache blocks copied back from CPU memory.",
 }
 

@@ -96,7 +96,9 @@ def engine_processes(
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
             # Threads of a product of arrays would only compete with those of the workers.
-            specs.append(replace(frontend, pass_fds=(listen_fd,), env={"OPENBLAS_NUM_THREADS": "1"}))
+            specs.append(
+                replace(frontend, pass_fds=(listen_fd,), env={"OPENBLAS_NUM_THREADS": "1"})
+            )
     return specs
 
 

@@ -96,9 +96,7 @@ class DecodedWindow(msgspec.Struct):
     @property
     def is_silent(self) -> bool:
         """True if the text was made up for silence."""
-        return (
-            self.no_speech_prob > MAX_NO_SPEECH_PROB and self.mean_logprob < MIN_MEAN_LOGPROB
-        )
+        return self.no_speech_prob > MAX_NO_SPEECH_PROB and self.mean_logprob < MIN_MEAN_LOGPROB
 
 
 def split_segments(

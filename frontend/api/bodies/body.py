@@ -69,8 +69,10 @@ class Body:
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, lease: MemoryLease) -> Body:
-    """Return the whole request body and record its digest for the current task.
+async def read_body(
+    scope: Scope, receive: Receive, limit: int, lease: MemoryLease, *, is_json: bool = True
+) -> Body:
+    """Return the whole request body and record its digest for the current task. Elements are counted if it is JSON.
 
     Raises:
         APIError: The body exceeds `limit` bytes (413), is compressed (415), has too many elements (400), or does not
@@ -106,7 +108,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, lease: MemoryLea
         parts.append(part)
         digest.update(part)
         lease.count_bytes(len(part))
-        if size > FREE_BYTES:
+        if is_json and size > FREE_BYTES:
             if structure is None:
                 structure, part = BodyStructure(), b"".join(parts)
             structure.count_elements(part)

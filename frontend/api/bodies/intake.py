@@ -12,6 +12,7 @@ from ...http.errors import internal_error, unavailable
 from ..serving import Serving
 from .body import BodyDecoder, read_body
 from .decoder_pool import DecoderPool
+from .form import FormDecoder, find_boundary, parse_form
 from .messages import unpack
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES
@@ -74,6 +75,22 @@ class Intake:
             return await executor.in_thread(decoder.decode, body.join()), body.size
         reply = await self._decoders.decode(decoder.schema, body)
         return await executor.in_thread(unpack, reply), body.size
+
+    async def receive_form(
+        self, scope: Scope, receive: Receive, decoder: FormDecoder[T], lease: MemoryLease
+    ) -> tuple[T, dict[str, memoryview]]:
+        """Return the decoded values of a form, and its files.
+
+        Raises:
+            APIError: The form is invalid or too large (4xx); it crashed a frontend before (500); there is no room for
+                it (503).
+            ClientDisconnected: The client closed the connection first.
+        """
+        boundary = find_boundary(scope)
+        body = await read_body(scope, receive, self._max_body_bytes, lease, is_json=False)
+        self._refuse_poison()
+        form = await self._serving.executor.in_thread(parse_form, body, boundary)
+        return decoder.decode(form.values), form.files
 
     def _refuse_poison(self) -> None:
         watch = self._serving.engine.watch

@@ -71,11 +71,11 @@ class RequestMemory:
 class MemoryLease:
     """The memory of one request, to be entered until the request ends."""
 
-    __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted", "_num_images")
+    __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted", "_num_media")
 
     def __init__(self, memory: RequestMemory) -> None:
         self._memory = memory
-        self._num_bytes = self._num_counted = self._num_images = 0
+        self._num_bytes = self._num_counted = self._num_media = 0
         self._is_complete = False
 
     def count_bytes(self, num_bytes: int) -> None:
@@ -96,14 +96,14 @@ class MemoryLease:
             self._is_complete = True
             self._memory.mark_complete(self._num_counted)
 
-    def count_images(self, num_bytes: int) -> None:
-        """Count the images of a request whose body is complete.
+    def count_media(self, num_bytes: int) -> None:
+        """Count the images or sounds of a request whose body is complete.
 
         Raises:
             APIError: There is no room for them (503).
         """
         self._memory.count(num_bytes)
-        self._num_images += num_bytes
+        self._num_media += num_bytes
 
     def __enter__(self) -> MemoryLease:
         return self
@@ -115,4 +115,4 @@ class MemoryLease:
         traceback: TracebackType | None,
     ) -> None:
         self.mark_complete()
-        self._memory.release(self._num_counted + self._num_images)
+        self._memory.release(self._num_counted + self._num_media)

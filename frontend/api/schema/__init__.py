@@ -252,6 +252,31 @@ class RerankRequest(ComparisonFields, kw_only=True):
     return_documents: bool | None = None
 
 
+class TranslationRequest(msgspec.Struct, kw_only=True):
+    """The fields beside `file` in the form of `POST /v1/audio/translations`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    response_format: str | None = None
+    temperature: float | None = None
+    # Of the sound, which is otherwise detected.
+    language: str | None = None
+    seed: Int | None = None
+    priority: Int | None = None
+    # The tenant, unless the server has several API keys.
+    user: str | None = None
+
+
+class TranscriptionRequest(TranslationRequest, kw_only=True):
+    """The fields beside `file` in the form of `POST /v1/audio/transcriptions`."""
+
+    timestamp_granularities: list[str] | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    # Long sounds are always cut at quiet places.
+    chunking_strategy: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /tokenize`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import APIError, internal_error
@@ -56,6 +56,19 @@ class StreamFormat:
     keep_alive: bytes
     done: bytes
     encode_error: Callable[[APIError], bytes]
+
+    @property
+    def start(self) -> Message:
+        """The message that starts the response."""
+        return {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [
+                (b"content-type", self.content_type),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ],
+        }
 
 
 OPENAI_STREAM: Final = StreamFormat(
@@ -140,17 +153,7 @@ class EventStream:
                 first = await self._read_first()
                 self._started = True
                 self._connection.begin_stream()
-                await self._send(
-                    {
-                        "type": "http.response.start",
-                        "status": 200,
-                        "headers": [
-                            (b"content-type", chunks.format.content_type),
-                            (b"cache-control", b"no-cache"),
-                            (b"x-accel-buffering", b"no"),
-                        ],
-                    }
-                )
+                await self._send(chunks.format.start)
                 await self._write_all(first)
                 if watch.disconnected:
                     return

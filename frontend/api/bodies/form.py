@@ -1,0 +1,148 @@
+"""Parses forms with files: multipart/form-data (RFC 7578)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+from starlette.types import Scope
+
+from ...http.errors import APIError, bad_request, echo
+from .body import Body
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_PARTS: Final = 256
+"""Maximum fields and files of a form."""
+
+MAX_FIELD_BYTES: Final = 64 * 1024
+"""Maximum size of a field that is not a file."""
+
+MAX_HEADER_BYTES: Final = 8 * 1024
+"""Maximum size of the headers of a part."""
+
+_BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?\bboundary=("?)([^";,\s]{1,70})\1', re.I)
+_NAME: Final = re.compile(r';\s*name="((?:[^"\\]|\\.)*)"', re.I)
+_FILE: Final = re.compile(r";\s*filename\*?=", re.I)
+_AT: Final = re.compile(r"^(.*?)(?: - at `\$\.([^`]*)`)?$", re.DOTALL)
+
+
+class Form(NamedTuple):
+    """A form: its values by name, in the order in which they came, and its files."""
+
+    values: dict[str, list[str]]
+    files: dict[str, memoryview]
+
+
+def find_boundary(scope: Scope) -> bytes:
+    """Return the boundary between the parts of a form.
+
+    Raises:
+        APIError: The body is no form (415), or has no boundary (400).
+    """
+    content_type = next(
+        (value for name, value in scope["headers"] if name == b"content-type"), b""
+    ).decode("latin-1")
+    if not content_type.lower().startswith("multipart/form-data"):
+        raise APIError(
+            415,
+            f"the request body must be multipart/form-data with a file, got {echo(content_type)}",
+        )
+    match = _BOUNDARY.match(content_type)
+    if match is None:
+        raise bad_request(None, "the Content-Type multipart/form-data needs a boundary")
+    return match[2].encode("latin-1")
+
+
+def parse_form(body: Body, boundary: bytes) -> Form:
+    """Return the parts of a form. Files are views of the body.
+
+    Raises:
+        APIError: The form is not well-formed, or a field is too large (400).
+    """
+    data = body.join()
+    view = memoryview(data)
+    delimiter = b"\r\n--" + boundary
+    form = Form({}, {})
+    # The first boundary may be the first line.
+    end = -2 if data.startswith(delimiter[2:]) else data.find(delimiter)
+    num_parts = 0
+    while end != -1:
+        start = end + len(delimiter)
+        if data[start : start + 2] == b"--":
+            return form
+        num_parts += 1
+        if num_parts > MAX_PARTS:
+            raise bad_request(None, f"the form must have at most {MAX_PARTS} parts")
+        blank = data.find(b"\r\n\r\n", start, start + MAX_HEADER_BYTES)
+        end = data.find(delimiter, max(start, blank))
+        if blank < 0 or end < blank:
+            break
+        _add_part(form, data[start:blank].decode("utf-8", "replace"), view[blank + 4 : end])
+    raise bad_request(None, "the form is cut off or malformed: it has no final boundary")
+
+
+def _add_part(form: Form, headers: str, content: memoryview) -> None:
+    disposition = next(
+        (line for line in headers.split("\r\n") if line.lower().startswith("content-disposition:")),
+        "",
+    )
+    match = _NAME.search(disposition)
+    if match is None:
+        raise bad_request(None, "a part of the form has no name in its Content-Disposition")
+    name = match[1].replace('\\"', '"')
+    if _FILE.search(disposition):
+        if name in form.files:
+            raise bad_request(name, f"{name} must be one file, got several")
+        form.files[name] = content
+        return
+    if len(content) > MAX_FIELD_BYTES:
+        raise bad_request(
+            name, f"{name} must have at most {MAX_FIELD_BYTES} bytes, got {len(content)}"
+        )
+    try:
+        value = bytes(content).decode()
+    except UnicodeDecodeError as error:
+        raise bad_request(name, f"{name} is not valid UTF-8: {error}") from None
+    form.values.setdefault(name, []).append(value)
+
+
+class FormDecoder(Generic[T]):
+    """Converts the values of forms to a schema. With `strict`, unknown fields are refused."""
+
+    def __init__(self, schema: type[T], strict: bool) -> None:
+        self._schema = schema
+        self._strict = strict
+        fields = msgspec.structs.fields(schema)
+        self._names = {field.encode_name for field in fields}
+        self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
+
+    def decode(self, values: dict[str, list[str]]) -> T:
+        """Return the values as the schema has them. A name may end with `[]`, and an empty value is none.
+
+        Raises:
+            APIError: A value has a wrong type, or a field that takes one has several (400).
+        """
+        found: dict[str, Any] = {}
+        for sent, texts in values.items():
+            name = sent.removesuffix("[]")
+            if name not in self._names:
+                if self._strict:
+                    raise bad_request(name, f"{name} is not a known field")
+                continue
+            if name in self._lists:
+                found.setdefault(name, []).extend(texts)
+            elif len(texts) > 1:
+                raise bad_request(name, f"{name} must be one value, got {len(texts)}")
+            elif texts[0]:
+                found[name] = texts[0]
+        try:
+            return msgspec.convert(found, self._schema, strict=False)
+        except msgspec.ValidationError as error:
+            match = _AT.match(str(error))
+            field = (match[2] or "") if match else ""
+            kind = match[1] if match else str(error)
+            raise bad_request(
+                field or None, f"{field} is invalid: {kind}, got {echo(found.get(field))}"
+            ) from None

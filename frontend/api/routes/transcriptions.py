@@ -1,0 +1,287 @@
+"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ....protocol.sampling_params import MAX_SEED, SamplingParams
+from ...client.engine_client import PositionLogprobs, RequestGroup, SequenceRequest
+from ...http.deadline import read_deadline
+from ...http.errors import bad_request, json_response
+from ...http.json_pieces import encode_list
+from ...http.trace_headers import read_trace_headers
+from ...transcription.decoding import Submission
+from ...transcription.languages import LANGUAGE_NAMES
+from ...transcription.options import (
+    Task,
+    TranscriptionOptions,
+    parse_language,
+    verify_options,
+    verify_transcribes,
+)
+from ...transcription.subtitles import write_srt, write_vtt
+from ...transcription.transcriber import OnText, Transcriber, Transcript
+from ..bodies.disconnection import while_connected
+from ..bodies.form import FormDecoder
+from ..bodies.intake import Intake
+from ..generation import (
+    find_data_parallel_rank,
+    find_tenant,
+    raise_if_failed,
+    translate_refusals,
+    verify_priority,
+)
+from ..logprobs import Json
+from ..pooling import verify_choice
+from ..schema import TranscriptionRequest, TranslationRequest
+from ..serving import Serving
+from ..streaming.text_events import TextEvents
+
+FORMATS: Final = ("json", "text", "srt", "vtt", "verbose_json")
+_STREAMED_FORMATS: Final = ("json", "text")
+_GRANULARITIES: Final = ("segment", "word")
+
+MAX_PROMPT_CHARACTERS: Final = 1 << 14
+"""Maximum length of a prompt, of which the model reads the last few hundred tokens."""
+
+FILE: Final = "file"
+
+Work: TypeAlias = Callable[[OnText | None], Coroutine[Any, Any, Transcript]]
+"""Transcribes a file, and calls a function with each piece of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The verified fields of a request."""
+
+    options: TranscriptionOptions
+    response_format: str
+    has_logprobs: bool
+
+
+class Transcriptions:
+    """A route that writes down, or translates, what is said in a file."""
+
+    body_type = "multipart/form-data"
+
+    def __init__(
+        self, serving: Serving, intake: Intake, task: Task, transcriber: Transcriber | None
+    ) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._task = task
+        self._transcriber = transcriber
+        self.body_schema: type[TranslationRequest] = (
+            TranscriptionRequest if task is Task.TRANSCRIBE else TranslationRequest
+        )
+        self._decoder = FormDecoder(self.body_schema, serving.config.frontend.strict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        serving = self._serving
+        with self._intake.lease() as lease:
+            deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
+            request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            serving.verify_model(request.model)
+            serving.verify_serving()
+            plan = self._plan(request)
+            if FILE not in files:
+                raise bad_request(FILE, "file is required: send an audio file in the form")
+            transcriber = self._transcriber
+            assert transcriber is not None
+            lease.count_media(len(files[FILE]) + transcriber.num_bytes_at_once)
+            base = self._base(scope, request, deadline)
+            work = self._run(transcriber, files[FILE], plan, base, scope)
+            if getattr(request, "stream", None):
+                await while_connected(receive, self._stream(plan, work, scope, send))
+            else:
+                transcript = await while_connected(receive, work(None))
+                size = len(transcript.text) + len(transcript.logprobs)
+                response = await serving.executor.run(size, self._whole, transcript, plan)
+                await response(scope, receive, send)
+
+    def _run(
+        self,
+        transcriber: Transcriber,
+        file: memoryview,
+        plan: _Plan,
+        base: SequenceRequest,
+        scope: Scope,
+    ) -> Work:
+        """Return the work of a request."""
+        engine = self._serving.engine
+        request_id = scope["state"]["request_id"]
+        core_index = 0
+
+        async def start(sequence: SequenceRequest) -> RequestGroup:
+            nonlocal core_index
+            with translate_refusals(self._serving):
+                group = await engine.submit([sequence], request_id=request_id)
+            core_index = group.sequences[0].core_index
+            return group
+
+        async def work(on_text: OnText | None) -> Transcript:
+            limit = self._serving.config.frontend.max_audio_s
+            sound = await transcriber.open(bytes(file), FILE, limit)
+            submission = Submission(base, start, raise_if_failed)
+            transcript = await transcriber.transcribe(sound, plan.options, submission, on_text)
+            engine.metrics.record_audio(core_index, transcript.duration)
+            return transcript
+
+        return work
+
+    def _plan(self, request: TranslationRequest) -> _Plan:
+        """Verify all fields.
+
+        Raises:
+            APIError: A value is not allowed (400).
+            ParameterError: The model cannot do it.
+        """
+        audio = verify_transcribes(self._serving.config.model)
+        verify_choice("response_format", request.response_format, FORMATS)
+        response_format = request.response_format or "json"
+        granularities = include = None
+        is_streamed = False
+        if isinstance(request, TranscriptionRequest):
+            granularities, include = request.timestamp_granularities, request.include
+            is_streamed = bool(request.stream)
+            verify_choice("chunking_strategy", request.chunking_strategy, ("auto",))
+        for each in granularities or ():
+            verify_choice("timestamp_granularities", each, _GRANULARITIES)
+        for each in include or ():
+            verify_choice("include", each, ("logprobs",))
+        if granularities and response_format != "verbose_json":
+            raise bad_request(
+                "timestamp_granularities",
+                f"timestamp_granularities needs response_format verbose_json, got {response_format}",
+            )
+        if include and response_format != "json":
+            raise bad_request(
+                "include", f"include needs response_format json, got {response_format}"
+            )
+        if is_streamed and response_format not in _STREAMED_FORMATS:
+            raise bad_request(
+                "stream", f"stream needs response_format json or text, got {response_format}"
+            )
+        temperature = request.temperature or 0.0
+        if not 0 <= temperature <= 1:
+            raise bad_request("temperature", f"temperature must be in [0, 1], got {temperature}")
+        if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
+            raise bad_request("seed", f"seed must be between 0 and {MAX_SEED}, got {request.seed}")
+        prompt = request.prompt or ""
+        if len(prompt) > MAX_PROMPT_CHARACTERS:
+            raise bad_request(
+                "prompt",
+                f"prompt must have at most {MAX_PROMPT_CHARACTERS} characters, got {len(prompt)}",
+            )
+        has_words = "word" in (granularities or ())
+        has_segments = response_format in ("srt", "vtt") or (
+            response_format == "verbose_json" and (not granularities or "segment" in granularities)
+        )
+        options = TranscriptionOptions(
+            task=self._task,
+            language=parse_language(request.language, audio),
+            prompt=prompt,
+            temperature=temperature,
+            seed=request.seed,
+            has_segments=has_segments,
+            has_words=has_words,
+            is_streamed=is_streamed,
+        )
+        verify_options(options, audio)
+        return _Plan(options, response_format, bool(include))
+
+    def _base(self, scope: Scope, request: TranslationRequest, deadline: float) -> SequenceRequest:
+        state = scope["state"]
+        return SequenceRequest(
+            prompt_token_ids=np.zeros(0, np.int32),
+            params=SamplingParams(),
+            priority=verify_priority(request.priority),
+            cache_owner=state["cache_owner"],
+            tenant=find_tenant(request, state["tenant"]),
+            deadline=deadline,
+            data_parallel_rank=find_data_parallel_rank(scope, self._serving.num_replicas),
+            trace_headers=read_trace_headers(scope),
+            lora_name=self._serving.find_lora(request.model),
+        )
+
+    async def _stream(
+        self,
+        plan: _Plan,
+        work: Work,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        async with TextEvents(send, scope["state"]["connection"]) as events:
+            is_first = True
+
+            async def on_text(text: str, logprobs: list[PositionLogprobs]) -> None:
+                nonlocal is_first
+                # The first token of a text begins with a space, which the whole text does not have.
+                text = text.lstrip() if is_first else text
+                if not text:
+                    return
+                is_first = False
+                content: Json = {"type": "transcript.text.delta", "delta": text}
+                if plan.has_logprobs:
+                    content["logprobs"] = self._render_logprobs(logprobs)
+                await events.write(content)
+
+            transcript = await work(on_text)
+            done: Json = {"type": "transcript.text.done", "text": transcript.text}
+            if plan.has_logprobs:
+                done["logprobs"] = self._render_logprobs(transcript.logprobs)
+            await events.write(done | {"usage": _usage(transcript)})
+
+    def _whole(self, transcript: Transcript, plan: _Plan) -> Response:
+        """Return the response in the wanted format."""
+        match plan.response_format:
+            case "text":
+                return PlainTextResponse(transcript.text + "\n")
+            case "srt":
+                return PlainTextResponse(
+                    write_srt(transcript.segments), media_type="application/x-subrip"
+                )
+            case "vtt":
+                return PlainTextResponse(write_vtt(transcript.segments), media_type="text/vtt")
+        usage = _usage(transcript)
+        if plan.response_format == "json":
+            answer: Json = {"text": transcript.text, "usage": usage}
+            if plan.has_logprobs:
+                answer["logprobs"] = self._render_logprobs(transcript.logprobs)
+            return json_response(answer)
+        answer = {
+            "task": str(self._task),
+            "language": LANGUAGE_NAMES.get(transcript.language, transcript.language),
+            "duration": round(transcript.duration, 2),
+            "text": transcript.text,
+        }
+        if plan.options.has_words:
+            answer["words"] = encode_list(transcript.words)
+        if plan.options.has_segments:
+            answer["segments"] = encode_list(transcript.segments)
+        return json_response(answer | {"usage": usage})
+
+    def _render_logprobs(self, logprobs: list[PositionLogprobs]) -> list[Json]:
+        rendered: list[Json] = []
+        for each in logprobs:
+            data = self._serving.tokenizer.token_bytes(each.token_id)
+            rendered.append(
+                {
+                    "token": data.decode(errors="replace"),
+                    "logprob": each.logprob,
+                    "bytes": list(data),
+                }
+            )
+        return rendered
+
+
+def _usage(transcript: Transcript) -> Json:
+    return {"type": "duration", "seconds": math.ceil(transcript.duration)}

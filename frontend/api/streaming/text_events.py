@@ -1,0 +1,76 @@
+"""Server-sent events of an answer that comes from several sequences, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Send
+
+from ...http.errors import APIError
+from .event_stream import KEEP_ALIVE_S, OPENAI_STREAM, ChunkWriter, event
+
+
+class TextEvents:
+    """One streamed response, to be entered until it ends. It starts with its first event, or after some silence.
+
+    An error after that becomes an event.
+    """
+
+    def __init__(
+        self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
+        self._send = send
+        self._connection = connection
+        self._keep_alive_s = keep_alive_s
+        self._is_started = False
+        self._wrote_at = time.monotonic()
+        # Comments and events come from two tasks.
+        self._writing = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._keeper = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._keeper.cancel()
+        if error is None:
+            await self._end(OPENAI_STREAM.done)
+            return True
+        if isinstance(error, APIError) and self._is_started:
+            await self._end(OPENAI_STREAM.encode_error(error) + OPENAI_STREAM.done)
+            return True
+        return False
+
+    async def write(self, content: object) -> None:
+        """Send an event, and wait while the client does not read."""
+        await self._write(event(content))
+
+    async def _write(self, data: bytes) -> None:
+        async with self._writing:
+            if not self._is_started:
+                self._is_started = True
+                self._connection.begin_stream()
+                await self._send(OPENAI_STREAM.start)
+            self._wrote_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _end(self, data: bytes) -> None:
+        await self._write(data)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self) -> None:
+        """Send comments during silence, because proxies close silent connections; clients ignore comments."""
+        while True:
+            silent_s = time.monotonic() - self._wrote_at
+            if silent_s >= self._keep_alive_s:
+                await self._write(OPENAI_STREAM.keep_alive)
+                continue
+            await asyncio.sleep(self._keep_alive_s - silent_s)

@@ -1,0 +1,92 @@
+"""The prompts and rules of a speech model's decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...protocol.config import ModelConfig
+from ...protocol.config.model import AudioProcessorConfig
+from ...protocol.sampling_params import SamplingParams, TranscriptRules
+from ..tokenizer import Tokenizer
+from .options import Task, TranscriptionOptions
+
+
+class DecoderPrompts:
+    """Makes the prompts of one model."""
+
+    def __init__(
+        self, model: ModelConfig, audio: AudioProcessorConfig, tokenizer: Tokenizer
+    ) -> None:
+        self._audio = audio
+        self._tokenizer = tokenizer
+        self._max_model_len = model.max_model_len
+        self._end_token_id = min(model.eos_token_ids, default=0)
+        self.has_timestamps = audio.no_timestamps_token_id >= 0
+        self.first_timestamp_id = (
+            audio.no_timestamps_token_id + 1 if self.has_timestamps else model.vocab_size
+        )
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._end_token_id
+
+    def is_text(self, token_id: int) -> bool:
+        """Return whether a token is neither a timestamp nor the end."""
+        return token_id < self.first_timestamp_id and token_id != self._end_token_id
+
+    def start(self, options: TranscriptionOptions) -> list[int]:
+        """Return the prompt up to the start token: the text before the sound, if there is any."""
+        audio = self._audio
+        before: list[int] = []
+        if options.prompt.strip():
+            encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
+            # Half of the context is for the text of the sound. Of a long prompt the end is nearest to it.
+            kept = encoded[-(self._max_model_len // 2 - 1) :]
+            before = [audio.previous_token_id, *kept]
+        return [*before, audio.start_token_id]
+
+    def decode(
+        self, options: TranscriptionOptions, language: str, *, has_timestamps: bool
+    ) -> list[int]:
+        """Return the whole prompt."""
+        audio = self._audio
+        prompt = self.start(options)
+        if audio.language_token_ids:
+            is_translated = options.task is Task.TRANSLATE
+            task = audio.translate_token_id if is_translated else audio.transcribe_token_id
+            prompt += [audio.language_token_ids[language], task]
+        if self.has_timestamps and not has_timestamps:
+            prompt.append(audio.no_timestamps_token_id)
+        return prompt
+
+    def align(self, language: str, token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Return the prompt whose cross attention shows the times of a text, and the row of its first token."""
+        prompt = self.decode(TranscriptionOptions(), language, has_timestamps=False)
+        return [*prompt, *token_ids, self._end_token_id], len(prompt) - 1
+
+    def params(
+        self, options: TranscriptionOptions, temperature: float, *, has_timestamps: bool
+    ) -> SamplingParams:
+        """Return the sampling parameters of a text."""
+        audio = self._audio
+        rules = TranscriptRules(
+            audio.suppressed_token_ids,
+            audio.begin_suppressed_token_ids,
+            self.first_timestamp_id if has_timestamps and self.has_timestamps else 0,
+            self._end_token_id,
+            audio.max_initial_timestamp,
+        )
+        return SamplingParams(
+            temperature=temperature, seed=options.seed, logprobs=0, transcript_rules=rules
+        )
+
+    def choose_one(self, token_ids: Sequence[int]) -> SamplingParams:
+        """Return the parameters that choose the likeliest of some tokens."""
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            allowed_token_ids=tuple(token_ids),
+            ignore_eos=True,
+        )

@@ -1,0 +1,197 @@
+"""Transcribes a sound: cuts it into windows, decodes several at once, and joins their texts in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Final, TypeAlias
+
+import msgspec
+
+from ...protocol.arrays import Float32Array, float32_bytes
+from ...protocol.config import ModelConfig
+from ...protocol.config.model import AudioProcessorConfig
+from ...protocol.messages import AudioPayload, EncoderInput
+from ..audio.decode import AudioReader
+from ..audio.log_mel import HOP, log_mel
+from ..audio.windows import Samples, Window, Windows
+from ..client.engine_client import PositionLogprobs
+from ..client.executor import ThreadExecutor
+from ..tokenizer import Tokenizer
+from .decoder_prompt import DecoderPrompts
+from .decoding import Deltas, Submission, WindowDecoder
+from .options import TranscriptionOptions
+from .segments import DecodedWindow, Segment, Word, split_segments
+
+WINDOWS_AT_ONCE: Final = 8
+"""Windows of one sound that are decoded at the same time. Others wait, so a long sound takes little memory."""
+
+OnText: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
+"""Receives a piece of text with the log-probabilities of its tokens."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The whole transcript.
+
+    Attributes:
+        language: The code of the spoken language.
+        duration: The length of the sound in seconds.
+        text: The text.
+        segments: Its segments, if they were asked for.
+        words: Its words, if they were asked for.
+        logprobs: The log-probability of each token of the text.
+    """
+
+    language: str = ""
+    duration: float = 0.0
+    text: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A window that is being decoded, and its text so far for a stream."""
+
+    window: Window
+    task: asyncio.Task[DecodedWindow | None]
+    deltas: Deltas
+
+
+class Transcriber:
+    """Transcribes sounds with one model. Files are decoded in threads of its own."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        audio: AudioProcessorConfig,
+        tokenizer: Tokenizer,
+        executor: ThreadExecutor,
+    ) -> None:
+        self._audio = audio
+        self._tokenizer = tokenizer
+        self._prompts = DecoderPrompts(model, audio, tokenizer)
+        self._executor = executor.create_separate()
+
+    @property
+    def num_bytes_at_once(self) -> int:
+        """The memory of a transcription in bytes beside the file: windows as samples and as the model reads them."""
+        audio = self._audio
+        num_samples = int(audio.chunk_seconds * audio.sampling_rate)
+        num_values = num_samples // HOP * audio.num_mel_bins or num_samples
+        return 4 * (num_samples + num_values) * WINDOWS_AT_ONCE
+
+    async def open(self, data: bytes, where: str, max_seconds: float) -> AudioReader:
+        """Return an audio file, opened in a thread.
+
+        Raises:
+            ParameterError: It cannot be read, or is too long; `where` names the field.
+        """
+        rate = self._audio.sampling_rate
+        return await self._executor.in_thread(AudioReader, data, where, rate, max_seconds)
+
+    async def transcribe(
+        self,
+        sound: Samples,
+        options: TranscriptionOptions,
+        submission: Submission,
+        on_text: OnText | None = None,
+    ) -> Transcript:
+        """Return the transcript of a sound.
+
+        Args:
+            sound: The sound.
+            options: What is wanted.
+            submission: How sequences are run.
+            on_text: Receives the text as it is written.
+
+        Raises:
+            ParameterError: The sound is damaged or too long.
+        """
+        decoder = WindowDecoder(self._audio, self._prompts, self._tokenizer, options, submission)
+        transcript = Transcript()
+        async with aclosing(self._jobs(sound, decoder)) as jobs:
+            async for job in jobs:
+                while (delta := await job.deltas.get()) is not None:
+                    if on_text is not None:
+                        await on_text(delta.text, list(delta.logprobs or ()))
+                decoded = await job.task
+                num_samples = job.window.start + len(job.window.samples)
+                transcript.duration = num_samples / self._audio.sampling_rate
+                if decoded is not None:
+                    self._append(transcript, decoded, options)
+        transcript.language = decoder.language
+        transcript.text = transcript.text.strip()
+        return transcript
+
+    async def _jobs(self, sound: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
+        """Yield the windows of a sound in order, while the next ones are already being decoded."""
+        windows = Windows(sound, self._audio.sampling_rate, self._audio.chunk_seconds)
+        queue: asyncio.Queue[_Job | None] = asyncio.Queue()
+        room = asyncio.Semaphore(WINDOWS_AT_ONCE)
+        tasks: list[asyncio.Task[DecodedWindow | None]] = []
+
+        async def produce() -> None:
+            try:
+                while True:
+                    await room.acquire()
+                    window = await self._executor.in_thread(windows.next_window)
+                    if window is None:
+                        return
+                    item = await self._executor.in_thread(self._encode, window.samples)
+                    if not decoder.language:
+                        await decoder.detect_language(item)
+                    deltas: Deltas = asyncio.Queue()
+                    task = asyncio.create_task(decoder.decode(window, item, deltas))
+                    tasks.append(task)
+                    queue.put_nowait(_Job(window, task, deltas))
+            finally:
+                queue.put_nowait(None)
+
+        producer = asyncio.create_task(produce())
+        try:
+            while (job := await queue.get()) is not None:
+                yield job
+                tasks.remove(job.task)
+                room.release()
+            await producer
+        finally:
+            for task in (producer, *tasks):
+                task.cancel()
+            await asyncio.gather(producer, *tasks, return_exceptions=True)
+
+    def _encode(self, samples: Float32Array) -> EncoderInput:
+        """Return a window as the model's encoder reads it."""
+        audio = self._audio
+        num_frames, features = len(samples), samples
+        if audio.num_mel_bins:
+            num_samples = int(audio.chunk_seconds * audio.sampling_rate)
+            features = log_mel(samples, num_samples, audio.num_mel_bins)
+            num_frames = features.shape[1]
+        data = _encoder.encode(
+            AudioPayload(audio.num_mel_bins, num_frames, float32_bytes(features))
+        )
+        size = audio.num_outputs(num_frames)
+        return EncoderInput(0, 0, sha256(data).digest(), size, data)
+
+    def _append(
+        self, transcript: Transcript, decoded: DecodedWindow, options: TranscriptionOptions
+    ) -> None:
+        transcript.text += decoded.text
+        transcript.logprobs += decoded.logprobs
+        transcript.words += decoded.words
+        if options.has_segments:
+            transcript.segments += split_segments(
+                decoded,
+                self._tokenizer,
+                first_timestamp_id=self._prompts.first_timestamp_id,
+                time_precision=self._audio.time_precision,
+                first_id=len(transcript.segments),
+            )
