@@ -196,6 +196,8 @@ class _SoundFile:
 
     def __init__(self, file: Any, *, has_index: bool) -> None:
         self._file = file
+        # Else soundfile seeks after each read, where MP3 decoders lose the bits of the frames before.
+        file.seekable = lambda: False
         self.rate: int = file.samplerate
         self.num_channels: int = file.channels
         self.length: int = file.frames if file.frames < _UNKNOWN_LENGTH else -1

@@ -84,6 +84,7 @@ def _first_outputs(alignment_NM: Float32Array) -> Int64Array:
         first_N[i] = j
         move = int(moves[i + j, i])
         i, j = i - (move != 2), j - (move != 1)
+    first_N[0] = 0
     return first_N
 
 
