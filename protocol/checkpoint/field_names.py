@@ -49,8 +49,20 @@ _NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
         "vocab_size": 32_000,
         "max_position_embeddings": 131_072,
     },
+    "qwen2": {
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+    },
 }
-"""Defaults of transformers by model type. Configs of models with images omit fields of the decoder that have them."""
+"""Defaults of transformers by model type.
+
+Configs of models with images or sounds omit fields of the decoder that have them.
+"""
 
 
 def read_text_config(fields: ConfigFields) -> ConfigFields | None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import check_parallel
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
 from ..attention.graph_break import BreakingAttention
+from ..audio.tower import AudioTower
 from ..batch import PersistentBatch
 from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
@@ -89,7 +91,7 @@ class Model(Protocol):
         """The LoRA adapters that requests may use."""
 
     encoder: Encoder | None
-    """The encoder of the model's images or sources; None without one, and on stages that read none of its outputs."""
+    """The encoder of the model's images, sounds or sources; None without one, and on stages that read none of its outputs."""
 
     placed: Placed | None
     """The encoder outputs that the tokens of the current step read."""
@@ -156,24 +158,24 @@ def load_model(
         ConfigError: A requested backend or dtype is not available.
     """
     model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
-    vision = model.spec.encoder
+    encoder = model.spec.encoder
     shard = model.shard
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
-    if vision is not None and reads_outputs and not isinstance(model, TransformersDecoder):
-        if config.model.mmproj:
-            checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
-        model.encoder = VisionTower(
-            vision,
-            checkpoint,
-            device,
-            torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype],
-            _num_threads(config),
-            _native_vision_layers(config, vision, checkpoint, device),
-        )
     if model.spec.source is not None:
         model.encoder = load_source_encoder(
             config, model.spec.source, model, checkpoint, parallel, _DTYPES[config.model.dtype]
         )
+    if encoder is None or not reads_outputs or isinstance(model, TransformersDecoder):
+        return model
+    dtype = torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype]
+    num_threads = _num_threads(config)
+    if isinstance(encoder, AudioTowerSpec):
+        model.encoder = AudioTower(encoder, checkpoint, device, dtype, num_threads)
+    else:
+        if config.model.mmproj:
+            checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
+        layers = _native_vision_layers(config, encoder, checkpoint, device)
+        model.encoder = VisionTower(encoder, checkpoint, device, dtype, num_threads, layers)
     return model
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.checkpoint.vision.spec import VisionSpec
@@ -299,7 +300,7 @@ class ModelSpec:
     have multipliers of their own. With `has_layer_scales` each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
-    With `encoder` the outputs of a vision tower are in place of the embeddings of some tokens. If they have
+    With `encoder` the outputs of a vision or audio tower are in place of the embeddings of some tokens. If they have
     `num_deepstack_layers` further parts, each is added to the hidden states of these tokens after one of the first
     layers (DeepStack, arXiv 2406.04334).
 
@@ -369,7 +370,7 @@ class ModelSpec:
     has_final_norm: bool = True
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
-    encoder: VisionSpec | None = None
+    encoder: VisionSpec | AudioTowerSpec | None = None
     num_deepstack_layers: int = 0
     source: SourceSpec | None = None
     has_embedding: bool = True

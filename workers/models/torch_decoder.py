@@ -35,7 +35,7 @@ class TorchDecoder(ABC):
     """The model's classification head."""
 
     encoder: Encoder | None = None
-    """The encoder of the model's images or sources."""
+    """The encoder of the model's images, sounds or sources."""
 
     placed: Placed | None = None
     """The encoder outputs that the tokens of the current step read."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+from ....protocol.checkpoint.audio_tower import audio_tower_spec, has_audio_tower
 from ....protocol.checkpoint.classification import CLASSIFIER_SUFFIX, is_classifier
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
@@ -54,7 +55,9 @@ _WITH_ANY_DECODER = {
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
 }
 """Architectures whose decoder may be of any family: that of `text_config`."""
 
@@ -111,6 +114,8 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             )
     if has_vision(whole):
         spec = replace(spec, encoder=vision_spec(whole, spec.hidden_size))
+    if has_audio_tower(whole):
+        spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
     return spec
 
 

@@ -1,0 +1,1 @@
+"""Encoders of sounds, whose outputs take the place of tokens."""
