@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
@@ -14,9 +14,6 @@ from ..http.errors import APIError, bad_request, redact
 from .prompts import max_characters, verify_num_characters
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
-
-if TYPE_CHECKING:
-    from ..media.prompt_images import PreparedImage
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +25,7 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A prompt as text and as token ids, with the images in place of some of these."""
+    """A prompt as text and as token ids, with images or sounds in place of some of these."""
 
     text: str
     token_ids: Sequence[int]
@@ -61,10 +58,10 @@ async def render_chat(
     messages = request.messages
     if messages is None:
         raise bad_request("messages", "messages is required")
-    images: list[PreparedImage] = []
-    if serving.images is not None:
+    media: Sequence[Any] = []
+    if serving.media is not None:
         try:
-            messages, images = await serving.images.take(messages, body_size)
+            messages, media = await serving.media.take(messages, body_size)
         except ParameterError as error:
             raise bad_request(error.param, str(error)) from None
     kwargs = (template_kwargs or {}) | (request.chat_template_kwargs or {})
@@ -104,9 +101,9 @@ async def render_chat(
         def encode(text: str) -> tuple[str, Sequence[int]]:
             return serving.special_tokens.encode(text, add_special_tokens)
 
-        if serving.images is None:
+        if serving.media is None:
             return RenderedChat(*encode(text), [])
-        return RenderedChat(*serving.images.encode(text, images, encode))
+        return RenderedChat(*serving.media.encode(text, media, encode))
 
     try:
         return await serving.executor.run(body_size, render)

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 from starlette.types import Receive
@@ -33,15 +33,13 @@ from ..chat import (
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
+from ..media.chat_media import find_chat_media
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format
 from .structured.constraint import Constraint
-
-if TYPE_CHECKING:
-    from ..media.chat_images import ChatImages
 
 ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 """A grammar for any text."""
@@ -80,13 +78,7 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.executor = engine.executor
-        self.images: ChatImages | None = None
-        has_places = config.model.images is not None and config.model.has_tokenizer
-        if has_places and config.frontend.max_images:
-            # Imported here, because few models read images.
-            from ..media.chat_images import ChatImages
-
-            self.images = ChatImages(config, tokenizer, engine.executor)
+        self.media = find_chat_media(config, tokenizer, engine.executor)
         self.transcriber: Transcriber | None = None
         if config.model.audio is not None and config.model.has_tokenizer:
             self.transcriber = Transcriber(

@@ -62,16 +62,24 @@ class AudioReader:
         where: The name of the field in errors.
         rate: The rate of the samples.
         max_seconds: The maximum length.
+        limit: What sets that.
 
     Raises:
         ParameterError: It is empty, of an unknown format, damaged, or too long.
     """
 
-    def __init__(self, data: bytes, where: str, rate: int, max_seconds: float) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        rate: int,
+        max_seconds: float,
+        limit: str = "--max-audio-s",
+    ) -> None:
         if not data:
             raise ParameterError(where, "must be an audio file, got an empty one")
         self._where = where
-        self._max_seconds = max_seconds
+        self._max_seconds, self._limit = max_seconds, limit
         _verify_length(data, where)
         self._source = _open(data, where)
         found = self._source.rate
@@ -131,7 +139,7 @@ class AudioReader:
         if seconds > self._max_seconds:
             raise ParameterError(
                 self._where,
-                f"is {seconds:.1f} s long, but at most {self._max_seconds:g} s are allowed (--max-audio-s); "
+                f"is {seconds:.1f} s long, but at most {self._max_seconds:g} s are allowed ({self._limit}); "
                 "send it in parts",
             )
 

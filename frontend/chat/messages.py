@@ -14,10 +14,11 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 IMAGE_PART: Final = {"type": "image"}
-"""The content part in place of an image. Only this object is one."""
+AUDIO_PART: Final = {"type": "audio"}
+"""The content parts in place of an image and of a sound. Only these objects are ones."""
 
-IMAGE_MARK: Final = "\ufdd2"
-"""A Unicode noncharacter that stands for an image where a chat template reads only text."""
+MEDIA_MARK: Final = "\ufdd2"
+"""A Unicode noncharacter that stands for an image or a sound where a chat template reads only text."""
 
 CUSTOM_INPUT: Final = "input"
 """The parameter of the function that represents a custom tool."""
@@ -117,16 +118,13 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         return [{"type": "text", "text": content}]
     if not isinstance(content, Sequence):
         raise ParameterError(where, f"must be a string or an array of parts, got {echo(content)}")
-    texts = [
-        IMAGE_MARK if part is IMAGE_PART else _text_of(part, f"{where}[{i}]")
+    parts = [
+        dict(part)
+        if part is IMAGE_PART or part is AUDIO_PART
+        else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
         for i, part in enumerate(content)
     ]
-    if traits.reads_parts:
-        return [
-            {"type": "image"} if text is IMAGE_MARK else {"type": "text", "text": text}
-            for text in texts
-        ]
-    return "\n".join(texts)
+    return parts if traits.reads_parts else "\n".join(p.get("text", MEDIA_MARK) for p in parts)
 
 
 def _text_of(part: Any, where: str) -> str:

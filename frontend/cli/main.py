@@ -14,6 +14,7 @@ PROGRAMS = {
     "embed": "engine.frontend.offline.embed",
     "replay": "engine.core.replay",
     "simulate": "engine.core.simulation",
+    "transcribe": "engine.frontend.offline.transcribe",
 }
 """Commands that are modules of their own. The frontend may not import the scheduler."""
 
@@ -21,6 +22,8 @@ COMMANDS = """\
 commands:
   serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
   embed [MODEL] [flags]     embed the lines of a file, without a server
+  transcribe FILE --model MODEL
+                            write down what is said in audio files, without a server
   status [--url URL]        show a live table of a running server's processes
   replay FILE [flags]       replay a scheduler dump, or explain why a request waited
   simulate TRACE [flags]    predict the latency and throughput of a trace

@@ -116,6 +116,10 @@ class ChatImages:
         taken, images = await self._executor.run(body_size, take_images, messages, self._max_images)
         return taken, await self.prepare(images)
 
+    def wrap(self, given: str | Image.Image, where: str) -> ChatImage:
+        """Return an image of a caller in this process."""
+        return ChatImage(given, where)
+
     async def prepare(self, images: Sequence[ChatImage]) -> list[PreparedImage]:
         """Return images as the model reads them.
 

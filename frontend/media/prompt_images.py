@@ -15,7 +15,7 @@ from PIL import Image
 from ...protocol.config.images import AnyImageProcessor, FitProcessor, GridProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EmbeddingPayload, EncoderInput
-from ..chat.messages import IMAGE_MARK
+from ..chat.messages import MEDIA_MARK
 from ..tokenizer import Tokenizer
 from .layouts.pixels import Parts, Tile
 from .processor import process_image
@@ -67,7 +67,7 @@ class PromptImages:
         self._token = token
         self._mark = config.mark or token
         self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
-        self._place = re.compile(f"{re.escape(self._mark)}|{IMAGE_MARK}")
+        self._place = re.compile(f"{re.escape(self._mark)}|{MEDIA_MARK}")
 
     def prepare(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
         """Return one of a prompt's images in RGB as the model reads it."""

@@ -45,6 +45,7 @@ from ..tokenizer import TokenizerConfig, load_tokenizer
 from .images.read import read_image_processor
 from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
+from .sounds import read_sound_processor
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
 
 LENGTH_FIELDS = (
@@ -148,6 +149,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             span_kind=_span_kind(options, config, text),
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),
+            sounds=None
+            if options.model_impl is ModelImpl.TRANSFORMERS
+            else read_sound_processor(path, config, text),
             source_text=read_source_text(config, generation),
         ),
         default_sampling=_default_sampling(options, generation),

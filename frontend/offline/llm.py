@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
 import msgspec
@@ -29,6 +30,8 @@ from ..client.embeddings import (
 )
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
 from ..tokenizer.text_pairs import TextPair
+from ..transcription.options import Task, TranscriptionOptions, parse_language
+from ..transcription.transcriber import Transcript
 from .local_engine import LocalEngine
 from .outputs import (
     BeamSearchOutput,
@@ -44,6 +47,7 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .prompts import EncodedPrompt, Prompt, PromptEncoder
+from .transcribe import LocalTranscriber, Sound
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -79,6 +83,7 @@ class LLM:
         policy = self._engine.config.frontend.special_tokens_in_text
         self._special_tokens = SpecialTokenGuard(self._engine.tokenizer, policy)
         self._prompts = PromptEncoder(self._engine)
+        self._transcriber: LocalTranscriber | None = None
         atexit.register(self.close)
 
     def generate(
@@ -137,7 +142,7 @@ class LLM:
         template = self._template(chat_template, bool(tools))
         prompts: list[EncodedPrompt] = []
         for conversation in conversations:
-            conversation, images = self._prompts.take_images(conversation)
+            conversation, media = self._prompts.take_media(conversation)
             text = template.render(
                 conversation,
                 self._special_tokens,
@@ -149,7 +154,7 @@ class LLM:
             prompts.append(
                 self._prompts.encode_text(
                     text,
-                    images,
+                    media,
                     lambda text: self._special_tokens.encode(text, add_special_tokens=False),
                 )
             )
@@ -285,6 +290,44 @@ class LLM:
             ScoringRequestOutput(request_id, pair.token_ids, ScoringOutput(score))
             for pair, score in zip(wanted, scores, strict=True)
         ]
+
+    def transcribe(
+        self,
+        audio: Sound | Sequence[Sound],
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        prompt: str = "",
+        temperature: float = 0.0,
+        timestamps: Sequence[str] = ("segment",),
+    ) -> list[Transcript]:
+        """Write down what is said in every sound, and return the transcripts in the order of the sounds.
+
+        Args:
+            audio: One sound or a list of them: the path or the content of a file, or a pair of samples and their rate.
+            language: The spoken language by its code or name. The default is to detect it.
+            task: "transcribe", or "translate" to write English.
+            prompt: Text before the sounds, which shows style and spelling.
+            temperature: 0 decodes greedily, and tries higher temperatures if a text repeats itself or is doubtful.
+            timestamps: "segment", "word", or both, for their times.
+
+        Raises:
+            ParameterError: The model cannot do it, or a sound cannot be read.
+            EngineError: A sound failed.
+        """
+        if self._transcriber is None:
+            self._transcriber = LocalTranscriber(self._engine)
+        options = TranscriptionOptions(
+            task=Task(task),
+            language=parse_language(language, self._transcriber.audio),
+            prompt=prompt,
+            temperature=temperature,
+            has_segments="segment" in timestamps,
+            has_words="word" in timestamps,
+        )
+        is_one = isinstance(audio, str | bytes | Path | tuple)
+        sounds: Any = [audio] if is_one else audio
+        return self._transcriber.transcribe(sounds, options, self._numbers)
 
     def _pool(self, prompts: list[TextPair]) -> tuple[str, list[bytes]]:
         """Return the ID of a request and the pooled vector of each of its prompts."""

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
+from ..media.chat_media import find_chat_media
 from .local_engine import LocalEngine
-
-if TYPE_CHECKING:
-    from ..media.chat_images import ChatImages
-    from ..media.prompt_images import PreparedImage
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """Text, token IDs, or a mapping with `prompt` or `prompt_token_ids`.
 
-A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, or a list of them,
-whose places the text marks with the model's image token.
+A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, or
+`{"audio": (samples, rate)}` with an array, or a list of them. The text marks their places with the model's token.
 """
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as text, None if it was given as token IDs, and as token IDs, with its images."""
+    """A prompt as text, None if it was given as token IDs, and as token IDs, with its images or sounds."""
 
     text: str | None
     token_ids: list[int]
@@ -34,26 +31,19 @@ class PromptEncoder:
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._images: ChatImages | None = None
-        if engine.config.model.images is not None and engine.config.model.has_tokenizer:
-            # Imported here, because few models read images.
-            from ..media.chat_images import ChatImages
+        self._media = find_chat_media(engine.config, engine.tokenizer, engine.client.executor)
 
-            self._images = ChatImages(engine.config, engine.tokenizer, engine.client.executor)
-
-    def take_images(
-        self, conversation: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[PreparedImage]]:
-        """Return a conversation without its images, and these."""
-        if self._images is None:
+    def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return a conversation without its images or sounds, and these."""
+        if self._media is None:
             return conversation, ()
-        return self._engine.run(self._images.take(conversation, 0))
+        return self._engine.run(self._media.take(conversation, 0))
 
     def encode_tokens(self, prompt: Prompt, instruction: str = "") -> list[int]:
-        """Return the token IDs of a prompt without images, whose text is put after `instruction`.
+        """Return the token IDs of a prompt without images and sounds, whose text is put after `instruction`.
 
         Raises:
-            ParameterError: The prompt has images.
+            ParameterError: The prompt has some.
         """
         encoded = self.encode(prompt, instruction)
         if encoded.encoder_inputs:
@@ -63,41 +53,40 @@ class PromptEncoder:
     def encode(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
         """Return a prompt, whose text is put after `instruction`."""
         given: Any = prompt
-        images: list[PreparedImage] = []
+        media: list[Any] = []
         if isinstance(prompt, Mapping):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-            images = self._prepare_images(prompt.get("multi_modal_data") or {}, given)
+            media = self._prepare_media(prompt.get("multi_modal_data") or {}, given)
         if isinstance(given, str):
             tokenizer = self._engine.tokenizer
             return self.encode_text(
-                instruction + given, images, lambda text: (text, tokenizer.encode(text))
+                instruction + given, media, lambda text: (text, tokenizer.encode(text))
             )
         return EncodedPrompt(None, list(given))
 
-    def _prepare_images(self, data: Mapping[str, Any], prompt: Any) -> list[PreparedImage]:
-        """Return the images of a prompt as the model reads them."""
+    def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
+        """Return the images or sounds of a prompt as the model reads them."""
         if not data:
             return []
-        if data.keys() != {"image"} or self._images is None or not isinstance(prompt, str):
+        kind = "audio" if self._engine.config.model.sounds is not None else "image"
+        if data.keys() != {kind} or self._media is None or not isinstance(prompt, str):
             raise ParameterError(
                 "multi_modal_data",
-                f"must be images for a text prompt and a model that reads them, got {sorted(data)}",
+                f"must be images or sounds for a text prompt and a model that reads them, got {sorted(data)}",
             )
-        images = data["image"] if isinstance(data["image"], list) else [data["image"]]
-        from ..media.chat_images import ChatImage
-
-        wanted = [ChatImage(image, "multi_modal_data") for image in images]
-        return self._engine.run(self._images.prepare(wanted))
+        given = data[kind] if isinstance(data[kind], list) else [data[kind]]
+        wanted = [self._media.wrap(each, "multi_modal_data") for each in given]
+        return self._engine.run(self._media.prepare(wanted))
 
     def encode_text(
         self,
         text: str,
-        images: Sequence[PreparedImage],
+        media: Sequence[Any],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> EncodedPrompt:
-        """Return a prompt whose text has a place for each image."""
-        if self._images is None:
+        """Return a prompt whose text has a place for each image or sound."""
+        if self._media is None:
             text, token_ids = encode(text)
             return EncodedPrompt(text, list(token_ids))
-        text, token_ids, inputs = self._images.encode(text, images, encode)
+        text, token_ids, inputs = self._media.encode(text, media, encode)
         return EncodedPrompt(text, list(token_ids), inputs)

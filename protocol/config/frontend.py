@@ -178,14 +178,17 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     allowed_media_domains: Annotated[
         tuple[str, ...],
         option(
-            "Hosts from which images may be downloaded by HTTPS",
+            "Hosts from which images and sounds may be downloaded by HTTPS",
             metavar="HOST",
             default_text="none: only data URLs",
         ),
     ] = ()
     limit_mm_per_prompt: Annotated[
         dict[str, int],
-        option('Maximum images of a prompt, such as {"image": 4}', default_text='{"image": 32}'),
+        option(
+            'Maximum images or sounds of a prompt, such as {"image": 4, "audio": 1}',
+            default_text='{"image": 32, "audio": 32}',
+        ),
     ] = {}
     enable_mm_embeds: Annotated[
         bool, option("Accept embeddings in place of images; only for trusted clients")
@@ -230,3 +233,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     def max_images(self) -> int:
         """The maximum number of images in a prompt."""
         return self.limit_mm_per_prompt.get("image", 32)
+
+    @property
+    def max_sounds(self) -> int:
+        """The maximum number of sounds in a prompt."""
+        return self.limit_mm_per_prompt.get("audio", 32)

@@ -9,6 +9,7 @@ import msgspec
 from ..file_identity import FileIdentity, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor, SpanKind
+from .sounds import SoundProcessorConfig
 
 
 class LoadFormat(enum.StrEnum):
@@ -183,7 +184,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         images: How the model reads images; None if it reads none.
         span_kind: Which tokens of a prompt see those behind them.
         mmproj: The file with the vision tower of a GGUF model; empty if it has none.
-        audio: How the model reads sounds; None if it reads none.
+        audio: How a speech model reads sounds; None for other models.
+        sounds: How a model for conversations reads sounds; None if it reads none.
         source_text: How the model reads its source; None unless it is an encoder-decoder model of text.
     """
 
@@ -215,6 +217,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     span_kind: SpanKind | None = None
     mmproj: str = ""
     audio: AudioProcessorConfig | None = None
+    sounds: SoundProcessorConfig | None = None
     source_text: SourceTextConfig | None = None
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import soundfile
+from engine.frontend.audio.arrays import ArraySound
 from engine.frontend.audio.decode import AudioReader
 from engine.frontend.audio.resample import Resampler
 from engine.frontend.audio.windows import Windows
@@ -133,22 +134,13 @@ def test_wav_is_read_without_soundfile() -> None:
     assert "install the extra engine-serve[media]" in run(FLAC)
 
 
-class _Sound:
-    def __init__(self, samples: np.ndarray) -> None:
-        self._left = samples
-
-    def read(self, num_samples: int) -> np.ndarray:
-        read, self._left = self._left[:num_samples], self._left[num_samples:]
-        return read
-
-
 def test_windows_follow_each_other_and_are_cut_in_pauses() -> None:
     random = np.random.default_rng(1)
     loud = random.standard_normal(75 * RATE).astype(np.float32) * 0.1
     pauses = [(22.0, 22.2), (26.0, 26.6), (50.0, 50.5)]
     for start, end in pauses:
         loud[int(start * RATE) : int(end * RATE)] *= 0.01
-    windows = Windows(_Sound(loud), RATE, 30.0)
+    windows = Windows(ArraySound(loud), RATE, 30.0)
     found = list(iter(windows.next_window, None))
     assert [window.start for window in found] == [
         sum(len(before.samples) for before in found[:i]) for i in range(len(found))

@@ -1,0 +1,62 @@
+"""The images or sounds of conversations, as far as the model reads any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ...protocol.config import EngineConfig
+from ...protocol.messages import EncoderInput
+from ..client.executor import ThreadExecutor
+from ..tokenizer import Tokenizer
+
+
+class ChatMedia(Protocol):
+    """Takes images or sounds out of conversations, and puts what the model reads into prompts."""
+
+    async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
+        """Return the messages with parts in their place, and the prepared images or sounds.
+
+        Raises:
+            ParameterError: One of them cannot be read, or they do not fit into the context.
+        """
+
+    def wrap(self, given: Any, where: str) -> Any:
+        """Return an image or a sound of a caller in this process as `prepare` takes it."""
+
+    async def prepare(self, found: Sequence[Any]) -> list[Any]:
+        """Return images or sounds as the model reads them.
+
+        Raises:
+            ParameterError: One of them cannot be read, or they do not fit into the context.
+        """
+
+    def encode(
+        self,
+        text: str,
+        prepared: Sequence[Any],
+        encode: Callable[[str], tuple[str, Sequence[int]]],
+        /,
+    ) -> tuple[str, Sequence[int], list[EncoderInput]]:
+        """Return a prompt with room for them, its token ids and the encoder inputs.
+
+        Raises:
+            ParameterError: The prompt has more or fewer places than there are images or sounds.
+        """
+
+
+def find_chat_media(
+    config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
+) -> ChatMedia | None:
+    """Return what takes images or sounds out of conversations; None if the model or the limits allow none."""
+    model, limits = config.model, config.frontend
+    # Imported here, because few models read images or sounds.
+    if model.images is not None and model.has_tokenizer and limits.max_images:
+        from .chat_images import ChatImages
+
+        return ChatImages(config, tokenizer, executor)
+    if model.sounds is not None and model.has_tokenizer and limits.max_sounds:
+        from .chat_sounds import ChatSounds
+
+        return ChatSounds(config, tokenizer, executor)
+    return None
