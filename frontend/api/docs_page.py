@@ -74,12 +74,17 @@ def _operation(
     if parameters:
         yield _table((p["name"], type_name(p["schema"]), "yes") for p in parameters)
     if (body := operation.get("requestBody")) is not None:
-        whole = body["content"]["application/json"]["schema"]
+        [(content_type, content)] = body["content"].items()
+        whole = content["schema"]
         for choice in whole.get("anyOf", [whole]):
-            name = type_name(choice)
+            # A form has files beside the fields of its first schema.
+            name = type_name(choice.get("allOf", [choice])[0])
             schema = schemas.get(name, {})
             required = schema.get("required", [])
-            yield f"<p>JSON body: <code>{escape(name)}</code></p>"
+            kind = (
+                "JSON body" if content_type == "application/json" else f"{content_type} with file"
+            )
+            yield f"<p>{escape(kind)}: <code>{escape(name)}</code></p>"
             yield _table(
                 (field, type_name(field_schema), "yes" if field in required else "")
                 for field, field_schema in schema.get("properties", {}).items()

@@ -127,14 +127,13 @@ def _read_projection(
 ) -> Callable[[Tensor], Tensor]:
     name, size = "multi_modal_projector.linear", spec.output_size
     if spec.join == "mean":
-        matrix, bias = tensors.read_linear(name, size, spec.hidden_size)
-        return lambda x_KD: F.linear(x_KD, matrix, bias)
-    first, _ = tensors.read_linear(
+        return tensors.read_linear(name, size, spec.hidden_size)
+    first = tensors.read_linear(
         f"{name}_1", size, spec.hidden_size * spec.rows_per_output, has_bias=False
     )
-    second, _ = tensors.read_linear(f"{name}_2", size, size, has_bias=False)
+    second = tensors.read_linear(f"{name}_2", size, size, has_bias=False)
     activation = find_activation(checkpoint, spec.projection_activation)
-    return lambda x_KD: F.linear(activation(F.linear(x_KD, first)), second)
+    return lambda x_KD: second(activation(first(x_KD)))
 
 
 class _Layer:
@@ -154,13 +153,10 @@ class _Layer:
             tensors.read_layer_norm(f"{prefix}{name}_layer_norm", size, _NORM_EPS)
             for name in ("self_attn", "final")
         ]
-        linears = [
-            tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size, has_bias=name != "k")
-            for name in "qkv"
-        ]
-        self._qkv = torch.cat([weight for weight, _ in linears])
-        biases = [torch.zeros_like(weight[0]) if bias is None else bias for weight, bias in linears]
-        self._qkv_bias = torch.cat(biases)
+        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        self._qkv = torch.cat([tensors.read(f"{name}.weight", size, size) for name in names])
+        biases = [tensors.read(f"{name}.bias", size) for name in names[::2]]
+        self._qkv_bias = torch.cat((biases[0], torch.zeros_like(biases[0]), biases[1]))
         self._output = tensors.read_linear(f"{prefix}self_attn.out_proj", size, size)
         self._up = tensors.read_linear(f"{prefix}fc1", spec.intermediate_size, size)
         self._down = tensors.read_linear(f"{prefix}fc2", size, spec.intermediate_size)
@@ -169,6 +165,6 @@ class _Layer:
         qkv = F.linear(self._norms[0](x_PD), self._qkv, self._qkv_bias).chunk(3, -1)
         q, k, v = (part.view(len(x_PD), self._num_heads, -1).transpose(0, 1)[None] for part in qkv)
         attended = F.scaled_dot_product_attention(q, k, v)[0]
-        x_PD = x_PD + F.linear(attended.transpose(0, 1).reshape(x_PD.shape), *self._output)
-        hidden_PF = self._activation(F.linear(self._norms[1](x_PD), *self._up))
-        return x_PD + F.linear(hidden_PF, *self._down)
+        x_PD = x_PD + self._output(attended.transpose(0, 1).reshape(x_PD.shape))
+        hidden_PF = self._activation(self._up(self._norms[1](x_PD)))
+        return x_PD + self._down(hidden_PF)

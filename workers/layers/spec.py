@@ -379,7 +379,7 @@ class ModelSpec:
     @property
     def span_kind(self) -> SpanKind | None:
         """Which tokens see those behind them."""
-        return None if self.encoder is None else self.encoder.span_kind
+        return self.encoder.span_kind if isinstance(self.encoder, VisionSpec) else None
 
     @property
     def tells_segments(self) -> bool:

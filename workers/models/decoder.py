@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import ConfigError
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, LayerNorm, Linear, RMSNorm
@@ -174,7 +175,7 @@ class Decoder(TorchDecoder):
             if self._embedding_norm is not None:
                 x_TD = self._embedding_norm(x_TD)
             if self._per_layer_inputs is not None:
-                if self.placed is not None and self.spec.encoder is not None:
+                if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
                     inputs = self.placed.replace_ids(inputs, self.spec.encoder.layer_token_id)
                 per_layer = self._per_layer_parts(self._per_layer_inputs(inputs, x_TD))
             if self._streams is not None:

@@ -1,0 +1,216 @@
+"""A server of models that hear."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from engine.core.replay.__main__ import main as replay
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from engine.protocol.sampling_params import SamplingParams
+from support.audio_checkpoints import MARKS, audio_directory, reference_inputs
+from support.server import Server, assert_nothing_is_held
+
+torch.set_num_threads(1)
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+NUM_TOKENS = 8
+
+
+def sound(seed: int, seconds: float) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    samples = 0.3 * random.standard_normal(int(16_000 * seconds))
+    return (samples.clip(-1, 1) * 32767).astype(np.int16)
+
+
+def encoded(samples: np.ndarray, file_format: str = "WAV") -> str:
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format=file_format)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def chat(*parts: str | np.ndarray, kind: str = "input_audio") -> dict[str, Any]:
+    """Return a request for the greedy answer to texts and sounds."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        elif kind == "input_audio":
+            value = {"data": encoded(part), "format": "wav"}
+            content.append({"type": "input_audio", "input_audio": value})
+        else:
+            url = f"data:audio/flac;base64,{encoded(part, 'FLAC')}"
+            content.append({"type": "audio_url", "audio_url": {"url": url}})
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+CHATS = [
+    ("the quick", sound(1, 0.7), "brown fox", sound(2, 1.99), "jumps"),
+    (sound(3, 1.0), "over the lazy dog"),
+    ("seven wizards", sound(3, 1.0), sound(3, 1.0)),
+    ("brew tea",),
+]
+
+
+class Model:
+    """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.kind = kind
+        self.path, self.model = audio_directory(directory, kind)
+        self._answers: dict[int, list[int]] = {}
+
+    def check(self, index: int, answer: dict[str, Any]) -> None:
+        if index not in self._answers:
+            self._answers[index] = self.generate(CHATS[index], answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
+
+    @torch.inference_mode()
+    def generate(self, parts: Any, prompt: list[int]) -> list[int]:
+        sounds = [part / np.float32(32768) for part in parts if isinstance(part, np.ndarray)]
+        inputs = reference_inputs(self.kind, sounds) if sounds else {}
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            logits = self.model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        return tokens[len(prompt) :]
+
+    def check_all(self, server: Server, indices: list[int]) -> None:
+        """Send conversations at the same time, and compare all answers."""
+
+        def ask(index: int) -> None:
+            kind = "input_audio" if index % 2 else "audio_url"
+            status, answer = server.post("/v1/chat/completions", chat(*CHATS[index], kind=kind))
+            assert status == 200, answer
+            self.check(index, answer)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, indices))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), "qwen2_audio")
+
+
+@pytest.fixture(scope="module")
+def server(model: Model) -> Iterator[Server]:
+    with Server(str(model.path), *FLAGS, "--limit-mm-per-prompt", '{"audio": 2}') as server:
+        yield server
+
+
+def test_answers_equal_those_of_transformers(model: Model, server: Server) -> None:
+    model.check_all(server, [0, 1, 2, 3])
+    assert_nothing_is_held(server)
+
+
+def test_divided_models_hear_under_memory_pressure_and_crashes(tmp_path: Path) -> None:
+    voxtral = Model(tmp_path, "voxtral")
+    small = ("--max-num-batched-tokens", "20", "--max-num-seqs", "4", "--max-model-len", "200")
+    blocks = ("--num-gpu-blocks-override", "16", "--encoder-cache-size", "60")
+    dumps = ("--dump-dir", str(tmp_path / "dumps"))
+    with Server(str(voxtral.path), *FLAGS, *small, *blocks, *dumps, "-tp", "2") as server:
+        voxtral.check_all(server, [0, 1, 2, 3, 0])
+        status, dumped = server.post("/debug/dump", {})
+        assert status == 200
+        assert replay(dumped["files"]) == 0
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(voxtral.check_all, server, [0, 2, 3, 1])
+            server.child("worker 0").kill()
+            answers.result()
+        server.wait_until_whole()
+        assert_nothing_is_held(server)
+
+
+def test_a_prefix_with_the_same_sound_is_cached(server: Server) -> None:
+    def num_cached(*parts: str | np.ndarray) -> int:
+        status, answer = server.post("/v1/chat/completions", chat(*parts))
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    text = "the old tower " * 20
+    first, second = sound(21, 1.5), sound(22, 1.5)
+    assert num_cached(text, first, "fox") == 0
+    assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
+
+
+def test_offline_callers_pass_arrays(model: Model) -> None:
+    samples = sound(7, 1.2)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(model.path), dtype="float32") as llm:
+        content = [{"type": "audio", "audio": (samples, 16_000)}, {"type": "text", "text": "fox"}]
+        first = llm.chat([{"role": "user", "content": content}], params)[0]
+        mark = MARKS[model.kind]
+        assert first.prompt is not None
+        start, end = first.prompt.index(mark), first.prompt.rindex(mark)
+        prompt = {
+            "prompt": first.prompt[:start] + first.prompt[end:],
+            "multi_modal_data": {"audio": (samples, 16_000)},
+        }
+        second = llm.generate(prompt, params)[0]
+        assert first.prompt_token_ids == second.prompt_token_ids
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        assert first.outputs[0].token_ids == model.generate([samples], first.prompt_token_ids)
+        with pytest.raises(ParameterError, match=r"must have pairs \(samples, rate\)"):
+            llm.generate(prompt | {"multi_modal_data": {"audio": samples}}, params)
+        with pytest.raises(ParameterError, match="must be samples of shape"):
+            llm.generate(prompt | {"multi_modal_data": {"audio": (samples, 10)}}, params)
+        with pytest.raises(ParameterError, match="is no speech model, so it cannot transcribe"):
+            llm.transcribe((samples, 16_000))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        ({"data": encoded(sound(1, 2.1))}, ".data", "is 2.1 s long, but at most 2 s are allowed"),
+        ({"data": encoded(sound(1, 0.01))}, ".data", "is too short: it has 160 samples"),
+        ({"data": encoded(sound(1, 1.0))[:2000]}, ".data", "is truncated"),
+        ({"data": "aGVsbG8="}, ".data", "is not an audio file that can be read"),
+        ({"data": "!!"}, ".data", "is not valid base64"),
+        ({"data": ""}, ".data", "must be audio in base64"),
+        ("a file", "", "must be audio in base64"),
+        (7, "", "must be audio in base64"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_sounds_are_refused_by_name(
+    server: Server, part: Any, field: str, message: str
+) -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": part}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    status, answer = server.post("/v1/chat/completions", body)
+    if part == "a file":
+        message = "is not valid base64"
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[1].input_audio" + field
+    assert message in answer["error"]["message"]
+
+
+def test_what_does_not_fit_is_refused(server: Server) -> None:
+    status, answer = server.post("/v1/chat/completions", chat(*[sound(1, 0.5)] * 3))
+    assert status == 400
+    assert "messages have 3 sounds, but at most 2 are allowed" in answer["error"]["message"]
+    url = {"type": "audio_url", "audio_url": {"url": "https://127.0.0.1/a.wav"}}
+    status, answer = server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": [url]}]}
+    )
+    assert status == 400
+    assert "must be a data URL" in answer["error"]["message"]
+    status, answer = server.post("/v1/audio/transcriptions", b"")
+    assert status == 415
+    assert "must be multipart/form-data" in answer["error"]["message"]
+    assert_nothing_is_held(server)
