@@ -43,7 +43,7 @@ MAX_PORT = 65535
 _SOURCES_AT_ONCE = 4
 """Sounds or texts that a GPU encodes in one step, by default."""
 _KEPT_EMBEDDINGS = 4096
-"""The embeddings of images that the workers keep at least, by default."""
+"""The embeddings of images or sounds that the workers keep at least, by default."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
 """Bytes of a number of the dtypes that do not have 2."""
 
@@ -152,6 +152,8 @@ def _resolve(host: str) -> str:
 
 def _encoder_outputs(model: ModelConfig) -> int:
     """Return the most embeddings or outputs that the encoder makes at once: those of a tile, a sound or a text."""
+    if model.sounds is not None:
+        return model.sounds.outputs_per_window
     if model.audio is not None:
         return model.audio.max_source_positions
     if model.source_text is not None:
@@ -173,8 +175,7 @@ def _make_scheduler_config(
     *,
     model: ModelConfig,
 ) -> SchedulerConfig:
-    images, max_model_len = model.images, model.max_model_len
-    encoder_outputs = _encoder_outputs(model)
+    encoder_outputs, max_model_len = _encoder_outputs(model), model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.is_encoder:
         # Every token sees the whole sequence, so it is computed in one step.
@@ -197,9 +198,9 @@ def _make_scheduler_config(
     limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
-    if images is not None and given.get("disable_chunked_mm_input"):
+    if encoder_outputs and given.get("disable_chunked_mm_input"):
         # There must be room for an image beside a token of every other request.
-        needed = max(needed, images.num_outputs + given["max_num_seqs"])
+        needed = max(needed, encoder_outputs + given["max_num_seqs"])
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
         several = _SOURCES_AT_ONCE if model.reads_source else 1

@@ -490,6 +490,6 @@ class OllamaModels:
             found.append("tools")
         if serving.separates_reasoning:
             found.append("thinking")
-        if serving.images is not None:
+        if serving.config.model.images is not None and serving.media is not None:
             found.append("vision")
         return found
