@@ -29,7 +29,7 @@ from .segments import DecodedWindow, Segment, Word, split_segments
 WINDOWS_AT_ONCE: Final = 8
 """Windows of one sound that are decoded at the same time. Others wait, so a long sound takes little memory."""
 
-OnText: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
+TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Receives a piece of text with the log-probabilities of its tokens."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -102,7 +102,7 @@ class Transcriber:
         sound: Samples,
         options: TranscriptionOptions,
         submission: Submission,
-        on_text: OnText | None = None,
+        on_text: TextReceiver | None = None,
     ) -> Transcript:
         """Return the transcript of a sound.
 

@@ -27,7 +27,7 @@ from ...transcription.options import (
     verify_transcribes,
 )
 from ...transcription.subtitles import write_srt, write_vtt
-from ...transcription.transcriber import OnText, Transcriber, Transcript
+from ...transcription.transcriber import TextReceiver, Transcriber, Transcript
 from ..bodies.disconnection import while_connected
 from ..bodies.form import FormDecoder
 from ..bodies.intake import Intake
@@ -53,7 +53,7 @@ MAX_PROMPT_CHARACTERS: Final = 1 << 14
 
 FILE: Final = "file"
 
-Work: TypeAlias = Callable[[OnText | None], Coroutine[Any, Any, Transcript]]
+Work: TypeAlias = Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]
 """Transcribes a file, and calls a function with each piece of text."""
 
 
@@ -127,7 +127,7 @@ class Transcriptions:
             core_index = group.sequences[0].core_index
             return group
 
-        async def work(on_text: OnText | None) -> Transcript:
+        async def work(on_text: TextReceiver | None) -> Transcript:
             limit = self._serving.config.frontend.max_audio_s
             sound = await transcriber.open(bytes(file), FILE, limit)
             submission = Submission(base, start, raise_if_failed)
