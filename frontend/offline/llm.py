@@ -33,6 +33,7 @@ from ..tokenizer.text_pairs import TextPair
 from ..transcription.options import Task, TranscriptionOptions, parse_language
 from ..transcription.transcriber import Transcript
 from .local_engine import LocalEngine
+from .local_transcriber import LocalTranscriber, Sound
 from .outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -47,7 +48,6 @@ from .outputs import (
     ScoringRequestOutput,
 )
 from .prompts import EncodedPrompt, Prompt, PromptEncoder
-from .transcribe import LocalTranscriber, Sound
 
 Message: TypeAlias = Mapping[str, Any]
 

@@ -1,128 +1,28 @@
-"""Transcribes sounds without a server, and `engine transcribe`."""
+"""`engine transcribe`: write down what is said in audio files, without a server."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ...protocol.errors import EngineError
-from ...protocol.sampling_params import SamplingParams
-from ..audio.arrays import ArraySound, mono_samples
-from ..audio.windows import Samples
 from ..cli.arguments import parse_settings
-from ..client.engine_client import Delta, RequestGroup, SequenceRequest
 from ..supervisor.console import Console
-from ..transcription.decoding import Submission
-from ..transcription.options import (
-    Task,
-    TranscriptionOptions,
-    verify_options,
-    verify_transcribes,
-)
+from ..transcription.options import Task
 from ..transcription.subtitles import write_srt, write_vtt
-from ..transcription.transcriber import Transcriber, Transcript
-from .local_engine import LocalEngine
-
-Sound: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
-"""The path or the content of an audio file, or samples of shape [N] or [N, channels] and their rate in Hz."""
-
-SOUNDS_AT_ONCE: Final = 4
-"""Sounds that are transcribed at the same time. Each has several windows at once."""
-
-
-class LocalTranscriber:
-    """Transcribes sounds with the model of an engine in this process.
-
-    Raises:
-        ParameterError: The model does not transcribe.
-    """
-
-    def __init__(self, engine: LocalEngine) -> None:
-        model = engine.config.model
-        self.audio = verify_transcribes(model)
-        self._engine = engine
-        self._transcriber = Transcriber(model, self.audio, engine.tokenizer, engine.client.executor)
-
-    def transcribe(
-        self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Iterable[int]
-    ) -> list[Transcript]:
-        """Return the transcripts of sounds in their order. `numbers` become the IDs of requests.
-
-        Raises:
-            ParameterError: A sound cannot be read.
-            EngineError: A window failed.
-        """
-        verify_options(options, self.audio)
-        return self._engine.run(self._transcribe_all(sounds, options, iter(numbers)))
-
-    async def _transcribe_all(
-        self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Any
-    ) -> list[Transcript]:
-        room = asyncio.Semaphore(SOUNDS_AT_ONCE)
-
-        async def transcribe(index: int, sound: Sound) -> Transcript:
-            request_id = str(next(numbers))
-
-            async def start(sequence: SequenceRequest) -> RequestGroup:
-                return await self._engine.client.submit([sequence], request_id=request_id)
-
-            async with room:
-                base = SequenceRequest(np.zeros(0, np.int32), SamplingParams())
-                opened = await self._open(sound, f"audio[{index}]")
-                submission = Submission(base, start, _verify)
-                return await self._transcriber.transcribe(opened, options, submission)
-
-        tasks = [asyncio.create_task(transcribe(*each)) for each in enumerate(sounds)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _open(self, sound: Sound, where: str) -> Samples:
-        limit = self._engine.config.frontend.max_audio_s
-        if isinstance(sound, tuple):
-            samples, rate = sound
-            return ArraySound(
-                await asyncio.to_thread(
-                    mono_samples,
-                    samples,
-                    rate,
-                    self.audio.sampling_rate,
-                    where,
-                    limit,
-                    "max_audio_s",
-                )
-            )
-        data = sound if isinstance(sound, bytes) else await asyncio.to_thread(_read, sound)
-        return await self._transcriber.open(data, where, limit)
-
-
-def _read(path: str | Path) -> bytes:
-    return Path(path).read_bytes()
-
-
-def _verify(delta: Delta) -> None:
-    if delta.error is not None:
-        raise EngineError(delta.error)
-
+from ..transcription.transcriber import Transcript
+from .llm import DEFAULTS, LLM
 
 FORMATS: Final = ("text", "json", "srt", "vtt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the transcript of each file. Return 1 after a failure; invalid arguments exit with code 2."""
-    from .llm import DEFAULTS, LLM
-
     parser = argparse.ArgumentParser(
         prog="engine transcribe",
         usage="engine transcribe FILE... --model MODEL [flags]",
