@@ -13,18 +13,17 @@ import sys
 import time
 from typing import Any, Final
 
-import numpy as np
 import uvicorn
 import uvloop
 
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.messages import FinishReason
-from ...protocol.sampling_params import SamplingParams
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
 from ..chat import ChatTemplateError, ModelTemplates, choose_formats
-from ..client.engine_client import EngineClient, Overloaded, SequenceRequest
+from ..client.engine_client import EngineClient, Overloaded
+from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
 from ..http.server import HTTPServer
@@ -191,11 +190,7 @@ class Frontend:
         Raises:
             EngineError: The request failed.
         """
-        request = SequenceRequest(
-            prompt_token_ids=np.zeros(1, np.int32),
-            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            pooling=None if self._config.model.generates else self._config.model.pooling_params,
-        )
+        request = warm_up_request(self._config.model)
         try:
             group = await self._engine.submit([request], request_id="warm-up")
         except Overloaded:

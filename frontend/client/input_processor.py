@@ -76,7 +76,11 @@ class InputProcessor:
                 await asyncio.sleep(0)
             prompt, params = sequence.prompt_token_ids, sequence.params
             if id(prompt) not in prompts:
-                token_ids = self._prompt(prompt, generates=sequence.pooling is None)
+                token_ids = self._prompt(
+                    prompt,
+                    generates=sequence.pooling is None,
+                    has_sound=bool(sequence.encoder_inputs),
+                )
                 prompts[id(prompt)] = len(token_ids), int32_bytes(token_ids)
             lists = _lists_of(params)
             if lists not in bad_words:
@@ -143,7 +147,7 @@ class InputProcessor:
             encoder_inputs=request.encoder_inputs,
         )
 
-    def _prompt(self, token_ids: TokenIds, *, generates: bool) -> Int32Array:
+    def _prompt(self, token_ids: TokenIds, *, generates: bool, has_sound: bool) -> Int32Array:
         if generates and not self._model.generates:
             name = self._model.served_names[0]
             if self._model.classifier is not None:
@@ -153,6 +157,12 @@ class InputProcessor:
             else:
                 problem = f"{name} is an encoder, which only embeds text; use /v1/embeddings"
             raise ParameterError("prompt", f"cannot be continued: {problem}")
+        if self._model.audio is not None and not has_sound:
+            name = self._model.served_names[0]
+            raise ParameterError(
+                "prompt",
+                f"cannot be continued: {name} is a speech model; use /v1/audio/transcriptions",
+            )
         if isinstance(token_ids, np.ndarray):
             prompt: npt.NDArray[Any] = token_ids
         else:

@@ -91,7 +91,7 @@ class Model(Protocol):
         """The LoRA adapters that requests may use."""
 
     encoder: Encoder | None
-    """The encoder of the model's images, sounds or sources; None without one, and on stages that read none of its outputs."""
+    """The encoder of images, sounds or sources; None without one, and on stages that read none of its outputs."""
 
     placed: Placed | None
     """The encoder outputs that the tokens of the current step read."""
