@@ -24,6 +24,9 @@ OPERATOR_PATHS: Final = frozenset({"/reset_prefix_cache", "/debug/dump"})
 """Routes for operators, in addition to those below `REPLICA_COMMANDS`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 
+FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations")
+"""Ends of the routes whose bodies are forms with a file."""
+
 LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
 """Pattern of the origins of web pages that this machine serves."""
 
@@ -72,7 +75,7 @@ class Access:
                     f"{echo(headers[b'origin'].decode('latin-1'))}; send it without one"
                 )
             if scope["method"] not in _WITHOUT_BODY:
-                _check_media_type(headers)
+                _check_media_type(headers, is_form=path.endswith(FORM_PATHS))
 
     def _check_host(self, header: bytes | None) -> None:
         """Raise APIError 403 for an unknown host name. IP addresses pass, because no page can redirect them."""
@@ -142,7 +145,13 @@ class Origins(CORSMiddleware):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with CORS headers unless the route is for operators."""
         normalize_path(scope, self._root_path)
-        if is_operator_path(get_route_path(scope)):
+        path = get_route_path(scope)
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        if path.endswith(FORM_PATHS) and origin and not self.is_allowed_origin(origin):
+            # A page may send a form without asking first.
+            error = _forbidden(f"Web pages of {echo(origin)} may not call this server")
+            await error.response()(scope, receive, send)
+        elif is_operator_path(path):
             await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
@@ -163,15 +172,14 @@ def _forbidden(message: str) -> APIError:
     return APIError(403, message, type="permission_error")
 
 
-def _check_media_type(headers: dict[bytes, bytes]) -> None:
-    """Raise APIError 415 for a body that is not JSON. Some other types need no permission to be sent by a page."""
+def _check_media_type(headers: dict[bytes, bytes], *, is_form: bool) -> None:
+    """Raise APIError 415 for a body that is not JSON, or no form. A page needs permission to send JSON elsewhere."""
     if b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == 0:
         return
     given = headers.get(b"content-type", b"").decode("latin-1")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        raise APIError(
-            415, f"the request body needs Content-Type application/json, got {echo(given)}"
-        )
+    wanted = "multipart/form-data" if is_form else "application/json"
+    if given.partition(";")[0].strip().lower() != wanted:
+        raise APIError(415, f"the request body needs Content-Type {wanted}, got {echo(given)}")
 
 
 def _host_name(header: str) -> str:

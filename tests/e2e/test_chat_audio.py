@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(server: Server) -> None:
     )
     assert status == 400
     assert "must be a data URL" in answer["error"]["message"]
-    status, answer = server.post("/v1/audio/transcriptions", b"")
+    status, answer = server.post("/v1/audio/transcriptions", {"model": "tiny"})
     assert status == 415
-    assert "must be multipart/form-data" in answer["error"]["message"]
+    assert "needs Content-Type multipart/form-data" in answer["error"]["message"]
     assert_nothing_is_held(server)
