@@ -74,7 +74,7 @@ class AudioReader:
         where: str,
         rate: int,
         max_seconds: float,
-        limit: str = "--max-audio-s",
+        limit: str = "--max-audio-seconds",
     ) -> None:
         if not data:
             raise ParameterError(where, "must be an audio file, got an empty one")

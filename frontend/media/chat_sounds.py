@@ -127,7 +127,7 @@ class ChatSounds:
         sounds = self._config
         window_s = sounds.window_frames * HOP / RATE
         limits = [
-            (config.frontend.max_audio_s, "--max-audio-s"),
+            (config.frontend.max_audio_s, "--max-audio-seconds"),
             (
                 self._max_model_len / sounds.outputs_per_window * window_s,
                 "this model's maximum context length",

@@ -92,7 +92,7 @@ class LocalTranscriber:
                     self.audio.sampling_rate,
                     where,
                     limit,
-                    "max_audio_s",
+                    "max_audio_seconds",
                 )
             )
         data = sound if isinstance(sound, bytes) else await asyncio.to_thread(_read, sound)

@@ -193,9 +193,10 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     enable_mm_embeds: Annotated[
         bool, option("Accept embeddings in place of images; only for trusted clients")
     ] = False
-    max_audio_s: Annotated[float, option("Maximum seconds of an audio file", ge=1, le=86_400)] = (
-        7200.0
-    )
+    max_audio_s: Annotated[
+        float,
+        option("Maximum seconds of an audio file", ge=1, le=86_400, name="--max-audio-seconds"),
+    ] = 7200.0
     response_role: Annotated[str, chat("Role of response messages")] = "assistant"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],

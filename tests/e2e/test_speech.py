@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    with Server(str(model), *FLAGS, "--max-audio-s", "120") as server:
+    with Server(str(model), *FLAGS, "--max-audio-seconds", "120") as server:
         yield server
 
 
@@ -153,6 +153,11 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
         ({"response_format": "xml"}, "response_format", 'must be "json"'),
         ({"response_format": "srt", "stream": True}, "stream", "stream needs response_format"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "needs response_format"),
+        (
+            {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
+            "timestamp_granularities",
+            "must not have word",
+        ),
         ({"model": "large"}, "model", "does not exist"),
     ],
     ids=lambda value: str(value)[:30],
