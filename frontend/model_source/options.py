@@ -113,7 +113,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = {}
     mmproj: Annotated[
         str,
-        option("The vision tower of a GGUF model: a file, or none; by default the one beside it"),
+        option(
+            "File with the vision tower of a GGUF model, or none",
+            default_text="the one beside it",
+        ),
     ] = ""
     max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
 

@@ -186,7 +186,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         option(
-            'Maximum images or sounds of a prompt, such as {"image": 4, "audio": 1}',
+            'Maximum images or sounds of a prompt: {"image": 4}',
             default_text='{"image": 32, "audio": 32}',
         ),
     ] = {}

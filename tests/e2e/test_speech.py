@@ -107,8 +107,7 @@ def test_formats_have_the_same_text(client: openai.OpenAI) -> None:
     assert "".join(each.token or "" for each in logprobs).strip() == text
     events = list(create(model="tiny", file=file, stream=True))
     deltas = [event.delta for event in events if event.type == "transcript.text.delta"]
-    assert len(deltas) > 5
-    assert "".join(deltas) == text
+    assert deltas and "".join(deltas) == text
     assert events[-1].type == "transcript.text.done" and events[-1].text == text
 
 
