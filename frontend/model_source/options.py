@@ -18,6 +18,7 @@ CHECKPOINT_QUANTIZATIONS = {
     "gptq_marlin": "gptq",
     "fp8": "fp8",
     "mxfp4": "mxfp4",
+    "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
 }
 """The `quant_method` that a checkpoint must have, by the value of `--quantization`."""

@@ -193,8 +193,60 @@ def _mxfp4(w_OD: Tensor) -> Stored:
     return {"blocks": blocks, "scales": scales}, meaning.flatten(1)
 
 
+def _packed_minifloats(kind: str, stored_as: str) -> Callable[[Tensor], Stored]:
+    """Store MXFP4 or NVFP4 as compressed-tensors or ModelOpt do."""
+
+    def store(w_OD: Tensor) -> Stored:
+        groups_OGN = w_OD.unflatten(1, (-1, 32 if kind == "mxfp4" else 16))
+        amax_OG1 = groups_OGN.abs().amax(2, keepdim=True).clamp(min=1e-9)
+        factor = w_OD.abs().max() / (6 * 448) if kind == "nvfp4" else torch.tensor(1.0)
+        if kind == "mxfp4":
+            exponent_OG1 = (amax_OG1 / 6).log2().ceil()
+            stored_OG1, scale_OG1 = (exponent_OG1 + 127).to(torch.uint8), 2**exponent_OG1
+        else:
+            stored_OG1 = (amax_OG1 / 6 / factor).to(torch.float8_e4m3fn)
+            scale_OG1 = stored_OG1.float().clamp(min=2**-9) * factor
+        codes_OGN = ((groups_OGN / scale_OG1).abs().unsqueeze(-1) - _E2M1).abs().argmin(-1)
+        sign_OGN = torch.where(groups_OGN < 0, -1, 1)
+        meaning = (
+            sign_OGN
+            * _E2M1[codes_OGN]
+            * (scale_OG1 if kind == "mxfp4" else stored_OG1.float() * factor)
+        )
+        codes_OD = (codes_OGN | (groups_OGN < 0).long() << 3).to(torch.uint8).flatten(1)
+        tensors = {
+            stored_as: codes_OD[:, ::2] | codes_OD[:, 1::2] << 4,
+            "weight_scale": stored_OG1.squeeze(2),
+        }
+        if stored_as == "weight":
+            tensors |= {"weight_scale_2": factor, "input_scale": torch.tensor(0.02)}
+        elif kind == "nvfp4":
+            tensors["weight_global_scale"] = (1 / factor).reshape(1)
+        return tensors, meaning.flatten(1)
+
+    return store
+
+
 FORMATS = {
     "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4),
+    "compressed-mxfp4": Format(
+        _compressed(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        ),
+        _packed_minifloats("mxfp4", "weight_packed"),
+    ),
+    "compressed-nvfp4": Format(
+        _compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        ),
+        _packed_minifloats("nvfp4", "weight_packed"),
+    ),
+    "modelopt-nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        _packed_minifloats("nvfp4", "weight"),
+    ),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
     "gptq": Format(
         _gptq_config(4, sym=True, desc_act=False), _gptq(4, symmetric=True, act_order=False)

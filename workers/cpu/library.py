@@ -56,6 +56,8 @@ class PackedWeight(ctypes.Structure):
         ("format", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("group", c_int32),
+        ("scale", c_float),
         ("_data", c_void_p),
     )
 
@@ -401,7 +403,7 @@ FUNCTIONS: dict[str, Signature] = {
     "engine_isa_name": (c_char_p, [c_int32]),
     "engine_select_isa": (c_int32, [c_int32]),
     "engine_can_pack": (c_int32, [c_int32, c_int32]),
-    "engine_packed_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
+    "engine_packed_bytes": (c_size_t, [c_int32, c_int32, c_int32, c_int32]),
     "engine_pack_rows": (c_int32, [c_void_p, c_int32, c_void_p, c_ssize_t, c_int32, c_int32]),
     "engine_finish_packing": (c_size_t, [c_void_p]),
     "engine_activation_row_bytes": (c_size_t, [c_int32, c_int32]),

@@ -21,8 +21,10 @@ from ..loaders.tensor_names import TensorNames
 from ..models.weights import ProgressCallback, Rows, WeightReader
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
+from ..quantization.float8 import as_float8_rows, is_float8
 from ..quantization.gguf_blocks import as_blocks, block_type, fits_block_scales
 from ..quantization.matrix import QuantizedMatrix
+from ..quantization.scheme import ColumnGroups
 from . import library
 from .library import NotSupportedNatively, native_library
 
@@ -51,10 +53,13 @@ class WeightFormat(IntEnum):
     U4_OFFSET = 1
     U5_OFFSET = 2
     U6 = 3
-    U8 = 4
-    BF16 = 5
-    F16 = 6
-    F32 = 7
+    MXFP4 = 4
+    NVFP4 = 5
+    U8 = 6
+    BF16 = 7
+    F16 = 8
+    F32 = 9
+    F8 = 10
 
     @property
     def activation_kind(self) -> ActivationKind:
@@ -73,7 +78,12 @@ _QUANTIZED_FORMATS = {
     SourceType.Q5_K: WeightFormat.U5_OFFSET,
     SourceType.Q6_K: WeightFormat.U6,
     SourceType.Q8_0: WeightFormat.U8,
+    SourceType.MXFP4: WeightFormat.MXFP4,
+    SourceType.NVFP4: WeightFormat.NVFP4,
 }
+_FLOAT8_ROWS = 1000
+"""The number of `SourceType::f8` in `csrc/linear/pack.h`."""
+
 _FLOAT_FORMATS = {
     torch.bfloat16: WeightFormat.BF16,
     torch.float16: WeightFormat.F16,
@@ -97,6 +107,8 @@ _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
 """BF16 packs this many rows at once; see `csrc/linear/pack.h`."""
 
+_EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight")
+
 _DAMAGED = (
     "the tensor {name} has NaN or infinite numbers; the file, or the model it was quantized from, is "
     "damaged: download it again"
@@ -106,13 +118,19 @@ _DAMAGED = (
 class PackedWeight(library.PackedWeight):
     """A packed matrix ``[n, k]``; native code takes its address.
 
-    Keeps `data`, uint8 and aligned to 64 bytes, alive.
+    Keeps `data`, uint8 and aligned to 64 bytes, alive. `group` and `scale` are those of `PackedWeight` in C++.
     """
 
     def __init__(
-        self, weight_format: WeightFormat, n: int, k: int, data: NDArray[np.uint8]
+        self,
+        weight_format: WeightFormat,
+        n: int,
+        k: int,
+        data: NDArray[np.uint8],
+        group: int = 0,
+        scale: float = 1.0,
     ) -> None:
-        super().__init__(weight_format, n, k, data.ctypes.data)
+        super().__init__(weight_format, n, k, group, scale, data.ctypes.data)
         self.data = data
 
     @property
@@ -162,9 +180,10 @@ class WeightMemory:
 class NativeWeightReader(WeightReader):
     """Reads the matrices of a decoder packed, and its vectors as float32.
 
-    Quantized matrices keep their values if a GGUF type with a packed format can hold them. Others of GGUF files become
-    int8 in groups of 32, and others of other formats are dequantized. Float matrices are packed in `dtype`. With
-    `quantization`, those whose rows are whole groups are quantized, the embedding and the head to int8 or better. With
+    Quantized matrices keep their values if a GGUF type with a packed format can hold them, or if they are float8.
+    Others of GGUF files become int8 in groups of 32, and others of other formats are dequantized. Float matrices are
+    packed in `dtype`. With `quantization`, those and float8 are quantized if their rows are whole groups, the embedding
+    and the head to int8 or better. With
     `keeps_float16`, matrices stored in float16 stay so. `on_matrix` is called for the matrices of a layer's
     products with their rows, all their columns, and the part of the columns that was read, None for all.
     """
@@ -240,7 +259,11 @@ class NativeWeightReader(WeightReader):
         stored_type = self._packable_type(name, weight_format)
         if stored_type is not None:
             unit = max(unit, BLOCK_SIZES[stored_type][0])
-        elif (few := self._few_rows(name)) is not None and few.scale_OG.shape[1] > 1:
+        elif (
+            weight_format is not WeightFormat.F8
+            and (few := self._few_rows(name)) is not None
+            and few.scale_OG.shape[1] > 1
+        ):
             if not isinstance(self.checkpoint, GGUFCheckpoint):
                 unit = max(unit, few.group_size)
             elif block_type(few) is not None:
@@ -258,6 +281,7 @@ class NativeWeightReader(WeightReader):
             stored_type,
             (rows, len(part)),
             lambda start, stop: (source_type, source[start:stop]),
+            part,
         )
         self._report(weight, module, columns, part)
         return weight
@@ -325,7 +349,7 @@ class NativeWeightReader(WeightReader):
         part = part or range(rows)
         stored_type = self._packable_type(name, weight_format)
 
-        def read(start: int, stop: int) -> tuple[SourceType, NDArray[np.uint8]]:
+        def read(start: int, stop: int) -> tuple[int, NDArray[np.uint8]]:
             if order is None:
                 return self._rows(name, part[start:stop], weight_format, stored_type)
             index = order[start:stop].numpy()
@@ -344,11 +368,13 @@ class NativeWeightReader(WeightReader):
         weight_format: WeightFormat,
         stored_type: SourceType | None,
         shape: tuple[int, int],
-        rows: Callable[[int, int], tuple[SourceType, NDArray[np.uint8]]],
+        rows: Callable[[int, int], tuple[int, NDArray[np.uint8]]],
+        part: range | None = None,
     ) -> PackedWeight:
-        """Pack what `rows` returns for a range of the matrix's rows."""
+        """Pack what `rows` returns for a range of the matrix's rows. `part` is that of its columns, None for all."""
         num_rows, columns = shape
-        weight = allocate_packed(weight_format, num_rows, columns, self._memory)
+        group, scale = self._scaling(name, weight_format, part or range(columns))
+        weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
         most_rows = max(1, min(_ELEMENTS_AT_ONCE // columns, num_rows // self._num_threads))
         step = _round_up(most_rows, _ROWS_TOGETHER)
 
@@ -366,6 +392,16 @@ class NativeWeightReader(WeightReader):
         self._mark_read(name)
         return weight
 
+    def _scaling(self, name: str, weight_format: WeightFormat, part: range) -> tuple[int, float]:
+        """Return how many of these columns share a scale in F8, and the scale of a whole matrix in NVFP4."""
+        if weight_format not in (WeightFormat.F8, WeightFormat.NVFP4):
+            return 0, 1.0
+        few = self._few_rows(name)
+        assert few is not None
+        if few.scale_OG.shape[1] == 1:
+            return len(part), few.factor
+        return ColumnGroups.from_part(part, few.group_size, few.shape[1]).size, few.factor
+
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = super()._shape(name)
         return shape[::-1] if self._is_stored_transposed(name) else shape
@@ -380,12 +416,14 @@ class NativeWeightReader(WeightReader):
         few = self._few_rows(name)
         if few is not None and (stored_as := block_type(few)) is not None:
             return _QUANTIZED_FORMATS[stored_as]
+        if few is not None and self._quantization is None and is_float8(few):
+            return WeightFormat.F8
         if is_quantized_gguf:
             return WeightFormat.U8
         if self._quantization is None or self._shape(name)[1] % GROUP_SIZE:
             is_half = self._keeps_float16 and self._stored_dtype(name) == torch.float16
             return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype]
-        if name == self._head or name.endswith("embed_tokens.weight"):
+        if name == self._head or name.endswith(_EMBEDDINGS):
             return WeightFormat.U8
         return self._quantization
 
@@ -415,7 +453,7 @@ class NativeWeightReader(WeightReader):
         part: range,
         weight_format: WeightFormat,
         stored_type: SourceType | None,
-    ) -> tuple[SourceType, NDArray[np.uint8]]:
+    ) -> tuple[int, NDArray[np.uint8]]:
         """Return rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             return stored_type, self.checkpoint.raw(self._stored_name(name), part)
@@ -423,7 +461,7 @@ class NativeWeightReader(WeightReader):
 
     def _columns(
         self, name: str, part: range, weight_format: WeightFormat, stored_type: SourceType | None
-    ) -> tuple[SourceType, NDArray[np.uint8]]:
+    ) -> tuple[int, NDArray[np.uint8]]:
         """Return columns of a tensor in a type that can be packed, uint8 ``[rows, bytes of the columns]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             elements, size = BLOCK_SIZES[stored_type]
@@ -433,12 +471,14 @@ class NativeWeightReader(WeightReader):
 
     def _other(
         self, name: str, weight_format: WeightFormat, part: range, dim: int
-    ) -> tuple[SourceType, NDArray[np.uint8]]:
+    ) -> tuple[int, NDArray[np.uint8]]:
         """Return rows or columns of a tensor, converted to a type that can be packed."""
         if self._is_stored_transposed(name):
             stored = self.checkpoint.tensor(self._stored_name(name), part=part, dim=1 - dim)
             return _as_source(stored.T)
         if matrix := self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim):
+            if weight_format is WeightFormat.F8:
+                return _FLOAT8_ROWS, as_float8_rows(matrix)
             stored_as = block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
                 if not fits_block_scales(matrix):
@@ -469,11 +509,19 @@ def _as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
 
 
 def allocate_packed(
-    weight_format: WeightFormat, n: int, k: int, memory: WeightMemory
+    weight_format: WeightFormat,
+    n: int,
+    k: int,
+    memory: WeightMemory,
+    group: int = 0,
+    scale: float = 1.0,
 ) -> PackedWeight:
-    """Return a matrix of zeros for `pack_rows` to fill. Integer formats need whole groups in `k`."""
-    num_bytes = native_library().engine_packed_bytes(weight_format, n, k)
-    return PackedWeight(weight_format, n, k, memory.allocate(num_bytes))
+    """Return a matrix of zeros for `pack_rows` to fill.
+
+    Integer formats need whole groups in `k`. `group` and `scale` are those of `PackedWeight`.
+    """
+    num_bytes = native_library().engine_packed_bytes(weight_format, n, k, group)
+    return PackedWeight(weight_format, n, k, memory.allocate(num_bytes), group, scale)
 
 
 def pack_tensor(
@@ -489,13 +537,13 @@ def pack_tensor(
     return weight
 
 
-def can_pack(source_type: SourceType, weight_format: WeightFormat) -> bool:
+def can_pack(source_type: int, weight_format: WeightFormat) -> bool:
     """Return whether rows of a type can be packed in a format. Float types can also be packed in U4_OFFSET and U8."""
     return bool(native_library().engine_can_pack(source_type, weight_format))
 
 
 def pack_rows(
-    weight: PackedWeight, source_type: SourceType, source: NDArray[np.uint8], first_row: int = 0
+    weight: PackedWeight, source_type: int, source: NDArray[np.uint8], first_row: int = 0
 ) -> bool:
     """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
 

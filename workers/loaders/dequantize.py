@@ -10,6 +10,7 @@ Eight bytes are processed at a time as one int64 word; no byte overflows into th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,7 @@ def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
         q_BGN.shape[2],
         block.zero,
         None if offset_BG1 is None else offset_BG1.reshape(num_rows, -1).half(),
+        minifloats=block.minifloats,
     )
 
 
@@ -223,13 +225,14 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
 class BlockType:
     """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function.
 
-    `scale_dtype` holds the scales of matrices that stay quantized.
+    `scale_dtype` holds the scales of matrices that stay quantized. `minifloats` is that of `QuantizedMatrix`.
     """
 
     bits: int
     zero: int
     unpack: Callable[[Tensor], _Unpacked]
     scale_dtype: torch.dtype = torch.float16
+    minifloats: Literal["mxfp4", "nvfp4"] | None = None
 
 
 BLOCK_TYPES = {
@@ -254,8 +257,8 @@ BLOCK_TYPES = {
     T.IQ1_M: BlockType(8, 128, codebooks.iq1_m),
     T.TQ1_0: BlockType(4, 8, codebooks.tq1_0),
     T.TQ2_0: BlockType(4, 8, codebooks.tq2_0),
-    T.MXFP4: BlockType(5, 16, codebooks.mxfp4, torch.bfloat16),
-    T.NVFP4: BlockType(5, 16, codebooks.nvfp4),
+    T.MXFP4: BlockType(5, 16, codebooks.mxfp4, torch.bfloat16, "mxfp4"),
+    T.NVFP4: BlockType(5, 16, codebooks.nvfp4, minifloats="nvfp4"),
 }
 """Quantized types. Those of two and three bits are unpacked to four, which kernels support, codes to five or eight."""
 

@@ -11,6 +11,7 @@ from .float8 import Float8Scheme
 from .gptq import GPTQScheme
 from .matrix import ActivationScheme
 from .microscaling import MXFP4Scheme
+from .packed_minifloats import PackedMinifloatScheme
 from .scheme import QuantizationScheme, UnsupportedScheme
 
 
@@ -25,6 +26,8 @@ def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
         return GPTQScheme(config)
     if method == "mxfp4":
         return MXFP4Scheme()
+    if method == "modelopt":
+        return _modelopt(config)
     if method == "compressed-tensors":
         return _compressed_tensors(config)
     raise UnsupportedScheme("an unnamed method" if method is None else str(method))
@@ -45,6 +48,15 @@ def _fp8(config: ConfigFields) -> QuantizationScheme:
     return Float8Scheme(ActivationScheme.GROUP, _pair("fp8", "weight_block_size", block_size))
 
 
+def _modelopt(config: ConfigFields) -> QuantizationScheme:
+    algorithm = config.get("quant_algo") or config.first_section("quantization").get("quant_algo")
+    if algorithm == "NVFP4":
+        return PackedMinifloatScheme("nvfp4", "weight", "weight_scale_2")
+    if algorithm == "FP8":
+        return Float8Scheme(ActivationScheme.STATIC, None)
+    raise UnsupportedScheme(f"modelopt with quant_algo {algorithm!r}")
+
+
 def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
     method = "compressed-tensors"
     by_name = config.first_section("config_groups")
@@ -57,6 +69,10 @@ def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
     )
     # A group's own format overrides the common one.
     stored_as = groups[0].get("format") or config.get("format")
+    if stored_as == "nvfp4-pack-quantized":
+        return PackedMinifloatScheme("nvfp4", "weight_packed", "weight_global_scale")
+    if stored_as == "mxfp4-pack-quantized":
+        return PackedMinifloatScheme("mxfp4", "weight_packed")
     if not weights.config or stored_as not in (
         "float-quantized",
         "int-quantized",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .matrix import ActivationScheme, QuantizedMatrix
@@ -73,6 +75,25 @@ class Float8Scheme(QuantizationScheme):
             torch.arange(rows.start, rows.stop) // block_rows - rows.start // block_rows
         ]
         return groups.expand(scale_OG), groups.size
+
+
+def is_float8(matrix: QuantizedMatrix) -> bool:
+    """Return whether the elements are float8 (e4m3), in groups of neighboring columns with a scale."""
+    return (
+        matrix.values_OD.dtype is torch.float8_e4m3fn
+        and matrix.offset_OG is None
+        and isinstance(matrix.zero_OG, int)
+        and matrix.zero_OG == 0
+        and matrix.column_order_D is None
+    )
+
+
+def as_float8_rows(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
+    """Return the rows as bytes, followed by the float32 scales of their groups: uint8 [O, D + 4 * G]."""
+    scale_OG = matrix.scale_OG.float().expand(len(matrix.values_OD), -1).contiguous()
+    parts = matrix.values_OD.view(torch.uint8), scale_OG.view(torch.uint8)
+    rows: NDArray[np.uint8] = torch.cat(parts, 1).numpy()
+    return rows
 
 
 def _number(module: StoredModule, tensor: str) -> Tensor:

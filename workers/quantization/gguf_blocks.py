@@ -9,13 +9,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...protocol.checkpoint.gguf import GGMLQuantizationType
 from .matrix import QuantizedMatrix
+from .microscaling import E2M1_TWICE, ZERO, exponents_of_powers
 
 _BLOCK = 32
 _LARGEST_SCALE = torch.finfo(torch.float16).max / 16
 """The offset of a block, at most 16 times its scale, must be a float16 as well."""
+
+_MINIFLOATS = {"mxfp4": GGMLQuantizationType.MXFP4, "nvfp4": GGMLQuantizationType.NVFP4}
+_CODES = torch.zeros(32, dtype=torch.uint8)
+"""The code of each value of minifloats."""
+_CODES[E2M1_TWICE.long() + ZERO] = torch.where(E2M1_TWICE == 0, 0, torch.arange(16)).to(torch.uint8)
 
 
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
@@ -23,6 +30,8 @@ def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
 
     Return None if there is no such type.
     """
+    if matrix.minifloats is not None:
+        return _minifloat_type(matrix)
     has_one_group = matrix.scale_OG.shape[1] == 1
     if (
         matrix.column_order_D is not None
@@ -42,17 +51,30 @@ def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
 
 
 def fits_block_scales(matrix: QuantizedMatrix) -> bool:
-    """Return whether float16 can hold the largest scales of a matrix and the offsets of its blocks.
+    """Return whether the blocks can hold the largest scales of a matrix and the offsets of its groups.
 
-    The scales of MXFP4 have the exponents of float32. Scales below those of float16 become 0.
+    Blocks of minifloats have the scales of the matrix, others have them in float16. Smaller ones become 0.
     """
+    if matrix.minifloats is not None:
+        return True
     scale_OG = matrix.scale_OG.float()
     return not bool((scale_OG.isfinite() & (scale_OG.abs() > _LARGEST_SCALE)).any())
+
+
+def _minifloat_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
+    """Return the type of a matrix of minifloats, or None if its groups are not those of the type."""
+    assert matrix.minifloats is not None
+    stored_as = _MINIFLOATS[matrix.minifloats]
+    group_size = _BLOCK if stored_as is GGMLQuantizationType.MXFP4 else _BLOCK // 2
+    is_whole = matrix.shape[1] % _BLOCK == 0 and matrix.column_order_D is None
+    return stored_as if is_whole and matrix.group_size == group_size else None
 
 
 def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     """Return the rows in the type that `block_type` names, uint8 [O, row bytes]."""
     stored_as = block_type(matrix)
+    if stored_as in _MINIFLOATS.values():
+        return _as_minifloat_blocks(matrix)
     values_OBN = matrix.values_OD.unflatten(1, (-1, _BLOCK))
     scale_OG = matrix.scale_OG.float()
     parts = [_of_blocks(matrix, scale_OG)]
@@ -72,6 +94,28 @@ def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
         parts.append(values_OBN[:, :, :16] | values_OBN[:, :, 16:] << 4)
     blocks: NDArray[np.uint8] = torch.cat(parts, 2).flatten(1).numpy()
     return blocks
+
+
+def _as_minifloat_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
+    """Return the rows in MXFP4 or NVFP4, uint8 [O, row bytes]. Scales are as they were stored."""
+    codes_OGN = _CODES[matrix.values_OD.int()].unflatten(1, (-1, matrix.group_size))
+    half = matrix.group_size // 2
+    nibbles_OGH = codes_OGN[:, :, :half] | codes_OGN[:, :, half:] << 4
+    twice_OG = matrix.scale_OG.float() * 2
+    if matrix.minifloats == "mxfp4":
+        scales_OG = exponents_of_powers(twice_OG)
+        blocks = torch.cat((scales_OG.unsqueeze(2), nibbles_OGH), 2)
+    else:
+        scales_OG = (twice_OG / matrix.factor).to(torch.float8_e4m3fn).view(torch.uint8)
+        if scales_OG.shape[1] % 4:
+            # The last block is half as long.
+            scales_OG = pad(scales_OG, (0, 2))
+            nibbles_OGH = pad(nibbles_OGH, (0, 0, 0, 2))
+        # A block of 64 has four scales, then the codes of each.
+        parts = scales_OG.unflatten(1, (-1, 4)), nibbles_OGH.unflatten(1, (-1, 4)).flatten(2)
+        blocks = torch.cat(parts, 2)
+    found: NDArray[np.uint8] = blocks.flatten(1).numpy()
+    return found
 
 
 def _of_blocks(matrix: QuantizedMatrix, x_OG: Tensor) -> Tensor:

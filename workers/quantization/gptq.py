@@ -7,6 +7,8 @@ The layout is AutoGPTQ's, with D input and O output features in G groups of inpu
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ...protocol.checkpoint.config_fields import ConfigFields
 from .matrix import QuantizedMatrix
 from .scheme import (
@@ -37,6 +39,7 @@ class GPTQScheme(QuantizationScheme):
         self._bits = int(bits)
         self._fields = 32 // self._bits
         self._group_size = config.integer("group_size", 128, minimum=-1)
+        self._is_symmetric = config.get("sym") is True
         # The first version of the format stores zeros minus one.
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -70,10 +73,10 @@ class GPTQScheme(QuantizationScheme):
         if group_of_column is not None:
             whole = QuantizedMatrix(values_OD, bits, scales_OG, group_size, zeros_OG)
             return in_group_order(whole, group_of_column[columns.start : columns.stop])
+        zero_OG: Tensor | int = groups.expand(zeros_OG)
+        middle = 1 << (bits - 1)
+        if bits == 8 and self._is_symmetric and bool((zeros_OG == middle).all()):
+            zero_OG = middle
         return QuantizedMatrix(
-            values_OD.contiguous(),
-            bits,
-            groups.expand(scales_OG),
-            groups.size,
-            groups.expand(zeros_OG),
+            values_OD.contiguous(), bits, groups.expand(scales_OG), groups.size, zero_OG
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class QuantizedMatrix:
     are shared by `group_size` neighboring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG`
     have any float type; zeros are uint8, or one number for all. If `column_order_D` is given, `values_OD[:, i]` is
     column `column_order_D[i]` of the matrix.
+
+    With `minifloats`, each value minus its zero is twice a four-bit float (E2M1), and twice its scale is a power of two
+    ("mxfp4"), or a float8_e4m3fn number times the `factor` of the whole matrix ("nvfp4").
     """
 
     values_OD: Tensor
@@ -45,6 +48,8 @@ class QuantizedMatrix:
     column_order_D: Tensor | None = None
     activations: ActivationScheme = ActivationScheme.NONE
     input_scale: float | None = None
+    minifloats: Literal["mxfp4", "nvfp4"] | None = None
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:

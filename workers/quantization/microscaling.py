@@ -28,6 +28,12 @@ def halves_of_powers(exponents: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
+def exponents_of_powers(powers: Tensor) -> Tensor:
+    """Return the exponents, uint8 with a bias of 127, of powers of two in float32. NaN and infinity give 255."""
+    bits = powers.contiguous().view(torch.int32)
+    return (bits >> 23 & 255).to(torch.uint8)
+
+
 class MXFP4Scheme(QuantizationScheme):
     """MXFP4 weights."""
 
@@ -58,4 +64,5 @@ class MXFP4Scheme(QuantizationScheme):
             groups.expand(halves_of_powers(scales).bfloat16()),
             groups.size,
             ZERO,
+            minifloats="mxfp4",
         )

@@ -16,8 +16,9 @@ from torch import Tensor
 from .matrix import QuantizedMatrix
 
 SUPPORTED = (
-    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits), mxfp4 and compressed-tensors "
-    "(float-quantized, int-quantized, pack-quantized with 4 and 8 bits)"
+    "fp8 (per tensor, per channel, in blocks), awq (gemm, 4 bits), gptq (4 and 8 bits), mxfp4, modelopt (NVFP4, FP8) and "
+    "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
+    "mxfp4-pack-quantized)"
 )
 """The alternatives that an error suggests if a scheme is not supported."""
 

@@ -32,6 +32,9 @@ Floats = NDArray[np.float32]
 
 MANY_ROWS = 70
 
+FLOAT8 = 1000
+"""The number of rows of float8 and their scales, which GGUF does not have."""
+FLOAT8_GROUP = 96
 EXACT = [
     (T.Q4_0, F.U4),
     (T.Q5_0, F.U5_OFFSET),
@@ -40,6 +43,9 @@ EXACT = [
     (T.BF16, F.F32),
     (T.F16, F.F16),
     (T.F32, F.F32),
+    (T.MXFP4, F.MXFP4),
+    (T.NVFP4, F.NVFP4),
+    (FLOAT8, F.F8),
 ]
 PRODUCT_OF_SCALES_ROUNDED = [(T.Q4_K, F.U4_OFFSET), (T.Q5_K, F.U5_OFFSET), (T.Q6_K, F.U6)]
 CENTRE_ROUNDED = [(T.Q4_1, F.U4_OFFSET), (T.Q5_1, F.U5_OFFSET)]
@@ -47,9 +53,14 @@ PACKINGS = EXACT + CENTRE_ROUNDED + PRODUCT_OF_SCALES_ROUNDED
 FLOAT_TYPES = {T.F32: torch.float32, T.F16: torch.float16, T.BF16: torch.bfloat16}
 
 
-def stored_matrix(source_type: SourceType, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
+def stored_matrix(source_type: int, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:
     """Return a random matrix as a checkpoint stores it, ``[n, row bytes]``."""
     rng = np.random.default_rng(seed)
+    if source_type == FLOAT8:
+        codes = rng.integers(0, 127, (n, k), np.uint8) | rng.integers(0, 2, (n, k), np.uint8) << 7
+        scales = rng.uniform(-1e-3, 1e-3, (n, -(-k // FLOAT8_GROUP))).astype(np.float32)
+        return np.concatenate((codes, scales.view(np.uint8)), 1)
+    source_type = SourceType(source_type)
     if source_type in FLOAT_TYPES:
         values = torch.from_numpy(rng.standard_normal((n, k), np.float32))
         return values.to(FLOAT_TYPES[source_type]).view(torch.uint8).numpy()
@@ -60,19 +71,33 @@ def stored_matrix(source_type: SourceType, n: int, k: int, seed: int = 0) -> NDA
         halves = rng.uniform(low, high, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
 
+    if source_type is T.MXFP4:
+        blocks[..., 0] = rng.integers(112, 124, blocks.shape[:2])
+        return blocks.reshape(n, -1)
+    if source_type is T.NVFP4:
+        return blocks.reshape(n, -1)
     set_half(208 if source_type is T.Q6_K else 0, -1e-2, 1e-2)
     if source_type in (T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K):
         set_half(2, -1e-1, 1e-1)
     return blocks.reshape(n, -1)
 
 
-def packed(stored: NDArray[np.uint8], source_type: T, weight_format: F, k: int) -> PackedWeight:
-    weight = allocate_packed(weight_format, len(stored), k, WeightMemory())
+def values_of(stored: NDArray[np.uint8], source_type: int, k: int) -> Floats:
+    if source_type != FLOAT8:
+        return dequantize(stored, SourceType(source_type), torch.float32).numpy()
+    codes = torch.from_numpy(stored[:, :k].copy()).view(torch.float8_e4m3fn)
+    scales = stored[:, k:].copy().view(np.float32)
+    return codes.float().numpy() * scales.repeat(FLOAT8_GROUP, 1)[:, :k]
+
+
+def packed(stored: NDArray[np.uint8], source_type: int, weight_format: F, k: int) -> PackedWeight:
+    memory = WeightMemory()
+    weight = allocate_packed(weight_format, len(stored), k, memory, FLOAT8_GROUP)
     pack_rows(weight, source_type, stored)
     return weight
 
 
-def random_weight(source_type: T, weight_format: F, n: int, k: int) -> PackedWeight:
+def random_weight(source_type: int, weight_format: F, n: int, k: int) -> PackedWeight:
     return packed(stored_matrix(source_type, n, k), source_type, weight_format, k)
 
 
@@ -135,11 +160,11 @@ def columns_of(weight_format: WeightFormat, k: int) -> int:
 
 @pytest.mark.parametrize(("source_type", "weight_format"), PACKINGS)
 def test_packed_rows_equal_those_of_the_checkpoint(
-    source_type: SourceType, weight_format: WeightFormat
+    source_type: int, weight_format: WeightFormat
 ) -> None:
     n, k = 37, columns_of(weight_format, 512)
     stored = stored_matrix(source_type, n, k)
-    expected_NK = dequantize(stored, source_type, torch.float32).numpy()
+    expected_NK = values_of(stored, source_type, k)
     got_NK = packed(stored, source_type, weight_format, k).rows(range(n))
     if (source_type, weight_format) in EXACT:
         np.testing.assert_array_equal(got_NK, expected_NK)
@@ -153,7 +178,7 @@ def test_packed_rows_equal_those_of_the_checkpoint(
 @pytest.mark.parametrize("shape", [(1, 256), (40, 512), (100, 1536)])
 @pytest.mark.parametrize("isa", ISAS)
 def test_product_error_is_bounded_by_the_rounding_of_activations_and_sums(
-    isa: int, shape: tuple[int, int], source_type: SourceType, weight_format: WeightFormat
+    isa: int, shape: tuple[int, int], source_type: int, weight_format: WeightFormat
 ) -> None:
     select_isa(isa)
     n, k = shape[0], columns_of(weight_format, shape[1])
@@ -196,7 +221,7 @@ def test_int8_activations_are_exact_if_eight_bits_suffice(weight_format: WeightF
     ],
 )
 def test_every_instruction_set_is_bit_identical_to_the_portable_code(
-    isa: int, source_type: SourceType, weight_format: WeightFormat
+    isa: int, source_type: int, weight_format: WeightFormat
 ) -> None:
     for n, k in ((75, 512), (16, 768)):
         k = columns_of(weight_format, k)
@@ -305,7 +330,7 @@ def split_activations(rows: int, k: int) -> Floats:
 @pytest.mark.parametrize(("source_type", "weight_format"), INTEGER_PACKINGS)
 @pytest.mark.parametrize("isa", ISAS)
 def test_products_of_outliers_are_bit_identical_for_every_set_and_batch(
-    isa: int, source_type: SourceType, weight_format: WeightFormat
+    isa: int, source_type: int, weight_format: WeightFormat
 ) -> None:
     kind = ActivationKind.INT8_SPLIT
     weight = random_weight(source_type, weight_format, 37, 2304)
@@ -325,7 +350,7 @@ def test_products_of_outliers_are_bit_identical_for_every_set_and_batch(
     np.testing.assert_array_equal(got_RN[others], expected_RN[others])
 
 
-@pytest.fixture(scope="module", params=PACKINGS, ids=lambda p: f"{p[0].name}-{p[1].name}")
+@pytest.fixture(scope="module", params=PACKINGS, ids=lambda p: f"{p[0]}-{p[1].name}")
 def product(request: pytest.FixtureRequest) -> tuple[PackedWeight, Floats, dict[int, Floats]]:
     """Return a matrix, activations and their product by each instruction set, for all rows at once."""
     source_type, weight_format = request.param
@@ -371,7 +396,7 @@ def test_products_of_many_rows_and_columns_are_computed_in_cached_blocks(isa: in
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nonfinite_input_affects_every_output_of_its_row_only(
-    bad: float, isa: int, source_type: SourceType, weight_format: WeightFormat
+    bad: float, isa: int, source_type: int, weight_format: WeightFormat
 ) -> None:
     select_isa(isa)
     weight = random_weight(source_type, weight_format, 20, 256)
@@ -424,7 +449,49 @@ def test_constant_and_zero_groups_quantize_to_themselves() -> None:
 def test_each_type_is_packed_in_its_format() -> None:
     allowed = {(t, f) for t in T for f in F if can_pack(t, f)}
     floats = {(t, f) for t in FLOAT_TYPES for f in (F.BF16, F.F16, F.F32, F.U8, F.U4_OFFSET)}
-    assert allowed == set(PACKINGS) | floats
+    assert allowed == {(t, f) for t, f in PACKINGS if t != FLOAT8} | floats
+    assert [f for f in F if can_pack(FLOAT8, f)] == [F.F8]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_float8_products_are_those_of_the_matrix_in_float32(isa: int) -> None:
+    select_isa(isa)
+    stored = stored_matrix(FLOAT8, 75, 259)
+    values_NK = values_of(stored, FLOAT8, 259)
+    x_RK = activations(11, 259)
+    exact = packed(values_NK.view(np.uint8), T.F32, F.F32, 259)
+    got_RN = multiply(packed(stored, FLOAT8, F.F8, 259), x_RK)
+    np.testing.assert_array_equal(got_RN, multiply(exact, x_RK))
+
+
+def test_scales_of_mxfp4_and_of_a_whole_nvfp4_matrix_may_have_any_magnitude() -> None:
+    stored = np.zeros((2, 17), np.uint8)
+    stored[:, 1:] = 0x27
+    for exponent in (0, 1, 100, 250):
+        stored[:, 0] = exponent
+        weight = packed(stored, T.MXFP4, F.MXFP4, 32)
+        expected = np.ldexp(np.float32([6, 1]), exponent - 127).repeat(16)
+        np.testing.assert_array_equal(weight.rows([1])[0], expected)
+    weight = packed(stored_matrix(T.NVFP4, 2, 64), T.NVFP4, F.NVFP4, 64)
+    rows = weight.rows([0, 1])
+    weight.scale = 2.0**-40
+    np.testing.assert_array_equal(weight.rows([0, 1]), rows * np.float32(2.0**-40))
+    x_RK = np.ones((1, 64), np.float32)
+    np.testing.assert_allclose(multiply(weight, x_RK)[0], weight.rows([0, 1]).sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source_type", "weight_format", "place", "code"),
+    [(T.MXFP4, F.MXFP4, 0, 255), (FLOAT8, F.F8, 5, 0x7F), (FLOAT8, F.F8, 5, 0xFF)],
+)
+def test_codes_of_nan_are_not_packed(
+    source_type: int, weight_format: WeightFormat, place: int, code: int
+) -> None:
+    stored = stored_matrix(source_type, 3, 64)
+    weight = allocate_packed(weight_format, 3, 64, WeightMemory(), FLOAT8_GROUP)
+    assert pack_rows(weight, source_type, stored)
+    stored[1, place] = code
+    assert not pack_rows(weight, source_type, stored)
 
 
 def test_a_matrix_may_have_rows_of_several_sources() -> None:

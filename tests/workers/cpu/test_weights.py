@@ -248,9 +248,16 @@ def test_unused_weight_memory_is_reused_by_the_next_matrix() -> None:
         ("gptq-asymmetric", F.U4_OFFSET),
         ("compressed-int4", F.U4_OFFSET),
         ("compressed-int8", F.U8),
-        ("mxfp4", F.U5_OFFSET),
+        ("mxfp4", F.MXFP4),
+        ("compressed-mxfp4", F.MXFP4),
+        ("compressed-nvfp4", F.NVFP4),
+        ("modelopt-nvfp4", F.NVFP4),
+        ("gptq-8", F.U8),
         ("gptq-act-order", F.F32),
-        ("fp8-blocks", F.F32),
+        ("fp8", F.F8),
+        ("fp8-static", F.F8),
+        ("fp8-blocks", F.F8),
+        ("compressed-fp8", F.F8),
     ],
 )
 def test_matrices_of_other_quantizers_use_the_smallest_format_that_fits(
@@ -262,11 +269,11 @@ def test_matrices_of_other_quantizers_use_the_smallest_format_that_fits(
     packed = reader.packed("x_proj.weight", 48, 64)
     assert packed.format == weight_format
     found = torch.from_numpy(packed.rows(range(48)))
-    # Scales are rounded to 11 bits, the middle of a group's range to 8.
+    # Scales of integers are rounded to 11 bits, the middle of a group's range to 8.
     assert torch.allclose(found, meaning, rtol=1e-3, atol=2.0**-9 * meaning.abs().max().item())
 
 
-@pytest.mark.parametrize("exponent", [104, 120, 139])
+@pytest.mark.parametrize("exponent", [0, 1, 104, 140, 250])
 def test_mxfp4_keeps_its_values_at_the_ends_of_the_range_of_scales(
     tmp_path: Path, exponent: int
 ) -> None:
@@ -275,11 +282,27 @@ def test_mxfp4_keeps_its_values_at_the_ends_of_the_range_of_scales(
     assert torch.equal(found, meaning)
 
 
-@pytest.mark.parametrize("exponent", [140, 144, 254])
-def test_mxfp4_with_scales_beyond_float16_is_left_to_torch(tmp_path: Path, exponent: int) -> None:
-    reader, _ = mxfp4_with_scale(tmp_path, exponent)
-    with pytest.raises(NotSupportedNatively, match="too large"):
+def test_mxfp4_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path) -> None:
+    reader, _ = mxfp4_with_scale(tmp_path, 255)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
         reader.packed("x_proj.weight", 48, 64)
+
+
+@pytest.mark.parametrize(
+    ("quantized_with", "weight_format"), [("fp8-blocks", F.F8), ("compressed-nvfp4", F.NVFP4)]
+)
+def test_a_rank_has_its_columns_of_blocks(
+    tmp_path: Path, quantized_with: str, weight_format: WeightFormat
+) -> None:
+    checkpoint_of(tmp_path, embed_tokens__weight=EMBEDDING, x_proj__weight=MATRIX[:48])
+    quantize_directory(tmp_path, quantized_with)
+    reader = NativeWeightReader(open_checkpoint(tmp_path), torch.float32, has_head=False)
+    # The blocks of float8 have 48 columns.
+    shares = [range(32), range(32, 64)]
+    parts = [reader.packed_columns("x_proj.weight", 48, 64, shares, rank) for rank in range(2)]
+    assert all(part.format == weight_format for part in parts)
+    got = np.concatenate([part.rows(range(48)) for part in parts], axis=1)
+    np.testing.assert_array_equal(got, reader.packed("x_proj.weight", 48, 64).rows(range(48)))
 
 
 def mxfp4_with_scale(tmp_path: Path, exponent: int) -> tuple[NativeWeightReader, torch.Tensor]:
@@ -289,7 +312,7 @@ def mxfp4_with_scale(tmp_path: Path, exponent: int) -> tuple[NativeWeightReader,
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     scales = tensors["model.x_proj.scales"]
-    meaning[-1, 32:] *= 2.0 ** (exponent - int(scales[-1, -1]))
+    meaning[-1, 32:] = torch.ldexp(meaning[-1, 32:], torch.tensor(exponent - int(scales[-1, -1])))
     scales[-1, -1] = exponent
     save_file(tensors, file)
     reader = NativeWeightReader(open_checkpoint(tmp_path), torch.float32, has_head=False)

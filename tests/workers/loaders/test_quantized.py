@@ -116,11 +116,12 @@ def test_an_invalid_group_order_is_rejected(
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+            {"quant_method": "compressed-tensors", "format": "marlin-24",
              "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}},
-            "format 'nvfp4-pack-quantized'",
+            "format 'marlin-24'",
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "0 groups"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
     ],
 )  # fmt: skip
 def test_an_unsupported_scheme_is_named(

@@ -70,7 +70,7 @@ std::string signature(Result (*)(Arguments...)) {
 
 std::string describe() {
   std::string text;
-  STRUCT(PackedWeight, format, n, k, data)
+  STRUCT(PackedWeight, format, n, k, group, scale, data)
   STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
          block_size, kv_format, activation, norm, is_bidirectional, is_parallel, router_size,

@@ -26,7 +26,7 @@ ENGINE_API const char* engine_isa_name(int isa);
 ENGINE_API int engine_select_isa(int chosen);
 
 ENGINE_API int engine_can_pack(int32_t type, int32_t format);
-ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k);
+ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k, int32_t group);
 ENGINE_API int engine_pack_rows(const engine::PackedWeight* w, int32_t type, const uint8_t* source,
                                 ptrdiff_t source_row_bytes, int32_t first_row, int32_t rows);
 ENGINE_API size_t engine_finish_packing(const engine::PackedWeight* w);

@@ -8,8 +8,8 @@ ENGINE_API int engine_can_pack(int32_t type, int32_t format) {
   return format >= 0 && format < kNumWeightFormats && can_pack(SourceType(type), WeightFormat(format));
 }
 
-ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k) {
-  return packed_bytes(WeightFormat(format), n, k);
+ENGINE_API size_t engine_packed_bytes(int32_t format, int32_t n, int32_t k, int32_t group) {
+  return packed_bytes(WeightFormat(format), n, k, group);
 }
 
 ENGINE_API int engine_pack_rows(const PackedWeight* w, int32_t type, const uint8_t* source,

@@ -1,5 +1,7 @@
 #include "linear/linear.h"
 
+#include <cmath>
+
 #include "linear/bf16_block.h"
 #include "isa/isa.h"
 #include "linear/kernels.h"
@@ -10,6 +12,36 @@ namespace engine {
 namespace {
 
 const LinearKernels& linear_kernels() { return *kernels().linear; }
+
+// Codes of f8, without their signs, are 2^-8 of their values as fp16; so are the scales of nvfp4.
+float from_float8(uint8_t code) {
+  return from_fp16(uint16_t((code & 128) << 8 | (code & 127) << 7)) * kFloat8Unit;
+}
+
+// Returns the scale of a column, of what the codes of a matrix of integers stand for.
+float scale_of(const PackedWeight& w, const uint8_t* scales, int column) {
+  if (w.format == WeightFormat::mxfp4) return std::ldexp(1.0f, scales[column] - 128);
+  if (w.format == WeightFormat::nvfp4) return from_float8(scales[column]) * (0.5f * w.scale);
+  return from_fp16(load_u16(scales + 2 * column));
+}
+
+void unpack_float_row(const PackedWeight& w, const uint8_t* tile, int row, float* out) {
+  const uint8_t* weight = tile + row % kColumnTile * element_bytes(w.format);
+  const uint8_t* scales = nullptr;
+  if (w.format == WeightFormat::f8)
+    scales = w.data + float_scales_at(w, row / kColumnTile) + row % kColumnTile * sizeof(float);
+  for (int k = 0; k < w.k; k++, weight += float_stride(w.format)) {
+    if (w.format == WeightFormat::f32) {
+      std::memcpy(out + k, weight, 4);
+    } else if (w.format == WeightFormat::f16) {
+      out[k] = from_fp16(load_u16(weight));
+    } else {
+      float scale;
+      std::memcpy(&scale, scales + k / w.group * kFloatScaleStride, sizeof(float));
+      out[k] = from_float8(*weight) / kFloat8Unit * scale;
+    }
+  }
+}
 
 }  // namespace
 
@@ -50,19 +82,10 @@ int rows_at_once(WeightFormat format) { return linear_kernels().rows_at_once[int
 void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);
   const int column = row % kColumnTile;
-  const uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
-  if (!is_integer(w.format)) {
-    const uint8_t* weight = tile + column * element_bytes(w.format);
-    for (int k = 0; k < w.k; k++, weight += float_stride(w.format)) {
-      if (w.format == WeightFormat::f32)
-        std::memcpy(out + k, weight, 4);
-      else
-        out[k] = from_fp16(load_u16(weight));
-    }
-    return;
-  }
+  const uint8_t* tile = w.data + tile_at(w, row / kColumnTile);
+  if (!is_integer(w.format)) return unpack_float_row(w, tile, row, out);
   const int groups = w.k / kGroup;
-  const uint8_t* scales = tile + scales_at(w.format, groups) + 2 * column;
+  const uint8_t* scales = tile + scales_at(w.format, groups);
   const uint8_t* offsets = tile + offsets_at(w.format, groups) + 4 * column;
   for (int g = 0; g < groups; g++, tile += code_bytes(w.format), scales += scale_bytes(w.format)) {
     for (int k = 0; k < kGroup; k++) {
@@ -75,9 +98,10 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
         if (w.format == WeightFormat::u5_offset) code |= (tile[256 + byte] >> vector & 1) << 4;
         if (w.format == WeightFormat::u6)
           code |= (tile[256 + 64 * (vector / 4) + byte] >> (vector % 4 * 2) & 3) << 4;
+        if (is_minifloat(w.format)) code = kMinifloats[code];
       }
-      const bool second = w.format == WeightFormat::u6 && k >= 16;
-      const float x = float(code - zero_point(w.format)) * from_fp16(load_u16(scales + (second ? 2 * kColumnTile : 0)));
+      const uint8_t* of_half = scales + k * scales_of_group(w.format) / kGroup * bytes_of_scales(w.format);
+      const float x = float(code - zero_point(w.format)) * scale_of(w, of_half, column);
       const uint8_t* offset = offsets + g / 2 * kOffsetBytes + g % 2 * 2;
       out[g * kGroup + k] = has_offset(w.format) ? x + from_bf16(load_u16(offset)) : x;
     }

@@ -13,25 +13,29 @@
 
 namespace engine {
 
-// How the weights of a matrix are stored. A group of 32 elements along k (16 in u6) shares its scale, in fp16, and its
-// offset, in bf16.
+// How the weights of a matrix are stored. A group of 32 elements along k (16 in u6 and nvfp4) shares its scale, in fp16,
+// and its offset, in bf16. Minifloats are an index to 16 values, E2M1; their scale is one byte, a power of two (E8M0) or
+// E4M3. In f8, E4M3, any number of elements shares its scale, in float32.
 enum class WeightFormat : int32_t {
   u4 = 0,         // (code - 8) * scale             Q4_0
   u4_offset = 1,  // (code - 8) * scale + offset    Q4_1, Q4_K
   u5_offset = 2,  // (code - 16) * scale + offset   Q5_0, Q5_1, Q5_K
   u6 = 3,         // (code - 32) * scale            Q6_K
-  u8 = 4,         // (code - 128) * scale           Q8_0
-  bf16 = 5,
-  f16 = 6,
-  f32 = 7,
+  mxfp4 = 4,      // value(code) * scale            MXFP4
+  nvfp4 = 5,      // value(code) * scale            NVFP4, times the matrix's scale
+  u8 = 6,         // (code - 128) * scale           Q8_0
+  bf16 = 7,
+  f16 = 8,
+  f32 = 9,
+  f8 = 10,        // value(code) * scale
 };
-constexpr int kNumWeightFormats = 8;
+constexpr int kNumWeightFormats = 11;
 
 // How a row of activations is stored for the product with weights of a format.
 enum class ActivationKind : int32_t {
   int8 = 0,  // for the integer formats: int8 and a float32 scale per group of 32
   bf16 = 1,  // for bf16
-  f32 = 2,   // for f16 and f32
+  f32 = 2,   // for f16, f32 and f8
   // For the integer formats: int8, with a second int8 for outliers. Without it an outlier would enlarge its group's
   // scale so much that the rest of the group has only few levels.
   int8_split = 3,
@@ -41,6 +45,8 @@ enum class ActivationKind : int32_t {
 struct PackedWeight {
   WeightFormat format;
   int32_t n, k;
+  int32_t group;  // the elements along k that share a scale, in f8; the last group may be shorter
+  float scale;    // of all elements, in nvfp4
   uint8_t* data;
 };
 

@@ -52,6 +52,30 @@ bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   return is_finite;
 }
 
+// Unpacks a block of mxfp4: an exponent, whose largest means NaN, and 16 bytes of codes.
+bool unpack_mxfp4_block(const uint8_t* block, WeightGroup& group) {
+  group.scales[0] = block[0];
+  for (int i = 0; i < 16; i++) {
+    group.codes[i] = block[1 + i] & 15;
+    group.codes[i + 16] = block[1 + i] >> 4;
+  }
+  return block[0] != 255;
+}
+
+// Unpacks half h of the two of a block of nvfp4: the scales of 16 elements each, whose sign is not used, except that 127
+// means 0, and for each of them 8 bytes of codes.
+void unpack_nvfp4_group(const uint8_t* block, int h, WeightGroup& group) {
+  for (int half = 0; half < 2; half++) {
+    const uint8_t scale = block[2 * h + half];
+    group.scales[half] = scale == 127 ? 0 : scale & 127;
+    const uint8_t* nibbles = block + 4 + 8 * (2 * h + half);
+    for (int i = 0; i < 8; i++) {
+      group.codes[16 * half + i] = nibbles[i] & 15;
+      group.codes[16 * half + i + 8] = nibbles[i] >> 4;
+    }
+  }
+}
+
 // Unpacks group g of the eight of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
 // six-bit scales and minima, 32 bytes of fifth bits (q5_k), 128 bytes of nibbles.
 bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& group) {
@@ -156,6 +180,11 @@ bool unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int 
       return unpack_k_group(type, row + size_t(g / 8) * 144, g % 8, group);
     case SourceType::q5_k:
       return unpack_k_group(type, row + size_t(g / 8) * 176, g % 8, group);
+    case SourceType::mxfp4:
+      return unpack_mxfp4_block(row + size_t(g) * 17, group);
+    case SourceType::nvfp4:
+      unpack_nvfp4_group(row + size_t(g / 2) * 36, g % 2, group);
+      return true;
     case SourceType::q6_k:
       return unpack_q6_k_group(row + size_t(g / 8) * 210, g % 8, group);
     case SourceType::f32:
@@ -170,6 +199,8 @@ bool unpack_group(WeightFormat format, SourceType type, const uint8_t* row, int 
         quantize_to_u4(x, group);
       return true;
     }
+    case SourceType::f8:
+      return false;
   }
   return false;
 }
@@ -195,9 +226,13 @@ void store_group(WeightFormat format, const WeightGroup& group, int column, int 
       }
     }
   }
-  uint8_t* scales = tile + scales_at(format, groups) + index * scale_bytes(format) + 2 * column;
-  std::memcpy(scales, &group.scales[0], 2);
-  if (format == WeightFormat::u6) std::memcpy(scales + 2 * kColumnTile, &group.scales[1], 2);
+  uint8_t* scales = tile + scales_at(format, groups) + index * scale_bytes(format);
+  for (int i = 0; i < scales_of_group(format); i++, scales += bytes_of_scales(format)) {
+    if (is_minifloat(format))
+      scales[column] = uint8_t(group.scales[i]);
+    else
+      std::memcpy(scales + 2 * column, &group.scales[i], 2);
+  }
   if (has_offset(format)) {
     const float centre = float(zero_point(format)) * from_fp16(group.scales[0]);
     const uint16_t offset = to_bf16(from_fp16(group.offset) + centre);
@@ -220,6 +255,26 @@ bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source,
     }
   }
   return has_all;
+}
+
+// Returns whether all numbers are finite.
+bool pack_f8_row(const PackedWeight& w, const uint8_t* source, int row) {
+  const int tile = row / kColumnTile, column = row % kColumnTile;
+  uint8_t* out = w.data + tile_at(w, tile) + column;
+  bool are_finite = true;
+  for (int i = 0; i < w.k; i++, out += float_stride(w.format)) {
+    *out = source[i];
+    are_finite &= (source[i] & 127) != 127;
+  }
+  uint8_t* scales = w.data + float_scales_at(w, tile) + sizeof(float) * column;
+  for (int i = 0; i < w.k; i += w.group, scales += kFloatScaleStride) {
+    float scale;
+    std::memcpy(&scale, source + w.k + i / w.group * sizeof(float), sizeof(float));
+    are_finite &= std::isfinite(scale);
+    scale *= kFloat8Unit;
+    std::memcpy(scales, &scale, sizeof(float));
+  }
+  return are_finite;
 }
 
 void pack_bf16_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
@@ -246,6 +301,7 @@ bool can_pack(SourceType type, WeightFormat format) {
     case SourceType::f32:
     case SourceType::f16:
     case SourceType::bf16:
+      if (format == WeightFormat::f8) return false;
       return !is_integer(format) || format == WeightFormat::u4_offset || format == WeightFormat::u8;
     case SourceType::q4_0:
       return format == WeightFormat::u4;
@@ -260,15 +316,21 @@ bool can_pack(SourceType type, WeightFormat format) {
       return format == WeightFormat::u6;
     case SourceType::q8_0:
       return format == WeightFormat::u8;
+    case SourceType::mxfp4:
+      return format == WeightFormat::mxfp4;
+    case SourceType::nvfp4:
+      return format == WeightFormat::nvfp4;
+    case SourceType::f8:
+      return format == WeightFormat::f8;
   }
   return false;
 }
 
-size_t packed_bytes(WeightFormat format, int n, int k) {
+size_t packed_bytes(WeightFormat format, int n, int k, int group) {
   if (format == WeightFormat::bf16) return bf16_table_bytes(n) + bf16_blocks(n) * bf16_block_capacity(k);
   const int unit = is_integer(format) ? 1 : kFloatBlockTiles;
   const int tiles = (n + kColumnTile - 1) / kColumnTile;
-  return tile_at(format, k, (tiles + unit - 1) / unit * unit);
+  return tile_at(format, k, group, (tiles + unit - 1) / unit * unit);
 }
 
 bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
@@ -278,7 +340,11 @@ bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, pt
     return true;
   }
   for (int row = first_row; row < first_row + rows; row++, source += source_row_bytes) {
-    uint8_t* tile = w.data + tile_at(w.format, w.k, row / kColumnTile);
+    if (w.format == WeightFormat::f8) {
+      if (!pack_f8_row(w, source, row)) return false;
+      continue;
+    }
+    uint8_t* tile = w.data + tile_at(w, row / kColumnTile);
     const int column = row % kColumnTile;
     if (!is_integer(w.format)) {
       if (!pack_float_row(w.format, type, source, w.k, tile + column * element_bytes(w.format))) return false;
@@ -295,7 +361,7 @@ bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, pt
 }
 
 size_t finish_packing(const PackedWeight& w) {
-  return w.format == WeightFormat::bf16 ? join_bf16_blocks(w) : packed_bytes(w.format, w.n, w.k);
+  return w.format == WeightFormat::bf16 ? join_bf16_blocks(w) : packed_bytes(w.format, w.n, w.k, w.group);
 }
 
 }  // namespace engine

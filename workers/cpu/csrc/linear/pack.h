@@ -21,6 +21,9 @@ enum class SourceType : int32_t {
   q5_k = 13,
   q6_k = 14,
   bf16 = 30,
+  mxfp4 = 39,
+  nvfp4 = 40,
+  f8 = 1000,  // not in GGUF: E4M3, then the float32 scales of the row's groups
 };
 
 // Returns whether weights of a type can be packed in a format. Every quantized type has one format, which keeps its
@@ -29,7 +32,7 @@ enum class SourceType : int32_t {
 bool can_pack(SourceType type, WeightFormat format);
 
 // Returns the bytes to allocate for a matrix [n, k]. The memory must be zeroed, because padding rows must be zero.
-size_t packed_bytes(WeightFormat format, int n, int k);
+size_t packed_bytes(WeightFormat format, int n, int k, int group);
 
 // Rows of bf16 are packed in blocks of this many.
 constexpr int kRowsTogether = 64;

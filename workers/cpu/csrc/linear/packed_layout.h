@@ -9,10 +9,11 @@
 //   planes   u5: 64 bytes, bit v of each byte is bit 4 of vector v's code
 //            u6: 2 x 64 bytes, bits 2 (v % 4) and + 1 of plane v / 4 are bits 4 and 5
 // then for each group
-//   scales   16 fp16 (u6: 16 for the first half of the group, 16 for the second)
+//   scales   16 fp16, or bytes in mxfp4 (u6 and nvfp4: 16 for the first half of the group, 16 for the second)
 // then, where the format has them, for each pair of groups
 //   offsets  16 pairs of bf16: the format's offset plus zero point * scale, because products are of code - zero_point
-// Float weights are in blocks of four tiles, f32 [k][64] or f16 [k][64]. A kernel needs four sums at a time to keep the
+// Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k][64]. Behind a block of f8 are the scales of
+// its groups, float32 [groups][64], times 2^8: kernels read the codes as fp16, which makes them 2^-8 of their values. A kernel needs four sums at a time to keep the
 // multipliers busy, and so it still reads a single stream. bf16 has its own layout: bf16_block.h.
 #pragma once
 
@@ -48,6 +49,12 @@ constexpr size_t high_terms_at(int groups) { return size_t(groups) * sizeof(Acti
 
 constexpr bool is_integer(WeightFormat format) { return format <= WeightFormat::u8; }
 
+// A minifloat stands for an integer, which is twice its value plus the zero point.
+constexpr bool is_minifloat(WeightFormat format) {
+  return format == WeightFormat::mxfp4 || format == WeightFormat::nvfp4;
+}
+constexpr uint8_t kMinifloats[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+
 constexpr bool has_offset(WeightFormat format) {
   return format == WeightFormat::u4_offset || format == WeightFormat::u5_offset;
 }
@@ -56,8 +63,8 @@ constexpr bool has_offset(WeightFormat format) {
 constexpr int zero_point(WeightFormat format) {
   return format == WeightFormat::u8          ? 128
          : format == WeightFormat::u6        ? 32
-         : format == WeightFormat::u5_offset ? 16
-                                             : 8;
+         : format == WeightFormat::u5_offset || is_minifloat(format) ? 16
+                                                                     : 8;
 }
 
 // Bytes of a group in a tile.
@@ -67,7 +74,12 @@ constexpr int code_bytes(WeightFormat format) {
          : format == WeightFormat::u5_offset ? 320
                                              : 256;
 }
-constexpr int scale_bytes(WeightFormat format) { return 2 * kColumnTile * (format == WeightFormat::u6 ? 2 : 1); }
+// The groups of scales in a group of codes, and the bytes of one.
+constexpr int scales_of_group(WeightFormat format) {
+  return format == WeightFormat::u6 || format == WeightFormat::nvfp4 ? 2 : 1;
+}
+constexpr int bytes_of_scales(WeightFormat format) { return kColumnTile * (is_minifloat(format) ? 1 : 2); }
+constexpr int scale_bytes(WeightFormat format) { return scales_of_group(format) * bytes_of_scales(format); }
 // Bytes of the offsets of a pair of groups.
 constexpr int kOffsetBytes = 4 * kColumnTile;
 
@@ -82,18 +94,32 @@ constexpr size_t tile_bytes(WeightFormat format, int groups) {
 
 constexpr int kFloatBlockTiles = 4;
 
-constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
+constexpr int element_bytes(WeightFormat format) {
+  return format == WeightFormat::f8 ? 1 : format == WeightFormat::f16 ? 2 : 4;
+}
 
 // Bytes from a float tile's elements to the next ones along k.
 constexpr int float_stride(WeightFormat format) {
   return element_bytes(format) * kColumnTile * kFloatBlockTiles;
 }
 
-// Returns where a tile of integer, f16 or f32 weights begins, in bytes.
-constexpr size_t tile_at(WeightFormat format, int k, int tile) {
+// What the codes of f8, read as fp16, are multiplied with to be their values.
+constexpr float kFloat8Unit = 256;
+// Bytes from the scales of a group of f8 to the next ones.
+constexpr size_t kFloatScaleStride = sizeof(float) * kColumnTile * kFloatBlockTiles;
+
+// Returns where a tile of integer, f16, f32 or f8 weights begins, in bytes.
+constexpr size_t tile_at(WeightFormat format, int k, int group, int tile) {
   if (is_integer(format)) return tile * tile_bytes(format, k / kGroup);
-  return size_t(tile / kFloatBlockTiles) * k * float_stride(format) +
-         size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
+  size_t block_bytes = size_t(k) * float_stride(format);
+  if (format == WeightFormat::f8) block_bytes += size_t(k + group - 1) / group * kFloatScaleStride;
+  return tile / kFloatBlockTiles * block_bytes + size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
+}
+inline size_t tile_at(const PackedWeight& w, int tile) { return tile_at(w.format, w.k, w.group, tile); }
+// Returns where the scales of a tile of f8 begin.
+inline size_t float_scales_at(const PackedWeight& w, int tile) {
+  return tile_at(w, tile / kFloatBlockTiles * kFloatBlockTiles) + size_t(w.k) * float_stride(w.format) +
+         tile % kFloatBlockTiles * sizeof(float) * kColumnTile;
 }
 
 }  // namespace engine

@@ -51,7 +51,7 @@ int column_bound(const PackedWeight& w, int tile, int tiles) {
 
 const uint8_t* weights_at(const PackedWeight& w, int column) {
   return w.format == WeightFormat::bf16 ? bf16_block(w, column / kBF16BlockColumns)
-                                        : w.data + tile_at(w.format, w.k, column / kColumnTile);
+                                        : w.data + tile_at(w, column / kColumnTile);
 }
 
 int Products::begin(const Op& op, int rows, int num_parts) {

@@ -33,7 +33,7 @@ void Pieces::find_segments() {
     const auto add = [&](const PackedWeight& w) {
       Segment& segment = segments_.back();
       segment.weights += int64_t(w.n) * w.k;
-      segment.bytes += packed_bytes(w.format, w.n, w.k);
+      segment.bytes += packed_bytes(w.format, w.n, w.k, w.group);
       segment.rows_at_once = std::min(segment.rows_at_once, rows_at_once(w.format));
     };
     if (op.kind == OpKind::linear || op.kind == OpKind::gated_linear)
