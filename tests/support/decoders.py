@@ -49,12 +49,18 @@ def load_decoder(
     )
 
 
-def load_native_decoder(path, *, dtype=torch.float32, block_size=256, max_model_len=256, **options):
+def load_native_decoder(
+    path, *, dtype=torch.float32, cache_dtype=None, block_size=256, max_model_len=256, **options
+):
     """Load a native program, with blocks that are large enough for states."""
     checkpoint = open_checkpoint(path)
     spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
     attention = AttentionSpec.from_model(
-        spec, ModelShard.whole(spec), block_size=block_size, dtype=dtype, device=CPU
+        spec,
+        ModelShard.whole(spec),
+        block_size=block_size,
+        dtype=cache_dtype or dtype,
+        device=CPU,
     )
     return NativeDecoder(
         spec,

@@ -29,8 +29,8 @@ class AttentionSpec:
     `dtype` is that of the KV cache; queries, keys and values may have another. `reads_distances` says whether layers
     have `alibi_slopes_H` or `distance_biases_HE`. If `latent_rank` is not 0, the cache has only keys. Their first
     `latent_rank` elements are the values. Unless `is_causal`, every token of a sequence sees all of it, and a step
-    has either all its tokens or none. A token has `tensor_elements` in a cache tensor, which other layers may
-    share; 0 if the tensor is of one layer.
+    has either all its tokens or none. A token has `tensor_elements` in a cache tensor, which layers with the heads
+    `heads_of_layers` share, each with a number of key/value heads and their dimension; 0 if the tensor is of one layer.
     """
 
     num_heads: int
@@ -43,6 +43,7 @@ class AttentionSpec:
     latent_rank: int = 0
     is_causal: bool = True
     tensor_elements: int = 0
+    heads_of_layers: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def from_model(
@@ -56,7 +57,9 @@ class AttentionSpec:
     ) -> Self:
         """Return the spec for the shard's heads of the model, or of a layer with a spec from `for_layer`."""
         ranks = shard.tensor_parallel.size
-        heads = {(layer.num_kv_heads, layer.head_dim) for layer in model.layers if layer.attends}
+        of_layers = [model.for_layer(layer) for layer in model.layers if layer.attends]
+        heads = frozenset((len(shard.kv_heads(each)), each.head_dim) for each in of_layers)
+        is_shared = len({(each.num_kv_heads, each.head_dim) for each in of_layers}) > 1
         return cls(
             num_heads=len(shard.heads(model)),
             num_kv_heads=len(shard.kv_heads(model)),
@@ -67,7 +70,8 @@ class AttentionSpec:
             reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             is_causal=model.is_causal,
-            tensor_elements=model.tensor_elements(ranks) if len(heads) > 1 else 0,
+            tensor_elements=model.tensor_elements(ranks) if is_shared else 0,
+            heads_of_layers=heads if is_shared else frozenset(),
         )
 
 
@@ -127,6 +131,11 @@ class PagedAttention(ABC):
 
         It must be allocated with zeros.
         """
+
+    @property
+    def elements_of_layer(self) -> int:
+        """The elements of a block in the cache of one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.block_size
 
     def for_layer(self, layer: ModelSpec, shard: ModelShard) -> Self:
         """Return the attention with the heads of a spec from `ModelSpec.for_layer`."""

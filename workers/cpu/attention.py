@@ -50,19 +50,42 @@ class NativeAttention(PagedAttention):
                 f"blocks of {spec.block_size} tokens are not supported natively, "
                 f"only multiples of {_LANES}"
             )
-        if spec.head_dim % (4 if spec.dtype == torch.int8 else 2):
-            raise NotSupportedNatively(f"a head_dim of {spec.head_dim} is not supported natively")
+        for head_dim in {spec.head_dim, *(dim for _, dim in spec.heads_of_layers)}:
+            if head_dim % (4 if spec.dtype == torch.int8 else 2):
+                raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache, in the block layout of `csrc/attention/kv_cache.h`.
 
-        Head dimensions are padded to whole vectors, and in int8 each token has a scale.
+        Head dimensions are padded to whole vectors, and in int8 each token has a scale. If layers share a tensor, a
+        block has room for as many layers of any kind as `tensor_elements` says.
         """
-        padded_head_dim = -(-self.head_dim // _LANES) * _LANES
-        if self.dtype == torch.int8:
-            padded_head_dim += _SCALE_BYTES
-        num_parts = 1 if self.spec.latent_rank else 2
-        return (num_blocks, num_parts, self.num_kv_heads, self.block_size, padded_head_dim)
+        spec = self.spec
+        if spec.tensor_elements:
+            return (
+                num_blocks,
+                max(
+                    spec.tensor_elements
+                    // (2 * num_kv_heads * head_dim)
+                    * self._elements(num_kv_heads, head_dim)
+                    for num_kv_heads, head_dim in spec.heads_of_layers
+                ),
+            )
+        num_parts = 1 if spec.latent_rank else 2
+        padded = self._padded(self.head_dim)
+        return (num_blocks, num_parts, self.num_kv_heads, self.block_size, padded)
+
+    @property
+    def elements_of_layer(self) -> int:
+        """The elements of a block in the cache of one layer."""
+        return self._elements(self.num_kv_heads, self.head_dim)
+
+    def _elements(self, num_kv_heads: int, head_dim: int) -> int:
+        return 2 * num_kv_heads * self.block_size * self._padded(head_dim)
+
+    def _padded(self, head_dim: int) -> int:
+        padded = -(-head_dim // _LANES) * _LANES
+        return padded + _SCALE_BYTES if self.dtype == torch.int8 else padded
 
     def build(
         self, batch: AttentionBatch, windows: Collection[Window | None]

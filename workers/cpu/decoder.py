@@ -32,6 +32,7 @@ from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
 from .library import NotSupportedNatively, Step, StepGroup
 from .program import NativeProgram
+from .recording.model_shape import model_shape
 from .recording.recorder import Recorder
 from .sampling import NativeSampler, RowsToSample
 from .supported import check_supported
@@ -111,19 +112,24 @@ class NativeDecoder:
             on_matrix=None if adapters is None else adapters.add_matrix,
         )
         self.score_head = ScoreHead.read(spec, weights) if shard.is_last else None
-        self._program = NativeProgram(spec, shard, attention, num_threads, adapters)
+        shape = model_shape(spec, shard, attention, num_threads)
+        self._program = NativeProgram(shape, spec.norm_eps, adapters)
         self._store: NativeProgram | None = None
         if spec.source is not None:
             store_spec = replace(
                 spec, hidden_size=spec.source.encoder.hidden_size, norm_kind="layer"
             )
-            self._store = NativeProgram(store_spec, shard, attention, num_threads)
+            shape = model_shape(store_spec, shard, attention, num_threads)
+            self._store = NativeProgram(shape, spec.norm_eps)
         Recorder(self._program, spec, shard, weights, max_model_len, self._store).record()
         self._embeds = shard.is_first and spec.has_embedding
         if adapters is not None:
             adapters.finish()
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)
+        self._output_width = spec.hidden_size
+        if not shard.is_last:
+            self._output_width = spec.stage_width(shard.layers.stop)
         self._kv_caches: Sequence[Tensor] = ()
         num_caches = sum(len(spec.layers[index].cache_groups) for index in shard.layers)
         self._kv_pointers = (ctypes.c_void_p * num_caches)()
@@ -139,11 +145,12 @@ class NativeDecoder:
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[NativeAttentionMetadata],
     ) -> Tensor:
-        """Fill the KV caches and return the hidden states [T, D] in float32; those of the last stage are normed.
+        """Fill the KV caches and return the hidden states in float32.
+
+        Those of the last stage are normed, [T, D]. Others have what the next stages read, [T, `stage_width`].
 
         Args:
-            inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
-                overwritten.
+            inputs: Token ids [T] for the first stage, else hidden states of the previous stage, which are overwritten.
             positions_T: Integer positions.
             kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
             attn_metadata: Results of `NativeAttention.build` for each KV-cache group, also those of states.
@@ -185,6 +192,7 @@ class NativeDecoder:
             groups=groups,
             kv_caches=pointers,
             hidden=hidden_ED.data_ptr(),
+            hidden_stride=hidden_ED.shape[1],
         )
         self._store.run(step)
 
@@ -269,10 +277,13 @@ class NativeDecoder:
         positions_T = _int32(positions_T)
         if self._embeds:
             ids_T = _int32(inputs)
-            hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+            hidden_TD = torch.empty((len(ids_T), self._output_width), dtype=torch.float32)
         else:
             ids_T = torch.zeros_like(positions_T)
             hidden_TD = inputs.float().contiguous()
+        if self.placed is not None and self.spec.encoder is not None:
+            # Encoder outputs replace the embeddings, but not the inputs of layers.
+            ids_T = _int32(self.placed.replace_ids(ids_T, self.spec.encoder.layer_token_id))
         step = self._step
         step.num_tokens = len(ids_T)
         step.num_sequences = len(attn_metadata[0].seq_lens)
@@ -287,6 +298,7 @@ class NativeDecoder:
             self._kv_caches = kv_caches
             self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
         step.hidden, step.wants_all_hidden = hidden_TD.data_ptr(), wants_all_hidden
+        step.hidden_stride = hidden_TD.shape[1]
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
         step.tokens, step.sampling = tokens, sampling
         step.adapters = None
@@ -311,7 +323,7 @@ class NativeDecoder:
                 f"token ids must be in [0, {self.spec.num_token_ids}), "
                 f"got {ids_T.min()} to {ids_T.max()}"
             )
-        return hidden_TD
+        return hidden_TD[:, : self._output_width].contiguous()
 
     def _run_head(self, hidden_SD: Tensor, **outputs: Any) -> None:
         hidden_SD = hidden_SD.float().contiguous()
@@ -320,6 +332,7 @@ class NativeDecoder:
             num_logit_rows=len(rows),
             logit_rows=rows.ctypes.data,
             hidden=hidden_SD.data_ptr(),
+            hidden_stride=hidden_SD.shape[1],
             **outputs,
         )
         self._program.run(step)

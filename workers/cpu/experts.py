@@ -74,7 +74,11 @@ class NativeExperts(library.ExpertLayer):
         if experts.has_correction_bias:
             name = f"{prefix}gate.e_score_correction_bias"
             correction = weights.read_elements(name, experts.num_experts).numpy()
-        self._correction = correction
+        scales = None
+        if experts.has_expert_scales:
+            name = f"{prefix}gate.per_expert_scale"
+            scales = weights.vector(name, experts.num_experts)
+        self._of_experts = correction, scales
         router = library.Router(
             experts.num_experts,
             experts.num_experts_per_token,
@@ -86,6 +90,7 @@ class NativeExperts(library.ExpertLayer):
             experts.scale,
             experts.mixer_noise,
             _address(correction),
+            _address(scales),
         )
         super().__init__(
             router,

@@ -42,6 +42,21 @@ OP_KINDS = (
     "adapt",
     "place",
     "add_placed",
+    "scale",
+    "add_normed",
+    "add_blocks",
+    "share_gates",
+    "sparse_gates",
+    "embed_inputs",
+    "add_inputs",
+    "gate_by_inputs",
+    "expand_streams",
+    "predict_streams",
+    "correct_streams",
+    "add_to_streams",
+    "load_stream",
+    "reduce_streams",
+    "share_head_squares",
 )
 
 
@@ -85,14 +100,17 @@ class ModelShape(ctypes.Structure):
         ("head_dim", c_int32),
         ("vocab_size", c_int32),
         ("block_size", c_int32),
+        ("block_bytes", c_int64),
         ("kv_format", c_int32),
         ("activation", c_int32),
         ("norm", c_int32),
         ("is_bidirectional", c_int32),
-        ("is_parallel", c_int32),
+        ("keeps_block", c_int32),
         ("router_size", c_int32),
         ("projection_size", c_int32),
         ("mixed_size", c_int32),
+        ("num_streams", c_int32),
+        ("input_size", c_int32),
         ("latent", LatentShape),
         ("num_threads", c_int32),
     )
@@ -122,6 +140,7 @@ class Router(ctypes.Structure):
         ("scale", c_float),
         ("mixer_noise", c_float),
         ("correction", c_void_p),
+        ("scales", c_void_p),
     )
 
 
@@ -193,6 +212,19 @@ class Adapter(ctypes.Structure):
     )
 
 
+class AltUp(ctypes.Structure):
+    """The weights of alternating updates in a layer; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("active", c_int32),
+        ("router_norm", c_void_p),
+        ("router", c_void_p),
+        ("predict", c_void_p),
+        ("correct", c_void_p),
+        ("output_scale", c_void_p),
+    )
+
+
 class Op(ctypes.Structure):
     """One operation of a program; see `csrc/model/model.h`."""
 
@@ -208,6 +240,10 @@ class Op(ctypes.Structure):
         ("qk_norm", c_int32),
         ("rotates_before_norm", c_int32),
         ("reads_source", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("num_stored", c_int32),
+        ("norms_values", c_int32),
         ("num_parts", c_int32),
         ("first_column", c_int32),
         ("num_columns", c_int32),
@@ -221,6 +257,7 @@ class Op(ctypes.Structure):
         ("mixer", c_void_p),
         ("heads", c_void_p),
         ("adapters", c_void_p),
+        ("altup", c_void_p),
     )
 
 
@@ -314,6 +351,7 @@ class Step(ctypes.Structure):
         ("groups", POINTER(StepGroup)),
         ("kv_caches", POINTER(c_void_p)),
         ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
         ("logit_rows", c_void_p),
         ("logits", c_void_p),
         ("tokens", c_void_p),
@@ -388,6 +426,7 @@ STRUCTS = (
     Mixer,
     LowRankFactor,
     Adapter,
+    AltUp,
     Op,
     StepGroup,
     LogitRules,

@@ -10,40 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layers.rope import RopeSpec
-from ..layers.spec import LayerSpec, ModelSpec
-from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from .adapters import NativeAdapters
-from .attention import KV_FORMATS, NativeAttention
 from .exchange import share_memory
 from .experts import NativeExperts
 from .head_matrices import HeadMatrices
 from .library import (
     MAX_PARTS,
     OP_KINDS,
+    AltUp,
     DecodeBatch,
-    LatentShape,
     ModelShape,
     Op,
     Step,
     native_library,
 )
-from .mixers import NativeMixer, mixer_sizes
-from .weights import PackedWeight, intermediate_shares
+from .mixers import NativeMixer
+from .weights import PackedWeight
 
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
-ACTIVATIONS = {
-    "silu": 0,
-    "gelu_tanh": 1,
-    "clamped_swiglu": 2,
-    "relu2": 3,
-    "gelu": 5,
-    "relu": 6,
-    # Its numbers belong to the operation.
-    "xielu": 0,
-}
-"""The activations of MLPs by their numbers in `csrc`."""
-
 Floats = NDArray[np.float32]
 
 
@@ -51,50 +36,14 @@ class NativeProgram:
     """`Program` of `csrc/program/program.h`, with the threads that run it."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        shard: ModelShard,
-        attention: NativeAttention,
-        num_threads: int,
-        adapters: NativeAdapters | None = None,
+        self, shape: ModelShape, norm_eps: float, adapters: NativeAdapters | None = None
     ) -> None:
         self._adapters = adapters
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
-        self._eps = spec.norm_eps
-        sizes = [
-            mixer_sizes(layer.recurrent, shard.tensor_parallel.size)
-            for layer in spec.layers
-            if layer.recurrent is not None
-        ]
-        if spec.gates_attention:
-            heads = 2 * len(shard.heads(spec)) + 2 * len(shard.kv_heads(spec))
-            sizes.append((heads * spec.head_dim, 0))
-        sizes += [(layer.experts.latent_size, 0) for layer in spec.layers if layer.experts]
-        self._handle = self._library.engine_program_new(
-            ctypes.byref(
-                ModelShape(
-                    spec.hidden_size,
-                    _intermediate_size(spec, shard.tensor_parallel),
-                    len(shard.heads(spec)),
-                    len(shard.kv_heads(spec)),
-                    spec.head_dim,
-                    spec.num_token_ids,
-                    attention.block_size,
-                    KV_FORMATS[attention.dtype],
-                    ACTIVATIONS[spec.activation],
-                    spec.norm_kind == "layer",
-                    not spec.is_causal,
-                    spec.is_parallel,
-                    max(map(_router_size, spec.layers)),
-                    max((projection for projection, _ in sizes), default=0),
-                    max((mixed for _, mixed in sizes), default=0),
-                    _latent_shape(spec),
-                    num_threads,
-                )
-            )
-        )
+        self._eps = norm_eps
+        self._handle = self._library.engine_program_new(ctypes.byref(shape))
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
@@ -122,6 +71,7 @@ class NativeProgram:
         experts: NativeExperts | None = None,
         mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
+        altup: AltUp | None = None,
         **fields: Any,
     ) -> None:
         """Append an operation. The program keeps the arrays that it refers to alive.
@@ -135,6 +85,7 @@ class NativeProgram:
             experts: The mixture of experts that the operation belongs to.
             mixer: The recurrent layer that the operation belongs to.
             heads: A matrix for each query head.
+            altup: The alternating updates of the layer.
             fields: Values of `Op`'s other fields. By default `scale` is 1 and `eps` the model's.
         """
         is_product = kind in ("linear", "gated_linear")
@@ -143,7 +94,7 @@ class NativeProgram:
             self._kept.append(table)
             fields |= {"adapter_rank": table.rank, "adapters": ctypes.addressof(table.entries)}
             self._add("adapt", parts, **fields)
-        self._add(kind, parts, vectors, experts, mixer, heads, **fields)
+        self._add(kind, parts, vectors, experts, mixer, heads, altup, **fields)
 
     def _add(
         self,
@@ -153,9 +104,10 @@ class NativeProgram:
         experts: NativeExperts | None = None,
         mixer: NativeMixer | None = None,
         heads: HeadMatrices | None = None,
+        altup: AltUp | None = None,
         **fields: Any,
     ) -> None:
-        self._kept += [*parts, *vectors, experts, mixer, heads]
+        self._kept += [*parts, *vectors, experts, mixer, heads, altup]
         self._kinds.append(kind)
         fields = {"scale": 1.0, "eps": self._eps} | fields
         op = Op(kind=_KIND[kind], num_parts=len(parts), **fields)
@@ -169,6 +121,8 @@ class NativeProgram:
             op.mixer = ctypes.addressof(mixer)
         if heads is not None:
             op.heads = heads.address
+        if altup is not None:
+            op.altup = ctypes.addressof(altup)
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:
@@ -208,32 +162,3 @@ class NativeProgram:
         seconds = np.empty(len(kinds))
         self._library.engine_program_profile(self._handle, seconds.ctypes.data)
         return list(zip(kinds, seconds.tolist(), strict=True))
-
-
-def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
-    """Return the intermediate elements that this rank has of the widest MLP."""
-    sizes = {
-        spec.intermediate_size if layer.experts is None else layer.experts.shared_intermediate_size
-        for layer in spec.layers
-    }
-    return max(
-        len(intermediate_shares(size, tensor_parallel)[tensor_parallel.rank]) for size in sizes
-    )
-
-
-def _latent_shape(spec: ModelSpec) -> LatentShape:
-    latent = spec.latent
-    if latent is None:
-        return LatentShape()
-    return LatentShape(
-        latent.query_rank or 0,
-        latent.kv_rank,
-        latent.plain_dim,
-        latent.rotary_dim,
-        latent.value_dim,
-    )
-
-
-def _router_size(layer: LayerSpec) -> int:
-    """Return how many logits a layer's router computes."""
-    return 0 if layer.experts is None else layer.experts.num_experts + layer.experts.has_shared_gate

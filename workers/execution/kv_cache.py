@@ -176,7 +176,7 @@ class _Place:
 
 def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
     """Return the place of each tensor in `KVCache.layers`."""
-    ranks, block_size = model.shard.tensor_parallel.size, model.attention.block_size
+    ranks = model.shard.tensor_parallel.size
     num_caches: Counter[int] = Counter()
     place_of_layer: dict[int, _Place] = {}
     places = []
@@ -191,7 +191,8 @@ def _places(layers: Sequence[LayerSpec], model: Model) -> list[_Place]:
             if model.attention.spec.tensor_elements:
                 size = model.spec.token_elements(layer, ranks)
                 tensor, position = divmod(cache, model.attention.spec.tensor_elements // size)
-                place = _Place(tensor, position * size * block_size)
+                own = model.attention.for_layer(model.spec.for_layer(layer), model.shard)
+                place = _Place(tensor, position * own.elements_of_layer)
             place_of_layer.setdefault(index, place)
             places.append(place)
     return places

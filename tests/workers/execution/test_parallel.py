@@ -141,7 +141,7 @@ OTHER_LAYERS = {
         },
     ),
 }
-NATIVE_LAYERS = [*OTHER_LAYERS][3:]
+NATIVE_LAYERS = ["olmo2", *[*OTHER_LAYERS][3:]]
 PER_LAYER = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 2,
@@ -151,7 +151,7 @@ PER_LAYER = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 90,
 }
-SHARED_KEYS = {
+GEMMAS = {
     "gemma3n": (
         "Gemma3n",
         PER_LAYER | {"laurel_rank": 6, "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6]},
@@ -164,6 +164,24 @@ SHARED_KEYS = {
             "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
             "global_head_dim": 16,
             "use_double_wide_mlp": True,
+        },
+    ),
+    # Experts beside an MLP, and values that are the projected keys, of one head that every rank has.
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "head_dim": 8,
+            "sliding_window": 10,
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
         },
     ),
 }
@@ -272,16 +290,17 @@ def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) ->
         assert_equal(ranks, alone[name], parallel)
 
 
-def test_layers_that_share_keys_stay_in_one_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
+def test_layers_that_share_keys_stay_in_one_stage(tmp_path: Path, backend: CPUBackend) -> None:
     checkpoints = {}
-    for name, (family, differences) in SHARED_KEYS.items():
+    for name, (family, differences) in GEMMAS.items():
         checkpoints[name] = tmp_path / name
         config, model_class = f"{family}TextConfig", f"{family}ForCausalLM"
         model = random_model(config, model_class, SIZES | differences, sentencepiece_tokenizer())
         model.save_pretrained(checkpoints[name])
-    alone = run_alone(checkpoints, tmp_path)
+    alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-    served = [Served(path) for path in checkpoints.values()]
+    served = [Served(path, backend) for path in checkpoints.values()]
     results = run_replica(tmp_path, parallel, served)
     for name, *ranks in zip(checkpoints, *results, strict=True):
         assert_equal(ranks, alone[name], parallel)
@@ -381,7 +400,7 @@ def test_native_ranks_split_quantized_checkpoints(tmp_path: Path) -> None:
     tokenizer = sentencepiece_tokenizer()
     config, model_class, heads = MODELS["llama"]
     checkpoints = {}
-    for name in ("awq", "gptq", "gptq-act-order"):
+    for name in ("awq", "gptq", "gptq-act-order", "fp8-blocks", "mxfp4"):
         checkpoints[name] = tmp_path / name
         random_model(config, model_class, SIZES | heads, tokenizer).save_pretrained(tmp_path / name)
         quantize_directory(checkpoints[name], name)

@@ -11,7 +11,7 @@ from engine.protocol.checkpoint.gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from support.decoders import Runner, load_decoder, load_native_decoder
 from support.gguf_writer import write_gguf
-from support.quantized_checkpoints import FORMATS
+from support.quantized_checkpoints import FORMATS, quantize_directory
 
 pytestmark = pytest.mark.slow
 
@@ -599,6 +599,10 @@ NATIVE = [
     "falcon-groups",
     "falcon-h1",
     "falcon-h1-without-norm",
+    "gemma3n",
+    "gemma4-dense",
+    "gemma4-moe",
+    "gemma4-shared",
     "glm4-moe-lite",
     "gpt-neox",
     "gpt2",
@@ -695,7 +699,8 @@ def assert_same(logits, expected):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_of_experts_in_mxfp4(tmp_path):
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_of_experts_in_mxfp4(load, tmp_path):
     differences = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
     reference = make_reference("gpt-oss", **differences)
     stored = {}
@@ -717,8 +722,73 @@ def test_logits_of_experts_in_mxfp4(tmp_path):
     config["quantization_config"] = FORMATS["mxfp4"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokens = prompt(NUM_TOKENS)
-    logits = Runner(load_decoder(tmp_path)).step({0: tokens})[0]
-    assert_same(logits, expected_logits(reference, tokens))
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0],
+        expected_logits(reference, tokens),
+    )
+    if load is load_decoder:
+        return assert_same(logits, expected)
+    # The activations of experts are rounded to eight bits.
+    assert torch.linalg.norm(logits - expected) < 0.02 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("fp8-blocks", 1e-5), ("compressed-fp8", 1e-5), ("compressed-nvfp4", 0.05)],
+)
+def test_native_logits_of_quantized_experts_are_those_of_their_values(name, tolerance, tmp_path):
+    """Weights keep their values. Beside four-bit ones, activations are rounded to eight bits."""
+    differences = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    differences["moe_intermediate_size"] = 64
+    make_reference("qwen3-moe", **differences).save_pretrained(tmp_path)
+    quantize_directory(tmp_path, name)
+    tokens = prompt(NUM_TOKENS)
+    logits, expected = (
+        Runner(load(tmp_path)).step({0: tokens})[0] for load in (load_native_decoder, load_decoder)
+    )
+    assert torch.linalg.norm(logits - expected) <= tolerance * torch.linalg.norm(expected)
+
+
+def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
+    """Inputs of layers and their table, streams and shared keys, with rows of whole blocks."""
+    for name in ("gemma3n", "gemma4-shared"):
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+        sizes["hidden_size_per_layer_input"] = 32
+        sizes |= {"laurel_rank": 32} if name == "gemma3n" else {}
+        reference = make_reference(name, **sizes)
+        path = write_gguf(tmp_path / f"{name}.gguf", reference, ggml_type=GGMLQuantizationType.Q8_0)
+        logits, expected = (
+            Runner(load(path)).step({0: prompt(NUM_TOKENS)})[0]
+            for load in (load_native_decoder, load_decoder)
+        )
+        assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_native_states_of_gemma_do_not_depend_on_the_batch(name, dtype, tmp_path):
+    """In a cache of layers with different heads, no bits that a block had before may matter."""
+    make_reference(name).save_pretrained(tmp_path)
+    decoders = [
+        load_native_decoder(
+            tmp_path, dtype=torch.bfloat16, cache_dtype=dtype, block_size=16, num_threads=n
+        )
+        for n in (1, 2)
+    ]
+    prompts = [prompt(length, length) for length in (60, 33, 47)]
+    expected = [Runner(decoders[0]).hidden({0: tokens}) for tokens in prompts]
+    rng, runner = random.Random(2), Runner(decoders[1], len(prompts))
+    for cache in runner.kv_caches if name != "gemma3n" else []:
+        cache.view(torch.uint8).fill_(255)
+    while unfinished := [i for i, p in enumerate(prompts) if runner.computed[i] < len(p)]:
+        chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        starts = {i: runner.computed[i] for i in chosen}
+        chunks = {
+            i: prompts[i][start : start + rng.choice([1, 2, 25])] for i, start in starts.items()
+        }
+        states = runner.hidden(chunks).split([len(chunk) for chunk in chunks.values()])
+        for (i, chunk), state in zip(chunks.items(), states, strict=True):
+            assert torch.equal(state, expected[i][starts[i] : starts[i] + len(chunk)])
 
 
 IN_GGUF = [
@@ -807,6 +877,9 @@ NATIVE_IN_GGUF = [
         "deepseek-v2",
         "deepseek-v3",
         "bamba",
+        "gemma3n",
+        "gemma4-moe",
+        "gemma4-shared",
         "granite-hybrid",
         "kimi-linear",
         "lfm2",

@@ -73,11 +73,11 @@ std::string describe() {
   STRUCT(PackedWeight, format, n, k, group, scale, data)
   STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
-         block_size, kv_format, activation, norm, is_bidirectional, is_parallel, router_size,
-         projection_size, mixed_size, latent, num_threads)
+         block_size, block_bytes, kv_format, activation, norm, is_bidirectional, keeps_block, router_size,
+         projection_size, mixed_size, num_streams, input_size, latent, num_threads)
   STRUCT(AttentionLayer, scale, softcap, window)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
-         scale, mixer_noise, correction)
+         scale, mixer_noise, correction, scales)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate, up, down,
          gate_biases, up_biases, down_biases)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
@@ -85,9 +85,11 @@ std::string describe() {
          step_bias, norm)
   STRUCT(LowRankFactor, data, rank, is_bf16)
   STRUCT(Adapter, down, up)
+  STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         rotates_before_norm, reads_source, num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
-         mixer, heads, adapters)
+         rotates_before_norm, reads_source, num_kv_heads, head_dim, num_stored, norms_values, num_parts,
+         first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
+         mixer, heads, adapters, altup)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,
          num_end_tokens, min_length, num_biases, has_penalties, repetition_penalty,
@@ -98,7 +100,7 @@ std::string describe() {
          changes_logits, rules, token_ids, max_model_len, num_prompt_tokens, num_tokens, grammar,
          grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
-         query_start_loc, table_rows, groups, kv_caches, hidden, logit_rows, logits, tokens,
+         query_start_loc, table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens,
          sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
@@ -109,7 +111,9 @@ std::string describe() {
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
        head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
-       share_squares, adapt, place, add_placed)
+       share_squares, adapt, place, add_placed, scale, add_normed, add_blocks, share_gates, sparse_gates, embed_inputs,
+       add_inputs, gate_by_inputs, expand_streams, predict_streams, correct_streams, add_to_streams, load_stream,
+       reduce_streams, share_head_squares)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,

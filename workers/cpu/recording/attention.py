@@ -10,7 +10,15 @@ import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
-from ...layers.spec import Chunk, LatentSpec, LayerSpec, NormNames, QueryScaling, Window
+from ...layers.spec import (
+    Chunk,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    NormNames,
+    QueryScaling,
+    Window,
+)
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
 from ...models.latent_attention import first_rows, query_rows
@@ -18,7 +26,8 @@ from ..head_matrices import read_head_matrices
 from ..library import AttentionLayer, NotSupportedNatively
 from ..program import Floats
 from ..weights import GROUP_SIZE, ActivationKind, PackedWeight
-from .blocks import BLOCK, BlockRecorder
+from .altup import AltUpRecorder
+from .blocks import BLOCK, PART, QKV, BlockRecorder
 
 _LOG2_E = np.float32(np.log2(np.e))
 """Native softmaxes have base 2."""
@@ -33,9 +42,14 @@ class AttentionRecorder:
     """Records the attention of layers. `ropes` has the numbers of the rotary embeddings in the program."""
 
     def __init__(
-        self, blocks: BlockRecorder, ropes: Mapping[RopeSpec, int], max_model_len: int
+        self,
+        blocks: BlockRecorder,
+        ropes: Mapping[RopeSpec, int],
+        max_model_len: int,
+        altup: AltUpRecorder | None = None,
     ) -> None:
         self._blocks = blocks
+        self._altup = altup
         self._ropes = ropes
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
@@ -59,7 +73,7 @@ class AttentionRecorder:
             norms: The names of its norms.
             input_kind: The format in which its input is already quantized, or None.
         """
-        spec, shard = self._spec, self._shard
+        spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
         qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias)
         output = self._attention_output(prefix, spec.head_dim)
@@ -76,18 +90,35 @@ class AttentionRecorder:
                 "the native CPU backend does not support attention beside a recurrent part whose "
                 "weights have another format"
             )
-        self._blocks.add_projection(prefix, norms.attention_input, qkv, biases, input_kind)
-        qk_norm, head_norms = self._head_norms(prefix, layer)
+        parts = [*qkv]
+        if self._altup is not None:
+            parts.append(self._altup.laurel_projection(prefix))
+            biases = [*biases, None]
+        self._blocks.add_projection(prefix, norms.attention_input, parts, biases, input_kind)
+        if self._altup is not None:
+            assert norms.attention_input is not None
+            first_column = sum(part.n for part in qkv)
+            self._altup.add_laurel(prefix, norms.attention_input, first_column)
+        qk_norm, head_norms = self._head_norms(spec, prefix, layer)
         attention: dict[str, Any] = {
             "layer": index,
             "group": layer.kv_cache_group,
             "attention": AttentionLayer(
                 spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
             ),
+            "num_kv_heads": len(shard.kv_heads(spec)),
+            "head_dim": spec.head_dim,
         }
+        norm_target = QKV
+        if qk_norm == _FULL_NORM and not self._blocks.is_alone:
+            norm_target = PART
+            self._program.add_op("share_head_squares", **attention)
         self._program.add_op(
             "rotate_store",
+            target=norm_target,
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            num_stored=0 if layer.kv_source is not None else 1 + layer.has_value_projection,
+            norms_values=spec.has_value_norm,
             qk_norm=qk_norm,
             rotates_before_norm=spec.rotates_before_norm,
             vectors=[*head_norms, _scaling(layer.query_scaling)],
@@ -132,6 +163,8 @@ class AttentionRecorder:
             "group": layer.cross_group,
             "reads_source": True,
             "attention": AttentionLayer(spec.attention_scale, 0.0, 0),
+            "num_kv_heads": len(self._shard.kv_heads(spec)),
+            "head_dim": spec.head_dim,
         }
         self._program.add_op("rotate_store", rope=-1, vectors=[None] * 3, **attention)
         self._program.add_op(
@@ -165,6 +198,9 @@ class AttentionRecorder:
             layer=index,
             group=0,
             attention=AttentionLayer(spec.attention_scale, 0.0, 0),
+            num_kv_heads=len(self._shard.kv_heads(spec)),
+            head_dim=spec.head_dim,
+            num_stored=2,
         )
 
     def record_latent(
@@ -202,11 +238,14 @@ class AttentionRecorder:
             "attention": AttentionLayer(
                 spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
             ),
+            "num_kv_heads": 1,
+            "head_dim": spec.head_dim,
         }
         norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
         program.add_op(
             "rotate_store",
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
+            num_stored=1,
             vectors=[norm],
             eps=latent.norm_eps,
             **attention,
@@ -253,28 +292,34 @@ class AttentionRecorder:
             f"{prefix}{module}.o_proj.weight", num_heads * head_size, shares
         )
 
-    def _head_norms(self, prefix: str, layer: LayerSpec) -> tuple[int, list[Floats | None]]:
-        """Return the kind of the norms of queries and keys, and their two vectors."""
-        spec, prefix = self._spec, f"{prefix}self_attn."
+    def _head_norms(
+        self, spec: ModelSpec, prefix: str, layer: LayerSpec
+    ) -> tuple[int, list[Floats | None]]:
+        """Return the kind of the norms of queries and keys, and their two vectors.
+
+        `spec` has the sizes of the layer, which has no norm of keys if it reads those of another.
+        """
+        prefix = f"{prefix}self_attn."
         if spec.qk_norm is None or (spec.qk_norm == "unit" and layer.rope is None):
             return _NO_NORM, [None, None]
         if spec.qk_norm == "full":
-            if not self._blocks.is_alone:
-                raise NotSupportedNatively(
-                    "the native CPU backend does not support norms across all heads with "
-                    "--tensor-parallel-size"
-                )
-            sizes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
-            names = ("q_norm", "k_norm")
-            norms = [
-                self._blocks.norm(f"{prefix}{name}", n)
-                for name, n in zip(names, sizes, strict=True)
-            ]
+            heads = (
+                (spec.num_heads, self._shard.heads(spec)),
+                (
+                    spec.num_kv_heads,
+                    self._shard.kv_heads(spec),
+                ),
+            )
+            norms = []
+            for name, (count, own) in zip(("q_norm", "k_norm"), heads, strict=True):
+                weight = self._blocks.norm(f"{prefix}{name}", count * spec.head_dim)
+                norms.append(weight[own.start * spec.head_dim : own.stop * spec.head_dim].copy())
             return _FULL_NORM, [*norms]
         if spec.qk_norm == "head" and spec.norm_kind == "rms" and spec.rope_order == "half":
-            return _HEAD_NORM, [
-                self._blocks.norm(f"{prefix}{name}", spec.head_dim) for name in ("q_norm", "k_norm")
-            ]
+            query_norm = self._blocks.norm(f"{prefix}q_norm", spec.head_dim)
+            if layer.kv_source is not None:
+                return _HEAD_NORM, [query_norm, None]
+            return _HEAD_NORM, [query_norm, self._blocks.norm(f"{prefix}k_norm", spec.head_dim)]
         norm = head_norm(spec, layer, self._weights, prefix, self._shard)
         bias_HK = norm.bias_HK if isinstance(norm, HeadLayerNorm) else None
         return _EACH_HEAD_NORM, [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ..library import MAX_PARTS
 from ..program import Floats, NativeProgram
 from ..weights import ActivationKind, NativeWeightReader, PackedWeight, intermediate_shares
 
-QKV, RESIDUAL, BLOCK, PART, ROUTER = range(5)
+QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS = range(6)
 """Targets of a product; see `Op` in csrc/model/model.h."""
 
 
@@ -95,8 +96,9 @@ class BlockRecorder:
         first_column: int,
         norm: Floats | None = None,
         eps: float = 0.0,
+        target: int = QKV,
     ) -> None:
-        """Record the product of columns of the projection, after an optional norm, into others."""
+        """Record the product of columns of the projection, after an optional norm, into others or `target`."""
         kind = weight.activation_kind.for_whole_rows
         self.program.add_op(
             "quantize_columns",
@@ -110,7 +112,7 @@ class BlockRecorder:
             "linear",
             input_kind=kind,
             source=0,
-            target=QKV,
+            target=target,
             first_column=first_column,
             parts=[weight],
             vectors=[None],
@@ -143,6 +145,36 @@ class BlockRecorder:
             parts=mlp.gate_up,
             vectors=[*mlp.biases, *[None] * (2 - len(mlp.biases)), xielu],
             scale=self.spec.gate_multiplier,
+        )
+
+    def add_sparse_gated(
+        self, mlp: MLP, input_kind: ActivationKind, sparsity: float, size: int
+    ) -> None:
+        """Record the intermediate elements of a gated MLP of which a threshold leaves few.
+
+        Args:
+            mlp: The MLP.
+            input_kind: The format of its input.
+            sparsity: The part of a normal distribution that is below the threshold.
+            size: The intermediate elements of all ranks.
+        """
+        self.program.add_op(
+            "linear",
+            input_kind=input_kind,
+            source=0,
+            target=QKV,
+            parts=mlp.gate_up,
+            vectors=mlp.biases,
+        )
+        num_columns = mlp.gate_up[0].n
+        if not self.is_alone:
+            self.program.add_op("share_gates", num_columns=num_columns)
+        self.program.add_op(
+            "sparse_gates",
+            activation_kind=mlp.down.activation_kind,
+            target=QKV if self.is_alone else PART,
+            num_columns=num_columns,
+            vectors=[np.array([NormalDist().inv_cdf(sparsity), size], np.float32)],
         )
 
     def quantize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ...layers.spec import ExpertsSpec, NormNames
 from ..experts import NativeExperts
 from ..library import NotSupportedNatively
 from ..program import Floats
-from .blocks import BLOCK, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
+from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
 
 
 def record_experts(
@@ -62,6 +64,45 @@ def record_experts(
         **mixture,
     )
     blocks.finish_block(prefix, None, output_norm, spec.residual_multiplier)
+
+
+def record_experts_beside(
+    blocks: BlockRecorder, index: int, prefix: str, experts: ExpertsSpec, mlp: MLP, norms: NormNames
+) -> None:
+    """Record an MLP and the experts beside it, the `index`-th mixture of this shard.
+
+    Both read the residual stream, after norms of their own. The sum of their outputs, each after a norm, is the block.
+    """
+    spec, weights, program = blocks.spec, blocks.weights, blocks.program
+    blocks.add_gated(mlp, blocks.quantize(prefix, norms.mlp_input, mlp.gate_up))
+    blocks.add_block(prefix, mlp.down, mlp.down_bias, None, 1.0, target=BLOCK)
+    size, name = spec.hidden_size, f"{prefix}beside."
+    router = weights.packed_float32(f"{name}gate.weight", experts.num_experts, size)
+    router_norm = weights.vector(f"{name}router_scale", size) * np.float32(size**-0.5)
+    kind = router.activation_kind
+    program.add_op("quantize", activation_kind=kind, vectors=[router_norm])
+    program.add_op(
+        "linear", input_kind=kind, source=0, target=ROUTER, parts=[router], vectors=[None]
+    )
+    native = NativeExperts(spec, experts, weights, name, blocks.shard)
+    program.add_op("route", experts=native)
+    mixture: dict[str, Any] = {"experts": native, "layer": index}
+    kind = blocks.quantize(prefix, "pre_feedforward_layernorm_2", native.input_kind)
+    program.add_op("gated_experts", input_kind=kind, activation_kind=native.output_kind, **mixture)
+    program.add_op("expert_outputs", input_kind=native.output_kind, **mixture)
+    program.add_op("combine_experts", target=QKV if blocks.is_alone else PART, **mixture)
+    if not blocks.is_alone:
+        blocks.add_sum(QKV)
+    program.add_op(
+        "add_blocks",
+        vectors=[
+            weights.vector(f"{prefix}post_feedforward_layernorm_{i}.weight", size) for i in (1, 2)
+        ],
+    )
+    vectors: list[Floats | None] = [None]
+    if norms.mlp_output is not None:
+        vectors = blocks.hidden_norm(f"{prefix}{norms.mlp_output}")
+    program.add_op("norm_add", vectors=vectors, scale=spec.residual_multiplier)
 
 
 def _record_latent_experts(

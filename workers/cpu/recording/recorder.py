@@ -6,16 +6,18 @@ import numpy as np
 import torch
 
 from ...layers.rope import RopeSpec
-from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
 from ...models.decoder import check_num_positions
 from ...models.mlp import read_xielu
 from ...parallel.shard import ModelShard
 from ..library import AttentionLayer, NotSupportedNatively
 from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, PackedWeight
+from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder
-from .experts import record_experts
+from .experts import record_experts, record_experts_beside
+from .layer_inputs import LayerInputsRecorder
 from .mixers import record_mixer
 
 
@@ -49,7 +51,13 @@ class Recorder:
                 program.add_rope(layer.rope, max_model_len)
                 self._ropes[layer.rope] = len(self._ropes)
         self._blocks = BlockRecorder(program, spec, shard, weights)
-        self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len)
+        self._altup: AltUpRecorder | None = None
+        if spec.altup is not None:
+            self._altup = AltUpRecorder(self._blocks, spec.altup)
+        self._layer_inputs: LayerInputsRecorder | None = None
+        if spec.per_layer_inputs is not None:
+            self._layer_inputs = LayerInputsRecorder(self._blocks, spec.per_layer_inputs)
+        self._attention = AttentionRecorder(self._blocks, self._ropes, max_model_len, self._altup)
 
     def record(self) -> None:
         """Record all operations.
@@ -81,22 +89,17 @@ class Recorder:
             program.add_op("place")
         if embeds and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))
+        if shard.is_first and self._layer_inputs is not None:
+            self._layer_inputs.record()
+        if shard.is_first and self._altup is not None:
+            self._altup.expand()
         for place, index in enumerate(shard.layers):
-            layer, prefix = spec.layers[index], f"layers.{index}."
-            norms = layer.norms or spec.norms
-            self._record_mixing(prefix, layer, norms)
-            if layer.reads_source:
-                cache = self._num_caches - 1
-                self._attention.record_cross(cache, prefix, layer, norms)
-                assert self._store is not None
-                self._attention.record_storing(cache, prefix, self._store)
-            if layer.has_mlp and layer.experts is None:
-                self._record_mlp(prefix, norms)
-            elif layer.has_mlp and layer.experts is not None:
-                record_experts(self._blocks, place, prefix, layer.experts, norms)
+            self._record_layer(place, f"layers.{index}.", spec.layers[index])
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:
+            if self._altup is not None:
+                self._altup.reduce()
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)
         if shard.is_last and not spec.has_head:
@@ -121,12 +124,49 @@ class Recorder:
                 attention=AttentionLayer(softcap=spec.final_softcap or 0.0),
             )
         else:
-            program.add_op("final_norm", vectors=[None])
+            size = 0 if spec.per_layer_inputs is None else spec.per_layer_inputs.size
+            program.add_op(
+                "final_norm",
+                vectors=[None],
+                first_column=len(shard.layers) * size,
+                num_columns=(shard.num_layers - shard.layers.stop) * size,
+            )
             program.add_op("head")
         if self._store is not None:
             self._store.program.add_op("final_norm", vectors=[None])
             self._store.program.add_op("head")
         weights.finish()
+
+    def _record_layer(self, place: int, prefix: str, layer: LayerSpec) -> None:
+        """Record a layer, the `place`-th of this shard."""
+        spec, program = self._spec, self._program
+        norms = layer.norms or spec.norms
+        altup = None if self._altup is None else self._altup.predict(prefix)
+        self._record_mixing(prefix, layer, norms)
+        if layer.reads_source:
+            cache = self._num_caches - 1
+            self._attention.record_cross(cache, prefix, layer, norms)
+            assert self._store is not None
+            self._attention.record_storing(cache, prefix, self._store)
+        if altup is not None:
+            # The residual stream is the sum of the attention's output and of the product beside it.
+            program.add_op("scale", scale=0.5**0.5)
+        if layer.has_mlp and layer.experts is None:
+            self._record_mlp(prefix, layer, norms)
+        elif layer.has_mlp and layer.experts is not None:
+            self._record_experts(place, prefix, layer, layer.experts, norms)
+        if self._altup is not None and altup is not None:
+            self._altup.correct(altup)
+        if self._layer_inputs is not None:
+            self._layer_inputs.record_block(place, prefix)
+            norm = self._blocks.hidden_norm(f"{prefix}post_per_layer_input_norm")
+            if self._altup is not None:
+                program.add_op("add_to_streams", vectors=norm)
+            else:
+                program.add_op("norm_add", vectors=norm, scale=spec.residual_multiplier)
+        if spec.has_layer_scales:
+            scale = self._weights.vector(f"{prefix}layer_scalar", 1).item()
+            program.add_op("scale", scale=scale)
 
     def _record_mixing(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
         """Record the attention and the recurrent part of a layer, as far as it has them.
@@ -145,16 +185,30 @@ class Recorder:
         elif layer.attends:
             self._attention.record(index, prefix, layer, norms, kind)
 
-    def _record_mlp(self, prefix: str, norms: NormNames) -> None:
+    def _record_experts(
+        self, place: int, prefix: str, layer: LayerSpec, experts: ExpertsSpec, norms: NormNames
+    ) -> None:
+        """Record the mixture of experts of a layer, the `place`-th of this shard, and an MLP that is beside it."""
+        if not experts.has_own_norms:
+            return record_experts(self._blocks, place, prefix, experts, norms)
+        size = self._spec.for_layer(layer).intermediate_size
+        mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
+        return record_experts_beside(self._blocks, place, prefix, experts, mlp, norms)
+
+    def _record_mlp(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
         """Record the MLP of a layer."""
-        spec = self._spec
-        mlp = self._blocks.read_mlp(f"{prefix}mlp.", spec.intermediate_size)
+        spec, size = self._spec, self._spec.for_layer(layer).intermediate_size
+        mlp = self._blocks.read_mlp(f"{prefix}mlp.", size)
         norm = norms.mlp_input
         if spec.is_parallel and norm is None:
             norm = norms.attention_input
         input_kind = self._blocks.quantize(prefix, norm, mlp.gate_up)
-        xielu = self._xielu(f"{prefix}mlp.act_fn.") if spec.activation == "xielu" else None
-        self._blocks.add_gated(mlp, input_kind, xielu)
+        if layer.activation_sparsity:
+            sparsity = layer.activation_sparsity
+            self._blocks.add_sparse_gated(mlp, input_kind, sparsity, size)
+        else:
+            xielu = self._xielu(f"{prefix}mlp.act_fn.") if spec.activation == "xielu" else None
+            self._blocks.add_gated(mlp, input_kind, xielu)
         self._blocks.add_block(
             prefix, mlp.down, mlp.down_bias, norms.mlp_output, spec.mlp_multiplier
         )

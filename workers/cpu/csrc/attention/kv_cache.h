@@ -10,6 +10,8 @@
 // becomes zero. Otherwise a value that the block's previous owner left there, and that is masked now, would turn
 // 0 * value into NaN.
 //
+// A block may also have keys and values of other layers, before or behind those of this one.
+//
 // With latent attention a block has only keys. Their first elements are the values: attention copies those of a chunk to
 // the layout of values before it uses them for all of its rows.
 #pragma once
@@ -26,6 +28,7 @@ struct KVLayout {
   int32_t num_kv_heads, head_dim, block_size;
   int32_t value_dim;  // the size of a value
   bool has_values;    // else values are the first elements of keys
+  size_t block_stride;  // bytes from a block to the next
 
   size_t element_bytes() const {
     return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
@@ -40,9 +43,10 @@ struct KVLayout {
   }
   // Bytes of all that a block has of one head.
   size_t kv_head_bytes() const { return (has_values ? 2 : 1) * head_bytes(); }
-  size_t block_bytes() const { return num_kv_heads * kv_head_bytes(); }
+  // Bytes of all that a block has of the layer.
+  size_t layer_bytes() const { return num_kv_heads * kv_head_bytes(); }
   size_t key_offset(int block, int kv_head) const {
-    return size_t(block) * block_bytes() + size_t(kv_head) * kv_head_bytes();
+    return size_t(block) * block_stride + size_t(kv_head) * kv_head_bytes();
   }
   size_t value_offset(int block, int kv_head) const {
     return key_offset(block, kv_head) + head_bytes();

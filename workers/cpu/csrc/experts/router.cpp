@@ -92,7 +92,10 @@ void choose_experts(const Router& router, float* logits, int32_t* experts, float
     sum += weights[i] = scores[experts[i]];
   }
   const float divisor = router.renormalizes ? sum + kSmallestSum : 1.0f;
-  for (int i = 0; i < router.num_chosen; i++) weights[i] = weights[i] / divisor * router.scale;
+  for (int i = 0; i < router.num_chosen; i++) {
+    weights[i] = weights[i] / divisor * router.scale;
+    if (router.scales) weights[i] *= router.scales[experts[i]];
+  }
 }
 
 }  // namespace engine

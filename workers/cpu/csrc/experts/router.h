@@ -17,6 +17,7 @@ struct Router {
   float scale;
   float mixer_noise;
   const float* correction;  // [num_experts], or null
+  const float* scales;      // of each expert's weight, or null
 };
 
 // Chooses the token's experts, the best one first and of equal ones the first, and their weights. Replaces the logits

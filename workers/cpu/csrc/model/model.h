@@ -24,28 +24,30 @@ struct LatentShape {
   int query_dim() const { return plain_dim + rotary_dim; }
 };
 
-// The sizes of a rank's share of a model: heads and intermediate size are those of the share.
+// The sizes of a rank's share of a model: heads and intermediate size are those of the share. Where layers differ,
+// `num_kv_heads` is the fewest and `head_dim` the largest of a layer.
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
+  int64_t block_bytes;  // of a block in a tensor of the KV cache
   KVFormat kv_format;
   Activation activation;
   NormKind norm;        // of all norms
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
-  int32_t is_parallel;       // attention and MLP of a layer read the same hidden states
+  int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
   int32_t router_size;  // the most logits of a layer's router, with that of the shared experts' gate; 0 without experts
-  int32_t projection_size, mixed_size;  // the most numbers that a mixer's first product has, and its last one reads
+  int32_t projection_size, mixed_size;  // the most numbers that a layer's first products have, and a last one reads
+  int32_t num_streams;  // of a token, with alternating updates; else 0
+  int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
   int32_t num_threads;
 
-  // A token's queries, keys and values. With latent attention they are the key; the vector from which queries are made,
-  // then the queries; and then their products with the matrices that would make keys.
-  int qkv_size() const {
-    if (!latent.kv_rank) return (num_heads + 2 * num_kv_heads) * head_dim;
-    return product_offset() + num_heads * head_dim;
-  }
-  // The elements of a value as attention sums it.
-  int attended_dim() const { return latent.kv_rank ? latent.kv_rank : head_dim; }
+  // The numbers of a token's projection in latent attention: the key; the vector from which queries are made, then the
+  // queries; and then their products with the matrices that would make keys.
+  int latent_size() const { return latent.kv_rank ? product_offset() + num_heads * head_dim : 0; }
+  // The elements of a value as attention sums it, of `head_dim` ones.
+  int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
+  int streams_size() const { return num_streams * hidden_size; }
   // With latent attention, where a token's queries are among these, and their products.
   int query_offset() const { return head_dim; }
   int product_offset() const { return head_dim + std::max(latent.query_rank, num_heads * latent.query_dim()); }
@@ -63,7 +65,9 @@ enum class OpKind : int32_t {
   gated_linear = 3,  // activations[1] = activation(scale * gate) * up; parts and vectors are those of gate and up, or
                      // only of the gate. With vectors[2], a Xielu, that is the activation
   rotate_store = 4,  // norms and rotates queries and keys; stores queries for the next attention, keys and values.
-                     // vectors[2] is a QueryScaling, or null. If that attention `reads_source`, only stores queries
+                     // vectors[2] is a QueryScaling, or null. The projection has queries and `num_stored` of keys and
+                     // values: if it has only keys, values are those before their norm. If the attention `reads_source`,
+                     // only stores queries
   attention = 5,     // activations[1] = attention, times the sigmoid of gates in the projection if `first_column` is set.
                      // vectors[0] are sinks, or null; vectors[1] are DistanceBiases with `num_columns` as zero, or null
   norm_add = 6,      // residual += scale * block, normed if there is a norm
@@ -99,10 +103,35 @@ enum class OpKind : int32_t {
 
   place = 24,      // residual = the row of `encoded` that the token has in its place, if it has one
   add_placed = 25,  // residual += the same row's elements from `first_column` on
+
+  scale = 26,       // residual *= scale
+  add_normed = 27,  // residual += residual, normed
+  add_blocks = 28,  // block = block, normed by vectors[0], + the first columns of the projection, normed by vectors[1]
+  // An MLP whose gates and other elements are in the projection, `num_columns` of each of a rank; see SparseGates. With
+  // several ranks there are two operations, of which the first writes `part` and the second has it as its target:
+  share_gates = 29,
+  sparse_gates = 30,  // activations[1] = activation(gates above the threshold, less that) * up
+
+  // Where ranks share norms of all heads, before `rotate_store`, whose target is `part` then:
+  share_head_squares = 40,  // part = the sum of squares of the row's queries, then that of its keys
+
+  // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
+  embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
+                      // rows. With several ranks: part = the row if this rank, whose rows begin at `first_column`, has it
+  add_inputs = 32,    // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2)
+  gate_by_inputs = 33,  // activations[1] = activation(projection) * the layer's inputs, which begin at `first_column`
+
+  // Streams with alternating updates (phases/streams.h):
+  expand_streams = 34,   // streams = residual, and products of it in the projection
+  predict_streams = 35,  // streams = what is predicted of them; residual = the active one
+  correct_streams = 36,  // streams = corrected by the error of the active one; residual = that, scaled
+  add_to_streams = 37,   // streams but the first += block, normed
+  load_stream = 38,      // residual = the stream that begins at `first_column`
+  reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 };
 
 // What the result of a product is written to. For `residual` it is multiplied by the scale and added.
-enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4 };
+enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
@@ -163,6 +192,22 @@ struct Mixer {
   const float* norm;                      // of the output, or of each head's
 };
 
+// An MLP's gates above their mean plus `deviations` standard deviations stay, less that; the others are 0. `count` are the
+// elements of all ranks.
+struct SparseGates {
+  float deviations, count;
+};
+
+// The weights of alternating updates in one layer (arXiv 2301.13310), of N streams of D elements.
+struct AltUp {
+  int32_t active;
+  const float* router_norm;   // [D]
+  const float* router;        // [N, D]
+  const float* predict;       // [N * N, N]
+  const float* correct;       // [N, N]
+  const float* output_scale;  // [D], or null
+};
+
 struct Op {
   OpKind kind;
   ActivationKind input_kind;       // of the activations it reads
@@ -174,6 +219,9 @@ struct Op {
   QKNorm qk_norm;
   int32_t rotates_before_norm;
   int32_t reads_source;  // of attention: its keys are those of an encoder's outputs, which other steps store
+  int32_t num_kv_heads, head_dim;  // of attention
+  int32_t num_stored;              // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
+  int32_t norms_values;            // without weights
   int32_t num_parts;
   int32_t first_column;  // where a product begins in its target, or the gates of attention in the projection; or 0
   int32_t num_columns;
@@ -186,18 +234,26 @@ struct Op {
   const Mixer* mixer;
   const PackedWeight* heads;  // a matrix for each query head
   const Adapter* adapters;    // by their numbers, or null
+  const AltUp* altup;
 };
 
 struct Model {
   explicit Model(const ModelShape& shape);
 
-  int heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
+  // The heads that share a key/value head, in a layer and at most.
+  int heads_per_kv_head(const Op& op) const { return shape.num_heads / op.num_kv_heads; }
+  int most_heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
+  KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
+  KVLayout kv_layout(int num_kv_heads, int head_dim) const {
+    return {shape.kv_format, num_kv_heads, head_dim, shape.block_size, shape.attended_dim(head_dim),
+            shape.latent.kv_rank == 0, size_t(shape.block_bytes)};
+  }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = the operation's norm of x, [hidden_size]; `out` may be `x`.
   void norm(const Op& op, const float* x, float* out) const;
 
   const ModelShape shape;
-  const KVLayout kv;
+  const KVLayout largest_kv;  // with the largest heads
   const AttentionKernels& attention;
   const RowKernels& rows;
   std::vector<Op> ops;

@@ -29,13 +29,13 @@ class Ranks {
 
   // The part of a row's sum that this rank writes before a meeting, and what each rank had written.
   float* own_part(int row) const {
-    return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * model_.shape.hidden_size;
+    return reinterpret_cast<float*>(exchange_->own_part()) + size_t(row) * row_size();
   }
   const float* part_of(int rank, int row) const {
-    return reinterpret_cast<const float*>(exchange_->part_of(rank)) + size_t(row) * model_.shape.hidden_size;
+    return reinterpret_cast<const float*>(exchange_->part_of(rank)) + size_t(row) * row_size();
   }
-  // Adds the parts of a row, in the order of the ranks, to the operation's target.
-  void sum_parts(const Op& op, const Rows& rows, int row) const;
+  // Adds the parts of a row, in the order of the ranks, to the operation's target, or to `inputs` if that is it.
+  void sum_parts(const Op& op, const Rows& rows, float* inputs, int row) const;
 
   // The tokens of a rank's share of the vocabulary.
   int first_token_of(int rank) const { return int(int64_t(model_.shape.vocab_size) * rank / num_ranks()); }
@@ -59,6 +59,7 @@ class Ranks {
 
  private:
   int most_tokens(int num_ranks) const { return model_.shape.vocab_size / num_ranks + 1; }
+  size_t row_size() const { return std::max(model_.shape.hidden_size, model_.shape.input_size); }
   size_t part_bytes(int num_ranks) const;
 
   const Model& model_;

@@ -13,15 +13,17 @@ class Rows {
  public:
   explicit Rows(const ModelShape& shape)
       : hidden_size_(shape.hidden_size),
-        qkv_size_(std::max(shape.qkv_size(), shape.projection_size)),
+        qkv_size_(std::max(shape.latent_size(), shape.projection_size)),
         router_size_(shape.router_size),
         widest_(std::max({shape.hidden_size, shape.intermediate_size, shape.mixed_size, shape.latent.query_rank,
-                          shape.num_heads * std::max(shape.attended_dim(), shape.latent.value_dim)})),
-        keeps_block_(shape.is_parallel) {}
+                          shape.num_heads * std::max(shape.attended_dim(shape.head_dim), shape.latent.value_dim)})),
+        streams_size_(shape.streams_size()),
+        keeps_block_(shape.keeps_block) {}
 
   void reserve(int rows) {
     residual_.reserve(sizeof(float) * rows * hidden_size_);
     block_.reserve(sizeof(float) * rows * hidden_size_);
+    streams_.reserve(sizeof(float) * rows * streams_size_);
     if (keeps_block_) normed_.reserve(sizeof(float) * rows * hidden_size_);
     qkv_.reserve(sizeof(float) * rows * qkv_size_);
     router_.reserve(sizeof(float) * rows * router_size_);
@@ -31,6 +33,8 @@ class Rows {
   }
 
   float* residual(int row) const { return residual_.floats() + (row - first) * hidden_size_; }
+  // The hidden states of a token with alternating updates, one after the other.
+  float* streams(int row) const { return streams_.floats() + (row - first) * streams_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
   // The residual stream after a norm. Unless the block must be kept meanwhile, its memory is free then.
   float* normed(int row) const {
@@ -51,11 +55,17 @@ class Rows {
     return activations_[source].bytes() + (row - first) * row_bytes;
   }
 
+  // Copies what operations pass on from one row to itself: the residual stream and the streams.
+  void copy_streams(const Rows& source, int row) const {
+    std::copy_n(source.residual(row), hidden_size_, residual(row));
+    std::copy_n(source.streams(row), streams_size_, streams(row));
+  }
+
   int first = 0;
 
  private:
-  Buffer residual_, block_, normed_, qkv_, router_, low_rank_, activations_[2];
-  size_t hidden_size_, qkv_size_, router_size_, widest_, low_rank_size_ = 0;
+  Buffer residual_, block_, streams_, normed_, qkv_, router_, low_rank_, activations_[2];
+  size_t hidden_size_, qkv_size_, router_size_, widest_, streams_size_, low_rank_size_ = 0;
   int reserved_ = 0;
   bool keeps_block_;
 };

@@ -26,7 +26,8 @@ struct Step {
   const int64_t* table_rows;       // [num_sequences], rows of the block tables; null if they are in order
   const StepGroup* groups;
   uint8_t* const* kv_caches;     // of each layer
-  float* hidden;                 // [num_tokens, hidden_size]
+  float* hidden;                 // [num_tokens], rows of hidden_size, or of what stages pass on if it is more
+  int64_t hidden_stride;         // the floats from one row to the next
   const int32_t* logit_rows;     // [num_logit_rows], rows of hidden; null if `logits` are given
   float* logits;                 // [num_logit_rows, vocab_size], or null
   int32_t* tokens;               // [num_logit_rows], as TokenChooser returns them, or null

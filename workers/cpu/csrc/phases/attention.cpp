@@ -6,20 +6,54 @@
 
 namespace engine {
 
+void Attention::add_op(const Op& op) {
+  lists_.push_back(nullptr);
+  queries_of_op_.push_back(nullptr);
+  if (op.kind != OpKind::rotate_store && op.kind != OpKind::attention) return;
+  auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
+    return each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
+  });
+  if (queries == queries_.end()) {
+    queries_.emplace_back();
+    queries = queries_.end() - 1;
+    queries->num_kv_heads = op.num_kv_heads;
+    queries->head_dim = op.head_dim;
+  }
+  queries_of_op_.back() = &*queries;
+}
+
 void Attention::reserve(int rows) {
-  queries_.reserve(sizeof(uint32_t) * rows * model_.shape.num_heads * model_.attention.query_words(model_.kv));
+  for (Queries& each : queries_)
+    each.buffer.reserve(sizeof(uint32_t) * rows * model_.shape.num_heads *
+                        model_.attention.query_words(model_.kv_layout(each.num_kv_heads, each.head_dim)));
 }
 
 void Attention::norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const {
-  const int head_dim = model_.shape.head_dim;
+  const int head_dim = op.head_dim;
   if (op.qk_norm == QKNorm::full)
     return model_.rows.rms_norm(heads, weight, op.eps, num_heads * head_dim, heads);
   for (int h = 0; h < num_heads; h++, heads += head_dim) model_.rows.rms_norm(heads, weight, op.eps, head_dim, heads);
 }
 
-void Attention::norm_queries_and_keys(const Op& op, float* qk) const {
-  const int num_heads = model_.shape.num_heads, num_kv_heads = model_.shape.num_kv_heads;
-  const int head_dim = model_.shape.head_dim;
+void Attention::share_squares(const Op& op, const float* qkv, int row) const {
+  const int queries = model_.shape.num_heads * op.head_dim, keys = op.num_kv_heads * op.head_dim;
+  float* const part = ranks_.own_part(row);
+  part[0] = model_.rows.dot(qkv, qkv, queries);
+  part[1] = model_.rows.dot(qkv + queries, qkv + queries, keys);
+}
+
+// A head that several ranks have counts once for each of them, in the sum and in the number of elements alike.
+void Attention::norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const {
+  const int size = num_heads * op.head_dim;
+  float squares = 0.0f;
+  for (int rank = 0; rank < ranks_.num_ranks(); rank++) squares += ranks_.part_of(rank, row)[index];
+  model_.rows.multiply(heads, op.vectors[index], size, heads);
+  model_.rows.scale(heads, 1.0f / std::sqrt(squares / float(size * ranks_.num_ranks()) + op.eps), size);
+}
+
+void Attention::norm_queries_and_keys(const Op& op, float* qk, int row) const {
+  const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
+  const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.qk_norm == QKNorm::each_head) {
     const float *weight = op.vectors[0], *bias = op.vectors[1];
     for (int i = 0; i < (num_heads + num_kv_heads) * head_dim; i += head_dim)
@@ -27,6 +61,9 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk) const {
         model_.rows.layer_norm(qk + i, weight + i, bias ? bias + i : nullptr, op.eps, head_dim, qk + i);
       else
         model_.rows.rms_norm(qk + i, weight + i, op.eps, head_dim, qk + i);
+  } else if (op.target == LinearTarget::part) {
+    norm_shared(op, qk, num_heads, 0, row);
+    norm_shared(op, qk + num_heads * head_dim, num_kv_heads, 1, row);
   } else if (op.qk_norm != QKNorm::none) {
     norm_heads(op, qk, num_heads, op.vectors[0]);
     norm_heads(op, qk + num_heads * head_dim, num_kv_heads, op.vectors[1]);
@@ -34,18 +71,18 @@ void Attention::norm_queries_and_keys(const Op& op, float* qk) const {
 }
 
 void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
-  const ModelShape& shape = model_.shape;
-  if (shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
-  const int num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
+  if (model_.shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
+  const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
+  const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.reads_source) return store_queries(op, row, qkv);
-  float* keys = qkv + num_heads * head_dim;
-  const float* values = keys + num_kv_heads * head_dim;
-  if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv);
+  const float* keys = qkv + num_heads * head_dim;
+  const float* values = place_values(op, qkv);
+  if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
   if (op.rope >= 0) {
     const RotaryTables::Angles angles = ropes.angles(op.rope, row);
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
-  if (op.rotates_before_norm) norm_queries_and_keys(op, qkv);
+  if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
   if (const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2])) {
     const int position = slice_.step.positions[slice_.first_token + row];
     const float steps = std::floor((float(position) + scaling->offset) / scaling->length);
@@ -53,8 +90,20 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   }
   // The cache stores finite numbers only. So a token with a key or value that is not finite gets NaN queries: its own
   // result shows the failure.
-  if (!model_.rows.all_finite(qkv, shape.qkv_size())) std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
+  if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
+    std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
   store(op, row, qkv, keys, values);
+}
+
+// Values without a projection are the projected keys, which are rotated in their own place afterwards.
+const float* Attention::place_values(const Op& op, float* qkv) const {
+  const int head_dim = op.head_dim, size = op.num_kv_heads * head_dim;
+  if (!op.num_stored) return nullptr;
+  float* const values = qkv + model_.shape.num_heads * head_dim + size;
+  if (op.num_stored == 1) std::copy_n(values - size, size, values);
+  for (int i = 0; op.norms_values && i < size; i += head_dim)
+    model_.rows.rms_norm(values + i, nullptr, op.eps, head_dim, values + i);
+  return values;
 }
 
 // The key's latent vector has a norm. The rotated parts of queries are stored with the plain ones, so they are moved
@@ -78,33 +127,35 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
 }
 
 void Attention::store_queries(const Op& op, int row, const float* query_heads) {
-  const KVLayout& kv = model_.kv;
-  const int heads = model_.heads_per_kv_head();
+  const KVLayout kv = model_.kv(op);
+  const int heads = model_.heads_per_kv_head(op);
   for (int g = 0; g < kv.num_kv_heads; g++)
-    model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * kv.head_dim, heads, queries(g, row));
+    model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * kv.head_dim, heads,
+                                     queries(op, g, row));
 }
 
 void Attention::store(const Op& op, int row, const float* query_heads, const float* keys, const float* values) {
-  const KVLayout& kv = model_.kv;
+  const KVLayout kv = model_.kv(op);
   const int head_dim = kv.head_dim;
   const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
   store_queries(op, row, query_heads);
-  for (int g = 0; g < kv.num_kv_heads; g++) {
+  for (int g = 0; op.num_stored && g < kv.num_kv_heads; g++) {
     model_.attention.store(kv, slice_.step.kv_caches[op.layer], slot / kv.block_size, slot % kv.block_size, g,
                            keys + g * head_dim, kv.has_values ? values + g * head_dim : nullptr);
   }
 }
 
-uint32_t* Attention::queries(int kv_head, int row) const {
-  const size_t words = size_t(model_.heads_per_kv_head()) * model_.attention.query_words(model_.kv);
-  return reinterpret_cast<uint32_t*>(queries_.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * words;
+uint32_t* Attention::queries(const Op& op, int kv_head, int row) const {
+  const size_t words = size_t(model_.heads_per_kv_head(op)) * model_.attention.query_words(model_.kv(op));
+  const Queries& own = *queries_of_op_[model_.index_of(op)];
+  return reinterpret_cast<uint32_t*>(own.buffer.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * words;
 }
 
 int Attention::begin(const Op& op) {
   const AttentionTasks::List& list = tasks_.of_keys(AttentionTasks::Keys(op));
   lists_[model_.index_of(op)] = &list;
   if (list.num_slots) {
-    partial_.reserve(list.num_slots * partial_floats() * sizeof(float));
+    partial_.reserve(list.num_slots * partial_floats(op) * sizeof(float));
     if (size_t(list.num_slots) > num_finished_slots_) {
       num_finished_slots_ = list.num_slots;
       finished_slots_.reset(new std::atomic<int>[num_finished_slots_]);
@@ -114,24 +165,24 @@ int Attention::begin(const Op& op) {
   return int(list.first_tasks.size()) - 1;
 }
 
-size_t Attention::partial_floats() const {
-  return size_t(model_.heads_per_kv_head()) * (model_.kv.padded_value_dim() + 32);
+size_t Attention::partial_floats(const Op& op) const {
+  return size_t(model_.heads_per_kv_head(op)) * (model_.kv(op).padded_value_dim() + 32);
 }
 
-AttentionState Attention::partial_state(float* floats) const {
-  const int rows = model_.heads_per_kv_head();
+AttentionState Attention::partial_state(const Op& op, float* floats) const {
+  const int rows = model_.heads_per_kv_head(op);
   return {floats, floats + 16 * rows, floats + 32 * rows};
 }
 
 AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
   const StepGroup& group = slice_.step.groups[op.group];
   return {
-      queries(task.kv_head, task.token),
+      queries(op, task.kv_head, task.token),
       slice_.step.positions[slice_.first_token + task.token],
       task.num_tokens,
       tasks_.num_keys(AttentionTasks::Keys(op), task.sequence),
       op.reads_source ? nullptr : slice_.visible(slice_.first_token + task.token, op.attention.window),
-      model_.heads_per_kv_head(),
+      model_.heads_per_kv_head(op),
       task.kv_head,
       task.first_partition,
       task.last_partition,
@@ -157,7 +208,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
     bytes += result_bytes(op, list.tasks[begin + i]);
   }
   scratch.results.reserve(bytes);
-  model_.attention.fetch(model_.kv, op.attention, tasks[0]);
+  model_.attention.fetch(model_.kv(op), op.attention, tasks[0]);
   uint8_t* result = scratch.results.bytes();
   for (int i = 0; i < count; i++) {
     results[i] = result;
@@ -169,24 +220,26 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
 }
 
 size_t Attention::result_bytes(const Op& op, const Task& task) const {
-  if (task.num_slots > 1) return partial_floats() * sizeof(float);
-  const int columns = model_.heads_per_kv_head() * model_.kv.value_dim;
+  if (task.num_slots > 1) return partial_floats(op) * sizeof(float);
+  const int columns = model_.heads_per_kv_head(op) * model_.kv(op).value_dim;
   return (task.num_tokens * activation_row_bytes(op.activation_kind, columns) + 63) / 64 * 64;
 }
 
 void Attention::attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows,
                        Scratch& scratch, uint8_t* result) const {
+  const KVLayout kv = model_.kv(op);
   if (task.num_slots > 1)
-    return model_.attention.attend(model_.kv, op.attention, kernel_task, scratch.attention,
-                                   partial_state(reinterpret_cast<float*>(result)));
-  model_.attention.attend(model_.kv, op.attention, kernel_task, scratch.attention, scratch.attention.total);
+    return model_.attention.attend(kv, op.attention, kernel_task, scratch.attention,
+                                   partial_state(op, reinterpret_cast<float*>(result)));
+  model_.attention.attend(kv, op.attention, kernel_task, scratch.attention, scratch.attention.total);
   finish(op, task, scratch.attention.total, rows, scratch, result);
 }
 
 // Writes the activations of a task's tokens, from the state over all their keys.
 void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
                        Scratch& scratch, uint8_t* activations) const {
-  const int heads = model_.heads_per_kv_head(), columns = heads * model_.kv.value_dim;
+  const int value_dim = model_.kv(op).value_dim;
+  const int heads = model_.heads_per_kv_head(op), columns = heads * value_dim;
   float* out = scratch.tile.get();
   if (const float* sinks = op.vectors[0]) {
     // A sink is a score without a value, here of base 2 like the maximums.
@@ -194,7 +247,7 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
     for (int r = 0; r < task.num_tokens * heads; r++)
       total.sum[r * kSumParts] += std::exp2(own[r % heads] - total.maximum[r]);
   }
-  model_.attention.finish(total, task.num_tokens * heads, model_.kv.value_dim, out);
+  model_.attention.finish(total, task.num_tokens * heads, value_dim, out);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
     if (op.first_column) {
@@ -207,25 +260,25 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
 
 void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch) {
   if (task.num_slots > 1) {
-    const int heads = model_.heads_per_kv_head();
-    float* partials = partial_.floats() + task.first_slot * partial_floats();
-    std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(), result,
-                partial_floats() * sizeof(float));
+    const int heads = model_.heads_per_kv_head(op);
+    float* partials = partial_.floats() + task.first_slot * partial_floats(op);
+    std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(op), result,
+                partial_floats(op) * sizeof(float));
     // The thread that finishes last combines the partitions, in their order.
     std::atomic<int>& finished = finished_slots_[task.first_slot];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_slots) return;
-    const AttentionState total = partial_state(partials);
+    const AttentionState total = partial_state(op, partials);
     for (int i = 1; i < task.num_slots; i++)
-      model_.attention.combine(total, partial_state(partials + i * partial_floats()), heads,
-                               model_.kv.padded_value_dim());
+      model_.attention.combine(total, partial_state(op, partials + i * partial_floats(op)), heads,
+                               model_.kv(op).padded_value_dim());
     finish(op, task, total, rows, scratch, result);
   }
   copy(op, rows, task, result);
 }
 
 void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
-  const int columns = model_.heads_per_kv_head() * model_.kv.value_dim;
-  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * model_.kv.value_dim);
+  const int value_dim = model_.kv(op).value_dim, columns = model_.heads_per_kv_head(op) * value_dim;
+  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * value_dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   uint8_t* out = rows.activations(1, task.token, stride) +
                  activation_offset(op.activation_kind, task.kv_head * columns);
@@ -243,7 +296,7 @@ void Attention::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch
     kernel_tasks.back().copied_values = scratch.attention.copied_values;
   }
   for (size_t i = 0; i + 1 < tasks.size(); i++) kernel_tasks[i].next = &kernel_tasks[i + 1];
-  model_.attention.fetch(model_.kv, op.attention, kernel_tasks[0]);
+  model_.attention.fetch(model_.kv(op), op.attention, kernel_tasks[0]);
   for (size_t i = 0; i < tasks.size(); i++) {
     scratch.results.reserve(result_bytes(op, tasks[i]));
     attend(op, tasks[i], kernel_tasks[i], rows, scratch, scratch.results.bytes());

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <vector>
 
 #include "phases/attention_tasks.h"
+#include "model/ranks.h"
 #include "model/rope.h"
 #include "model/rows.h"
 #include "phases/scratch.h"
@@ -16,14 +18,16 @@ namespace engine {
 
 class Attention {
  public:
-  Attention(const Model& model, const Slice& slice, int num_threads)
-      : model_(model), slice_(slice), tasks_(model, slice, num_threads) {}
+  Attention(const Model& model, const Ranks& ranks, const Slice& slice, int num_threads)
+      : model_(model), ranks_(ranks), slice_(slice), tasks_(model, slice, num_threads) {}
 
-  void add_op() { lists_.push_back(nullptr); }
+  void add_op(const Op& op);
   // Makes room for the queries of a slice.
   void reserve(int rows);
   void begin_slice() { tasks_.begin_slice(); }
 
+  // Shares the squares of a row's queries and keys with the other ranks.
+  void share_squares(const Op& op, const float* qkv, int row) const;
   // Norms and rotates a row's queries and keys. Stores the queries for the next attention, keys and values in the
   // cache.
   void rotate_store(const Op& op, const RotaryTables& ropes, float* qkv, int row);
@@ -42,14 +46,18 @@ class Attention {
  private:
   using Task = AttentionTasks::Task;
 
-  void norm_queries_and_keys(const Op& op, float* qk) const;
+  void norm_queries_and_keys(const Op& op, float* qk, int row) const;
+  // Norms heads by those of all ranks, whose squares are element `index` of their parts.
+  void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;
   void rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row);
   // Stores a row's converted queries, [num_heads][head_dim], and its keys and values.
   void store_queries(const Op& op, int row, const float* query_heads);
   void store(const Op& op, int row, const float* query_heads, const float* keys, const float* values);
   void norm_heads(const Op& op, float* heads, int num_heads, const float* weight) const;
+  // Returns the values of a row, normed and behind its keys; null if there are none.
+  const float* place_values(const Op& op, float* qkv) const;
   // The queries of the heads that share a key/value head, in the kernels' format.
-  uint32_t* queries(int kv_head, int row) const;
+  uint32_t* queries(const Op& op, int kv_head, int row) const;
   size_t result_bytes(const Op& op, const Task& task) const;
   void attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows, Scratch& scratch,
               uint8_t* result) const;
@@ -57,14 +65,21 @@ class Attention {
               uint8_t* activations) const;
   void write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch);
   void copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const;
-  size_t partial_floats() const;
-  AttentionState partial_state(float* floats) const;
+  size_t partial_floats(const Op& op) const;
+  AttentionState partial_state(const Op& op, float* floats) const;
 
   const Model& model_;
+  const Ranks& ranks_;
   const Slice& slice_;
   AttentionTasks tasks_;
   std::vector<const AttentionTasks::List*> lists_;  // of each operation
-  Buffer queries_;                                  // of the slice, by key/value head
+  // The queries of a slice in layers with equal heads, by key/value head. Pieces may be in layers with other heads.
+  struct Queries {
+    int num_kv_heads, head_dim;
+    Buffer buffer;
+  };
+  std::deque<Queries> queries_;
+  std::vector<const Queries*> queries_of_op_;
   Buffer partial_;                                  // the partial states of an operation, by slot
   // How many partitions of a token are done, in the token's first slot.
   std::unique_ptr<std::atomic<int>[]> finished_slots_;

@@ -18,7 +18,7 @@ const AttentionTasks::List& AttentionTasks::of_keys(const Keys& keys) {
 void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vector<Task>& tasks) const {
   tasks.clear();
   const Step& step = slice_.step;
-  const int tokens_of_task = std::max(1, kTaskRows / model_.heads_per_kv_head());
+  const int tokens_of_task = std::max(1, kTaskRows * keys.num_kv_heads / model_.shape.num_heads);
   const int first_token = slice_.first_token + first_row, end_token = slice_.first_token + end_row;
   const int32_t* starts = step.query_start_loc;
   const int32_t* after = std::upper_bound(starts + slice_.first_sequence, starts + step.num_sequences + 1, first_token);
@@ -38,7 +38,7 @@ void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vec
       }
       // To fetch a key costs about as much as to compute with it for one more token.
       const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
-      for (int g = 0; g < model_.shape.num_kv_heads; g++)
+      for (int g = 0; g < keys.num_kv_heads; g++)
         tasks.push_back({s, token - slice_.first_token, num_tokens, g, first / kPartition, last / kPartition, 0, 0, 1,
                          cost});
       token += num_tokens;

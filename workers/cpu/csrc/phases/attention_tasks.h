@@ -25,11 +25,14 @@ class AttentionTasks {
 
   // The keys that the tokens of some layers see: those in a window of their sequence, or those of its source.
   struct Keys {
-    explicit Keys(const Op& op) : window(op.attention.window), of_source(op.reads_source) {}
+    explicit Keys(const Op& op)
+        : window(op.attention.window), num_kv_heads(op.num_kv_heads), of_source(op.reads_source) {}
 
-    bool operator==(const Keys& other) const { return window == other.window && of_source == other.of_source; }
+    bool operator==(const Keys& other) const {
+      return window == other.window && num_kv_heads == other.num_kv_heads && of_source == other.of_source;
+    }
 
-    int window;
+    int window, num_kv_heads;
     bool of_source;
   };
 

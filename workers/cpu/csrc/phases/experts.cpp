@@ -169,7 +169,10 @@ void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
 void Experts::combine(const Op& op, const Rows& rows, int row) const {
   const ExpertLayer& layer = *op.experts;
   const int size = layer.size, num_chosen = layer.router.num_chosen;
-  float* sum = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
+  const bool is_own_part = op.target == LinearTarget::part && !layer.adds_block;
+  float* sum = is_own_part                       ? ranks_.own_part(row)
+               : op.target == LinearTarget::qkv ? rows.qkv(row)
+                                                : rows.block(row);
   if (!layer.adds_block)
     std::fill_n(sum, size, 0.0f);
   else if (layer.has_shared_gate)
@@ -178,7 +181,7 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
     if (places_[i] >= 0) model_.rows.add_scaled(sum, output_of(places_[i]), weights_[i], size);
   if (op.target == LinearTarget::residual)
     model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
-  else if (op.target == LinearTarget::part)
+  else if (op.target == LinearTarget::part && !is_own_part)
     std::copy_n(sum, size, ranks_.own_part(row));
 }
 

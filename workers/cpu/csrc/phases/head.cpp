@@ -25,7 +25,7 @@ int Head::begin_product(const Step& step) {
   const int rows = step.num_logit_rows, hidden_size = model_.shape.hidden_size;
   const size_t row_bytes = activation_row_bytes(op.input_kind, hidden_size);
   for (int r = 0; r < rows; r++)
-    quantize_rows(op.input_kind, step.hidden + size_t(step.logit_rows[r]) * hidden_size, hidden_size, 1, hidden_size,
+    quantize_rows(op.input_kind, step.hidden + step.logit_rows[r] * step.hidden_stride, hidden_size, 1, hidden_size,
                   activations_.bytes() + r * row_bytes);
   const int tiles = products_.begin(op, rows, 1);
   if (step.tokens && !step.sampling) best_.reserve(size_t(rows) * products_.column_tiles(op) * sizeof(Best));

@@ -126,8 +126,8 @@ Mixers::State Mixers::state(const Op& op, const Sequence& sequence) const {
   const StepGroup& group = step.groups[op.group];
   const int32_t* blocks = group.block_table + slice_.table_row(sequence.index) * group.block_table_stride;
   const auto at = [&](int position) {
-    const size_t block = blocks[position / model_.kv.block_size];
-    return reinterpret_cast<float*>(step.kv_caches[op.layer] + block * model_.kv.block_bytes());
+    const size_t block = blocks[position / model_.shape.block_size];
+    return reinterpret_cast<float*>(step.kv_caches[op.layer] + block * size_t(model_.shape.block_bytes));
   };
   float* const target = at(step.positions[step.query_start_loc[sequence.index + 1] - 1]);
   if (sequence.position == 0) return {nullptr, target};

@@ -1,6 +1,7 @@
 #include "phases/products.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "linear/bf16_block.h"
 #include "linear/packed_layout.h"
@@ -230,6 +231,47 @@ void Products::write_gated(const Op& op, const Rows& rows, const Columns& column
                  activation_offset(op.activation_kind, columns.begin);
   for (int r = 0; r < columns.num_rows; r++, gate += columns.size(), out += row_bytes)
     quantize_rows(op.activation_kind, gate, columns.size(), 1, columns.size(), out);
+}
+
+Products::Moments Products::moments(const float* gates, int count) const {
+  const float sum = model_.rows.sum(gates, count), mean = sum / float(count);
+  float squares = 0.0f;
+  for (int i = 0; i < count; i++) squares += (gates[i] - mean) * (gates[i] - mean);
+  return {sum, squares};
+}
+
+void Products::share_gates(const Op& op, const Rows& rows, int row) const {
+  const Moments own = moments(rows.qkv(row), op.num_columns);
+  float* const part = ranks_.own_part(row);
+  part[0] = own.sum;
+  part[1] = own.squares;
+  part[2] = float(op.num_columns);
+}
+
+// The squares about the mean of all gates are those about the ranks' own means, and as much for each gate as these differ
+// from it (Chan et al., 1979).
+void Products::sparse_gates(const Op& op, const Rows& rows, int row) const {
+  const auto& sparse = *reinterpret_cast<const SparseGates*>(op.vectors[0]);
+  const int count = op.num_columns;
+  float* const gates = rows.qkv(row);
+  Moments all{};
+  float mean;
+  if (op.target == LinearTarget::part) {
+    for (int rank = 0; rank < ranks_.num_ranks(); rank++) all.sum += ranks_.part_of(rank, row)[0];
+    mean = all.sum / sparse.count;
+    for (int rank = 0; rank < ranks_.num_ranks(); rank++) {
+      const float* const part = ranks_.part_of(rank, row);
+      const float difference = part[0] / part[2] - mean;
+      all.squares += part[1] + part[2] * difference * difference;
+    }
+  } else {
+    all = moments(gates, count);
+    mean = all.sum / sparse.count;
+  }
+  model_.rows.exceed(gates, mean + sparse.deviations * std::sqrt(all.squares / sparse.count), count);
+  model_.rows.gate(model_.shape.activation, gates, gates + count, count, gates);
+  quantize_rows(op.activation_kind, gates, count, 1, count,
+                rows.activations(1, row, activation_row_bytes(op.activation_kind, count)));
 }
 
 void Products::run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {

@@ -69,6 +69,11 @@ class Products {
   void run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   void run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
 
+  // Shares the mean and the squares of this rank's gates of a row with the other ranks.
+  void share_gates(const Op& op, const Rows& rows, int row) const;
+  // Writes the activations of a row of an MLP with sparse gates, which are in the projection.
+  void sparse_gates(const Op& op, const Rows& rows, int row) const;
+
   // Multiplies rows [first, end) of a product's activations by the first factors of their adapters.
   void adapt(const Op& op, const Rows& rows, int first, int end) const;
 
@@ -89,6 +94,11 @@ class Products {
   void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
   void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
                       int end, Scratch& scratch) const;
+  // The sum of some gates, and that of the squares of their differences from their mean.
+  struct Moments {
+    float sum, squares;
+  };
+  Moments moments(const float* gates, int count) const;
   float* activate(const GatedWeights& weights, int num_rows, int begin, int end, Scratch& scratch) const;
   const Tiles& tiles_of(const Op& op) const { return tiles_[model_.index_of(op)]; }
   float* product(const Op& op, const Rows& rows, const Columns& columns, Scratch& scratch) const;

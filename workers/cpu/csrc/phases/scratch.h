@@ -20,8 +20,8 @@ constexpr int kTileFloats = 16384;
 // What a thread computes stays here until it may be written: another thread may have computed the same tile.
 struct Scratch {
   Scratch(int max_rows, const Model& model)
-      : attention(max_rows, model.kv),
-        tile(new float[std::max(2 * kTileFloats, max_rows * model.kv.value_dim)]),
+      : attention(max_rows, model.largest_kv),
+        tile(new float[std::max(2 * kTileFloats, max_rows * model.largest_kv.value_dim)]),
         chooser(model.shape.vocab_size),
         rows(model.shape) {}
 

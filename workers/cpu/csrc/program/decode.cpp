@@ -77,6 +77,7 @@ Step DecodeLayout::step(const DecodeBatch& batch) {
   step.groups = groups_.data();
   step.kv_caches = batch.kv_caches;
   step.hidden = hidden_.floats();
+  step.hidden_stride = shape_.hidden_size;
   step.logit_rows = array(kLogitRows);
   step.sampling = rows_to_sample(batch);
   step.adapters = has_adapters_ ? array(kAdapters) : nullptr;

@@ -18,12 +18,18 @@ constexpr int kLayersInCache = 2;
 // What attention to one key costs, in multiplications of a product.
 constexpr int64_t kCostOfKey = 6;
 
+// Returns whether an operation makes what is in all layers' rows. Others before it do nothing else.
+bool makes_first_input(OpKind kind) { return kind == OpKind::add_inputs || kind == OpKind::expand_streams; }
+
 }  // namespace
 
 void Pieces::find_segments() {
   const int end = int(model_.ops.size()) - 1;
-  segments_.push_back({1, end});
-  for (int i = 1; i < end; i++) {
+  int first = 1;
+  for (int i = 1; i < end; i++)
+    if (makes_first_input(model_.ops[i].kind)) first = i + 1;
+  segments_.push_back({first, end});
+  for (int i = first; i < end; i++) {
     const Op& op = model_.ops[i];
     if (op.kind == OpKind::attention) {
       if (!op.reads_source) num_groups_ = std::max(num_groups_, op.group + 1);
@@ -71,7 +77,7 @@ int Pieces::best_count() const {
 // fills it, and its first row begins a new block.
 bool Pieces::reads_own_keys() {
   const Step& step = slice_.step;
-  const int block_size = model_.kv.block_size;
+  const int block_size = model_.shape.block_size;
   const int32_t *starts = step.query_start_loc, end_token = slice_.first_token + slice_.num_tokens;
   int end_sequence = slice_.first_sequence;
   for (; end_sequence < step.num_sequences && starts[end_sequence] < end_token; end_sequence++)
@@ -96,7 +102,8 @@ bool Pieces::reads_own_keys() {
 }
 
 bool Pieces::is_needed(const PieceSegment& at) const {
-  return at.segment + 1 < int(segments_.size()) || slice_.is_wanted(first_row(at.piece), first_row(at.piece + 1));
+  const bool is_past_end = at.segment >= int(segments_.size());
+  return (!is_past_end && segments_[at.segment].first_op < first_unneeded_) || slice_.is_wanted(first_row(at.piece), first_row(at.piece + 1));
 }
 
 }  // namespace engine

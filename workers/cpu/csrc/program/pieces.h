@@ -28,9 +28,13 @@ class Pieces {
       : model_(model), slice_(slice), num_threads_(num_threads) {}
 
   void add_op() { segments_.clear(); }
-  void begin_step() {
+  // `first_unneeded` is the first operation that only rows need whose results are wanted.
+  void begin_step(int first_unneeded) {
     if (segments_.empty()) find_segments();
+    first_unneeded_ = first_unneeded;
   }
+  // Pieces begin with this operation. Those before it make what the first layer reads.
+  int first_op() const { return segments_[0].first_op; }
   const std::vector<Segment>& segments() const { return segments_; }
 
   // Cuts a slice into pieces, or into none if its operations are better shared out one by one. They must be where ranks
@@ -39,7 +43,8 @@ class Pieces {
   int count() const { return count_; }
   int first_row(int piece) const { return int(int64_t(slice_.num_tokens) * piece / count_); }
 
-  // Returns whether a segment of a piece need be computed. The last one need not if no results of its rows are wanted.
+  // Returns whether a segment of a piece need be computed. Those that store nothing need not if no results of the rows
+  // are wanted.
   bool is_needed(const PieceSegment& at) const;
   PieceQueue& queue() { return queue_; }
   const PieceQueue& queue() const { return queue_; }
@@ -54,6 +59,7 @@ class Pieces {
   const int num_threads_;
   std::vector<Segment> segments_;
   int num_groups_ = 0;  // of the KV cache
+  int first_unneeded_ = 0;
   int count_ = 0;
   std::vector<int32_t> filled_blocks_;  // of the slice and one group
   PieceQueue queue_;

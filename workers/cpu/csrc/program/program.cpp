@@ -16,8 +16,7 @@ constexpr int kNotWorthSharing = 6144;
 
 Model::Model(const ModelShape& shape)
     : shape(shape),
-      kv{shape.kv_format,     shape.num_kv_heads,   shape.head_dim,
-         shape.block_size, shape.attended_dim(), shape.latent.kv_rank == 0},
+      largest_kv(kv_layout(shape.num_kv_heads, shape.head_dim)),
       attention(*kernels().attention),
       rows(*kernels().rows) {}
 
@@ -36,14 +35,16 @@ Program::Program(const ModelShape& shape)
       products_(model_, ranks_, pool_.num_threads()),
       experts_(model_, ranks_, products_, pool_.num_threads()),
       latent_(model_),
-      attention_(model_, slice_, pool_.num_threads()),
+      inputs_(model_, ranks_, slice_),
+      streams_(model_),
+      attention_(model_, ranks_, slice_, pool_.num_threads()),
       mixers_(model_, ranks_, slice_, pool_.num_threads()),
       pieces_(model_, slice_, pool_.num_threads()),
       readahead_(model_, slice_, attention_, pieces_, pool_.num_threads()),
       head_(model_, products_, ranks_),
       decode_(model_.shape),
       profile_(pool_.num_threads()) {
-  const int max_rows = std::max(kTaskRows, model_.heads_per_kv_head());
+  const int max_rows = std::max(kTaskRows, model_.most_heads_per_kv_head());
   for (int i = 0; i < pool_.num_threads(); i++) scratch_.push_back(std::make_unique<Scratch>(max_rows, model_));
 }
 
@@ -55,13 +56,16 @@ void Program::add(const Op& op) {
   for (std::unique_ptr<Scratch>& scratch : scratch_) scratch->rows.widen_low_rank(low_rank_size);
   products_.add_op();
   experts_.add_op(op);
-  attention_.add_op();
+  attention_.add_op(op);
   mixers_.add_op(op);
   pieces_.add_op();
   profile_.add_op();
   // What rows leave for later tokens is stored before attention, and by mixers.
-  if (op.kind == OpKind::attention && !op.reads_source) first_unneeded_ = int(model_.ops.size()) - 1;
+  if (op.kind == OpKind::rotate_store && op.num_stored && !op.reads_source) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
+  if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
+    shares_blocks_ = true;
+  shares_blocks_ |= op.mixer != nullptr;
 }
 
 bool Program::run(const Step& step) {
@@ -74,8 +78,9 @@ bool Program::run(const Step& step) {
   rows_.reserve(rows);
   ropes_.reserve(rows);
   attention_.reserve(rows);
+  inputs_.reserve(rows);
   experts_.reserve(rows);
-  pieces_.begin_step();
+  pieces_.begin_step(first_unneeded_);
   head_.begin_step(slice_.step);
   profile_.begin_step();
   pool_.run(*this);
@@ -98,10 +103,10 @@ int Program::begin(int phase) {
   if (phase < head_phase()) {
     const int op = phase % ops_of_slice();
     if (op == 0) begin_slice(phase / ops_of_slice());
-    // The pieces go through all operations but the first, in a single phase.
-    if (op && pieces_.count()) {
+    // The pieces go through all operations but the first ones, in a single phase.
+    if (op >= pieces_.first_op() && pieces_.count()) {
       profile_.begin_op(Profile::kNoOp);
-      return op == 1 ? pool_.num_threads() : 0;
+      return op == pieces_.first_op() ? pool_.num_threads() : 0;
     }
     profile_.begin_op(op);
     if (op >= first_unneeded_ && !slice_.is_wanted(0, slice_.num_tokens)) return 0;
@@ -122,7 +127,7 @@ void Program::run_tile(int phase, Tile& tile) {
   if (phase == head_phase()) return head_.run_product(slice_.step, tile, scratch);
   if (phase > head_phase()) return head_.choose(slice_.step, tile, scratch);
   const int index = phase % ops_of_slice();
-  if (index && pieces_.count()) return run_pieces(tile);
+  if (index >= pieces_.first_op() && pieces_.count()) return run_pieces(tile);
   const Op& op = model_.ops[index];
   switch (op.kind) {
     case OpKind::linear:
@@ -155,22 +160,23 @@ void Program::begin_slice(int index) {
   products_.begin_slice(slice_.step.adapters ? slice_.step.adapters + slice_.first_token : nullptr);
   attention_.begin_slice();
   mixers_.begin_slice();
-  if (mixers_.are_any()) clear_new_blocks();
+  if (shares_blocks_) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
                       model_.shape.is_bidirectional || slice_.step.visible);
   if (pieces_.count()) readahead_.begin_slice();
 }
 
-// Blocks may have held a state, whose bits can be a NaN or infinity as keys and values. Attention multiplies the unused
-// part of a block by 0.
+// Blocks may have held a state, or keys and values of layers with other heads, whose bits can be a NaN or infinity as keys
+// and values. Attention multiplies the unused part of a block by 0.
 void Program::clear_new_blocks() {
-  const size_t block_bytes = model_.kv.block_bytes();
+  const size_t block_bytes = model_.shape.block_bytes;
   for (const Op& op : model_.ops) {
-    if (op.kind != OpKind::rotate_store) continue;
+    if (op.kind != OpKind::rotate_store || !op.num_stored) continue;
     const int32_t* slots = slice_.step.groups[op.group].slot_mapping + slice_.first_token;
     for (int row = 0; row < slice_.num_tokens; row++)
-      if (slots[row] % model_.kv.block_size == 0)
-        std::memset(slice_.step.kv_caches[op.layer] + slots[row] / model_.kv.block_size * block_bytes, 0, block_bytes);
+      if (slots[row] % model_.shape.block_size == 0)
+        std::memset(slice_.step.kv_caches[op.layer] + slots[row] / model_.shape.block_size * block_bytes, 0,
+                    model_.kv(op).layer_bytes());
   }
 }
 
@@ -191,6 +197,21 @@ int Program::begin_op(const Op& op) {
     case OpKind::gate_mixed:
       if (op.target == LinearTarget::part) ranks_.meet();
       return share_rows(op, model_.shape.mixed_size);
+    case OpKind::sparse_gates:
+      if (op.target == LinearTarget::part) ranks_.meet();
+      return share_rows(op, 2 * op.num_columns);
+    case OpKind::share_gates:
+    case OpKind::gate_by_inputs:
+      return share_rows(op, op.num_columns);
+    case OpKind::embed_inputs:
+    case OpKind::add_inputs:
+      return share_rows(op, model_.shape.input_size);
+    case OpKind::expand_streams:
+    case OpKind::predict_streams:
+    case OpKind::correct_streams:
+    case OpKind::add_to_streams:
+    case OpKind::reduce_streams:
+      return share_rows(op, model_.shape.streams_size());
     case OpKind::latent_queries:
     case OpKind::latent_values:
       return latent_.begin(op, slice_.num_tokens);
@@ -206,8 +227,10 @@ int Program::begin_op(const Op& op) {
       return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;
     case OpKind::combine_experts:
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
+    case OpKind::share_head_squares:
     case OpKind::rotate_store:
-      return share_rows(op, model_.shape.qkv_size());
+      if (op.target == LinearTarget::part) ranks_.meet();
+      return share_rows(op, (model_.shape.num_heads + op.num_stored * op.num_kv_heads) * op.head_dim);
     case OpKind::sum:
       ranks_.meet();
       return share_rows(op, model_.shape.hidden_size);
@@ -259,10 +282,12 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     }
     case OpKind::adapt:
       return products_.adapt(op, rows, row, row + 1);
+    case OpKind::share_head_squares:
+      return attention_.share_squares(op, rows.qkv(row), row);
     case OpKind::rotate_store:
       return attention_.rotate_store(op, ropes_, rows.qkv(row), row);
     case OpKind::sum:
-      return ranks_.sum_parts(op, rows, row);
+      return ranks_.sum_parts(op, rows, inputs_.row(row), row);
     case OpKind::route:
       return experts_.route(op, rows, row);
     case OpKind::combine_experts:
@@ -276,17 +301,54 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
     case OpKind::place:
     case OpKind::add_placed:
       return place(op, rows, row);
+    case OpKind::scale:
+      return kernels.scale(rows.residual(row), op.scale, hidden_size);
+    case OpKind::add_normed:
+      model_.norm(op, rows.residual(row), rows.normed(row));
+      return kernels.add_scaled(rows.residual(row), rows.normed(row), 1.0f, hidden_size);
+    case OpKind::add_blocks:
+      kernels.rms_norm(rows.block(row), op.vectors[0], op.eps, hidden_size, rows.block(row));
+      kernels.rms_norm(rows.qkv(row), op.vectors[1], op.eps, hidden_size, rows.qkv(row));
+      return kernels.add_scaled(rows.block(row), rows.qkv(row), 1.0f, hidden_size);
+    case OpKind::share_gates:
+      return products_.share_gates(op, rows, row);
+    case OpKind::sparse_gates:
+      return products_.sparse_gates(op, rows, row);
+    case OpKind::embed_inputs:
+      return inputs_.embed(op, row);
+    case OpKind::add_inputs:
+      return inputs_.add(op, rows, row);
+    case OpKind::gate_by_inputs:
+      return inputs_.gate(op, rows, row);
+    case OpKind::expand_streams:
+      return streams_.expand(rows, row);
+    case OpKind::predict_streams:
+      return streams_.predict(op, rows, row);
+    case OpKind::correct_streams:
+      return streams_.correct(op, rows, row);
+    case OpKind::add_to_streams:
+      return streams_.add_block(op, rows, row);
+    case OpKind::load_stream:
+      return streams_.load(op, rows, row);
+    case OpKind::reduce_streams:
+      return streams_.reduce(rows, row);
     case OpKind::norm_add:
       if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
       return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
-    default: {
-      float* hidden = slice_.step.hidden + size_t(slice_.first_token + row) * hidden_size;
-      if (!op.vectors[0])
-        std::copy_n(rows.residual(row), hidden_size, hidden);
-      else
-        model_.norm(op, rows.residual(row), hidden);
-    }
+    default:
+      return write_hidden(op, rows, row);
   }
+}
+
+// Stages pass on all streams of a token, then the inputs of the next stages' layers.
+void Program::write_hidden(const Op& op, const Rows& rows, int row) {
+  const ModelShape& shape = model_.shape;
+  float* hidden = slice_.step.hidden + (slice_.first_token + row) * slice_.step.hidden_stride;
+  if (op.vectors[0]) return model_.norm(op, rows.residual(row), hidden);
+  if (!op.num_columns) return void(std::copy_n(rows.residual(row), shape.hidden_size, hidden));
+  const int size = shape.num_streams ? shape.streams_size() : shape.hidden_size;
+  std::copy_n(shape.num_streams ? rows.streams(row) : rows.residual(row), size, hidden);
+  std::copy_n(inputs_.row(row) + op.first_column, op.num_columns, hidden + size);
 }
 
 void Program::embed(const Op& op, int row) {
@@ -303,7 +365,11 @@ void Program::embed(const Op& op, int row) {
   } else if (op.num_parts) {
     unpack_weight_row(*op.parts[0], step.input_ids[token], residual);
   } else {
-    std::copy_n(step.hidden + size_t(token) * hidden_size, hidden_size, residual);
+    const ModelShape& shape = model_.shape;
+    const float* hidden = step.hidden + token * step.hidden_stride;
+    if (!shape.num_streams) std::copy_n(hidden, hidden_size, residual);
+    std::copy_n(hidden, shape.streams_size(), rows_.streams(row));
+    std::copy_n(hidden + (shape.num_streams ? shape.streams_size() : hidden_size), shape.input_size, inputs_.row(row));
   }
   if (op.scale != 1.0f) model_.rows.scale(residual, op.scale, hidden_size);
   for (int part = 1; part < op.num_parts; part++) {
@@ -346,7 +412,7 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   rows.first = pieces_.first_row(at.piece);
   rows.reserve(end_row - rows.first);
   scratch.readahead = readahead_.of(at);
-  std::copy(rows_.residual(rows.first), rows_.residual(end_row), rows.residual(rows.first));
+  for (int row = rows.first; row < end_row; row++) rows.copy_streams(rows_, row);
   Profile::Clock::time_point start = Profile::Clock::now();
   for (int op = segment.first_op; op < last_op && queue.is_wanted(at); op++) {
     // Where keys and values will be stored is fetched last, so that it is still in the second-level cache then.
@@ -358,7 +424,7 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   }
   scratch.readahead = {};
   if (!queue.commit(at)) return;
-  std::copy(rows.residual(rows.first), rows.residual(end_row), rows_.residual(rows.first));
+  for (int row = rows.first; row < end_row; row++) rows_.copy_streams(rows, row);
   // The last operation writes what rows of other pieces read, so it runs after the commit.
   for (int row = rows.first; row < end_row; row++) run_row(model_.ops[last_op], rows, row);
   queue.finish(at);

@@ -13,6 +13,7 @@
 #include "phases/experts.h"
 #include "phases/head.h"
 #include "phases/latent.h"
+#include "phases/layer_inputs.h"
 #include "phases/mixers.h"
 #include "model/model.h"
 #include "program/pieces.h"
@@ -23,6 +24,7 @@
 #include "model/rope.h"
 #include "model/rows.h"
 #include "phases/scratch.h"
+#include "phases/streams.h"
 #include "model/step.h"
 #include "runtime/threads.h"
 
@@ -71,6 +73,7 @@ class Program final : private Phases {
   void run_row(const Op& op, const Rows& rows, int row);
   void embed(const Op& op, int row);
   void place(const Op& op, const Rows& rows, int row);
+  void write_hidden(const Op& op, const Rows& rows, int row);
 
   void run_pieces(Tile& tile);
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);
@@ -84,6 +87,7 @@ class Program final : private Phases {
   Rows rows_;  // of the slice
   std::vector<int> row_tiles_;  // of each operation, in how many tiles its rows are shared out
   int first_unneeded_ = 1;      // from this operation on, only rows whose results are wanted are computed
+  bool shares_blocks_ = false;  // layers with other heads, or states, may have had a block before
   std::vector<std::unique_ptr<Scratch>> scratch_;  // of each thread
 
   RotaryTables ropes_;
@@ -91,6 +95,8 @@ class Program final : private Phases {
   Products products_;
   Experts experts_;
   LatentProducts latent_;
+  LayerInputs inputs_;
+  Streams streams_;
   Attention attention_;
   Mixers mixers_;
   Pieces pieces_;

@@ -50,7 +50,7 @@ void ReadaheadPlan::begin_slice() {
 // Of each block that rows are stored in: its keys, and its values up to the place that is written, which attention
 // reads as well.
 void ReadaheadPlan::find_stored(FoundRuns& runs, const Op& op, int first_row, int end_row) const {
-  const KVLayout& kv = model_.kv;
+  const KVLayout kv = model_.kv(op);
   runs.runs.clear();
   runs.bytes = 0;
   const int32_t* slots = slice_.step.groups[op.group].slot_mapping + slice_.first_token;
@@ -68,7 +68,7 @@ void ReadaheadPlan::find_stored(FoundRuns& runs, const Op& op, int first_row, in
 // Tasks of a single token read keys that no other row reads. Of these, all blocks before the one that the token itself
 // is stored in.
 void ReadaheadPlan::find_attended(FoundRuns& runs, const Op& op, int first_row, int end_row) {
-  const KVLayout& kv = model_.kv;
+  const KVLayout kv = model_.kv(op);
   // More than this would displace what was fetched first.
   const ptrdiff_t most = last_cache_bytes() / 2 / num_threads_;
   const ptrdiff_t bytes = kv.kv_head_bytes();

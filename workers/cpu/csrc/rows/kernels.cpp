@@ -19,9 +19,12 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
     squares = fma(v, v, squares);
   });
   const Floats factor = broadcast(1.0f / std::sqrt(sum(squares) / float(n) + eps));
-  for_vectors(n, [&](int i, int count) {
-    put(out + i, get(x + i, count) * factor * get(weight + i, count), count);
-  });
+  if (weight)
+    for_vectors(n, [&](int i, int count) {
+      put(out + i, get(x + i, count) * factor * get(weight + i, count), count);
+    });
+  else
+    for_vectors(n, [&](int i, int count) { put(out + i, get(x + i, count) * factor, count); });
 }
 
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
@@ -190,6 +193,16 @@ float dot(const float* x, const float* y, int n) {
   return sum(products);
 }
 
+float sum(const float* x, int n) {
+  Floats total{};
+  for_vectors(n, [&](int i, int count) { total = total + get(x + i, count); });
+  return sum(total);
+}
+
+void exceed(float* x, float threshold, int n) {
+  for_vectors(n, [&](int i, int count) { put(x + i, relu(get(x + i, count) - broadcast(threshold)), count); });
+}
+
 void convolve(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
               bool activates, int n, float* out) {
   for_vectors(n, [&](int i, int count) {
@@ -281,8 +294,8 @@ void add_low_rank(const LowRankFactor& factor, const float* x, int rows, int beg
 
 const RowKernels& row_kernels() {
   static constexpr RowKernels kKernels = {rms_norm, layer_norm, add_scaled, scale,    gate, xielu,    rotate,
-                                           soft_cap, all_finite, argmax,     multiply, dot,  convolve, multiply_add,
-                                           add_low_rank};
+                                           soft_cap, all_finite, argmax,     multiply, dot,  sum,      exceed,
+                                           convolve, multiply_add, add_low_rank};
   return kKernels;
 }
 

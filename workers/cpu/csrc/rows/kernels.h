@@ -39,7 +39,7 @@ struct LowRankFactor {
 constexpr int kLowRankColumns = 32;
 
 struct RowKernels {
-  // out = x / sqrt(mean of squares + eps) * weight; `out` may be `x`.
+  // out = x / sqrt(mean of squares + eps), * weight if there is one; `out` may be `x`.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
   // out = (x - mean) / sqrt(variance + eps) * weight, + bias if there is one; `out` may be `x`.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
@@ -63,6 +63,9 @@ struct RowKernels {
   // out = x * y; `out` may be `x`.
   void (*multiply)(const float* x, const float* y, int n, float* out);
   float (*dot)(const float* x, const float* y, int n);
+  float (*sum)(const float* x, int n);
+  // x = the positive part of x - threshold
+  void (*exceed)(float* x, float threshold, int n);
   // out = sum over k of inputs[k] * taps[k * stride + ...], + bias if there is one; then its silu if `activates`.
   void (*convolve)(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
                    bool activates, int n, float* out);

@@ -1,0 +1,36 @@
+#include "phases/layer_inputs.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace engine {
+
+void LayerInputs::embed(const Op& op, int row) const {
+  const PackedWeight& table = *op.parts[0];
+  const int token = slice_.step.input_ids[slice_.first_token + row];
+  const int index = (token < op.num_columns ? token : 0) - op.first_column;
+  float* const out = op.target == LinearTarget::part ? ranks_.own_part(row) : inputs_.floats() + size_t(row) * table.k;
+  if (index < 0 || index >= table.n) return void(std::fill_n(out, table.k, 0.0f));
+  unpack_weight_row(table, index, out);
+  model_.rows.scale(out, op.scale, table.k);
+}
+
+void LayerInputs::add(const Op& op, const Rows& rows, int r) const {
+  const int size = model_.shape.input_size;
+  float *const product = rows.qkv(r), *const inputs = row(r);
+  model_.rows.scale(product, op.scale, size);
+  for (int i = 0; i < size; i += op.num_columns)
+    model_.rows.rms_norm(product + i, op.vectors[0], op.eps, op.num_columns, product + i);
+  model_.rows.add_scaled(inputs, product, 1.0f, size);
+  model_.rows.scale(inputs, std::sqrt(0.5f), size);
+}
+
+void LayerInputs::gate(const Op& op, const Rows& rows, int r) const {
+  const int size = op.num_columns;
+  float* const gates = rows.qkv(r);
+  model_.rows.gate(model_.shape.activation, gates, row(r) + op.first_column, size, gates);
+  quantize_rows(op.activation_kind, gates, size, 1, size,
+                rows.activations(1, r, activation_row_bytes(op.activation_kind, size)));
+}
+
+}  // namespace engine

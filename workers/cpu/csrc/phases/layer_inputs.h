@@ -1,0 +1,36 @@
+// Inputs of layers beside the hidden states (PLE of Gemma 3n and 4): a vector for each token and layer.
+//
+// A row has those of this stage's layers and of all layers behind it, which are passed on with the hidden states.
+#pragma once
+
+#include "model/model.h"
+#include "model/ranks.h"
+#include "model/rows.h"
+#include "model/step.h"
+#include "runtime/buffer.h"
+
+namespace engine {
+
+class LayerInputs {
+ public:
+  LayerInputs(const Model& model, const Ranks& ranks, const Slice& slice)
+      : model_(model), ranks_(ranks), slice_(slice) {}
+
+  void reserve(int rows) { inputs_.reserve(sizeof(float) * rows * model_.shape.input_size); }
+  float* row(int row) const { return inputs_.floats() + size_t(row) * model_.shape.input_size; }
+
+  // Writes the row of the token in the table, or this rank's part of it.
+  void embed(const Op& op, int row) const;
+  // Adds the projection, and norms each layer's part of it.
+  void add(const Op& op, const Rows& rows, int row) const;
+  // Writes the activations of the gates in the projection, times the inputs of a layer.
+  void gate(const Op& op, const Rows& rows, int row) const;
+
+ private:
+  const Model& model_;
+  const Ranks& ranks_;
+  const Slice& slice_;
+  Buffer inputs_;
+};
+
+}  // namespace engine

@@ -1,0 +1,92 @@
+#include "phases/streams.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace engine {
+
+namespace {
+
+constexpr float kSmallestSquare = 1e-5f;
+
+}  // namespace
+
+float* Streams::scaled_product(const Rows& rows, int row, int index) const {
+  const int size = model_.shape.hidden_size;
+  const float* const first = rows.streams(row);
+  float* const product = rows.qkv(row) + size_t(index) * size;
+  const float target = model_.rows.dot(first, first, size) / float(size);
+  const float own = std::max(model_.rows.dot(product, product, size) / float(size), kSmallestSquare);
+  model_.rows.scale(product, std::sqrt(target) / std::sqrt(own), size);
+  return product;
+}
+
+void Streams::expand(const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float* const streams = rows.streams(row);
+  std::copy_n(rows.residual(row), size, streams);
+  for (int i = 1; i < model_.shape.num_streams; i++)
+    std::copy_n(scaled_product(rows, row, i - 1), size, streams + size_t(i) * size);
+}
+
+void Streams::reduce(const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
+  float* const mean = rows.residual(row);
+  std::copy_n(rows.streams(row), size, mean);
+  for (int i = 1; i < count; i++) model_.rows.add_scaled(mean, scaled_product(rows, row, i - 1), 1.0f, size);
+  model_.rows.scale(mean, 1.0f / float(count), size);
+}
+
+void Streams::load(const Op& op, const Rows& rows, int row) const {
+  std::copy_n(rows.streams(row) + op.first_column, model_.shape.hidden_size, rows.residual(row));
+}
+
+void Streams::modalities(const Op& op, const float* x, const Rows& rows, int row, float* out) const {
+  const int size = model_.shape.hidden_size;
+  float* const normed = rows.normed(row);
+  model_.rows.rms_norm(x, op.altup->router_norm, op.eps, size, normed);
+  model_.rows.scale(normed, 1.0f / float(size), size);
+  for (int i = 0; i < model_.shape.num_streams; i++)
+    out[i] = std::tanh(model_.rows.dot(normed, op.altup->router + size_t(i) * size, size));
+}
+
+// The streams are in the projection while they are replaced.
+void Streams::predict(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
+  float *const streams = rows.streams(row), *const old = rows.qkv(row);
+  float* const factors = old + size_t(count) * size;
+  float* const modality = factors + count * count;
+  modalities(op, streams + size_t(op.altup->active) * size, rows, row, modality);
+  for (int i = 0; i < count * count; i++)
+    factors[i] = model_.rows.dot(op.altup->predict + i * count, modality, count);
+  std::copy_n(streams, size_t(count) * size, old);
+  for (int i = 0; i < count; i++)
+    for (int j = 0; j < count; j++)
+      model_.rows.add_scaled(streams + size_t(i) * size, old + size_t(j) * size, factors[i * count + j], size);
+  std::copy_n(streams + size_t(op.altup->active) * size, size, rows.residual(row));
+}
+
+void Streams::correct(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
+  float *const streams = rows.streams(row), *const error = rows.qkv(row), *const computed = rows.residual(row);
+  float* const modality = error + size;
+  const float* const active = streams + size_t(op.altup->active) * size;
+  modalities(op, computed, rows, row, modality);
+  std::copy_n(computed, size, error);
+  model_.rows.add_scaled(error, active, -1.0f, size);
+  for (int i = 0; i < count; i++)
+    model_.rows.add_scaled(streams + size_t(i) * size, error,
+                           model_.rows.dot(op.altup->correct + i * count, modality, count) + 1.0f, size);
+  std::copy_n(active, size, computed);
+  if (op.altup->output_scale) model_.rows.multiply(computed, op.altup->output_scale, size, computed);
+}
+
+void Streams::add_block(const Op& op, const Rows& rows, int row) const {
+  const int size = model_.shape.hidden_size;
+  float* const block = rows.block(row);
+  model_.norm(op, block, block);
+  for (int i = 1; i < model_.shape.num_streams; i++)
+    model_.rows.add_scaled(rows.streams(row) + size_t(i) * size, block, 1.0f, size);
+}
+
+}  // namespace engine

@@ -1,0 +1,127 @@
+"""Alternating updates, recorded in a native program: a token has several streams, of which a layer computes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...layers.spec import AltUpSpec, ModelSpec
+from .. import library
+from ..library import MAX_PARTS
+from ..program import Floats
+from ..weights import NativeWeightReader, PackedWeight
+from .blocks import BLOCK, QKV, BlockRecorder
+
+
+class NativeAltUp(library.AltUp):
+    """The weights of alternating updates; native code takes its address.
+
+    Keeps the arrays that it points to alive.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, altup: AltUpSpec, weights: NativeWeightReader, prefix: str
+    ) -> None:
+        def matrix(name: str, rows: int, columns: int) -> NDArray[np.float32]:
+            read = weights.read_float32(f"{prefix}altup.{name}.weight", rows, columns)
+            return np.ascontiguousarray(read.numpy())
+
+        count, hidden = altup.num_streams, spec.hidden_size
+        self._arrays = [
+            weights.vector(f"{prefix}altup.router_norm.weight", hidden),
+            matrix("modality_router", count, hidden),
+            matrix("prediction_coefs", count * count, count),
+            matrix("correction_coefs", count, count),
+            # Models without it have the tensor as well.
+            weights.vector(f"{prefix}altup.correct_output_scale", hidden),
+        ]
+        *needed, output_scale = (array.ctypes.data for array in self._arrays)
+        super().__init__(altup.active, *needed, output_scale if altup.scales_output else None)
+
+
+class AltUpRecorder:
+    """Records how streams are made, what a layer does to them, and how they become one hidden state."""
+
+    def __init__(self, blocks: BlockRecorder, altup: AltUpSpec) -> None:
+        self._blocks = blocks
+        self._altup = altup
+        self._program = blocks.program
+
+    def expand(self) -> None:
+        """Record the streams of the embedding in the residual stream."""
+        matrices = self._matrices("altup_projections")
+        kind = self._blocks.quantize("", None, matrices)
+        for start in range(0, len(matrices), MAX_PARTS):
+            parts = matrices[start : start + MAX_PARTS]
+            self._program.add_op(
+                "linear",
+                input_kind=kind,
+                source=0,
+                target=QKV,
+                parts=parts,
+                vectors=[None] * len(parts),
+                first_column=start * self._blocks.spec.hidden_size,
+            )
+        self._program.add_op("expand_streams")
+
+    def reduce(self) -> None:
+        """Record the hidden state that the streams become."""
+        hidden = self._blocks.spec.hidden_size
+        for i, matrix in enumerate(self._matrices("altup_unembed_projections")):
+            self._program.add_op("load_stream", first_column=(i + 1) * hidden)
+            self._program.add_op(
+                "linear",
+                input_kind=self._blocks.quantize("", None, [matrix]),
+                source=0,
+                target=QKV,
+                parts=[matrix],
+                vectors=[None],
+                first_column=i * hidden,
+            )
+        self._program.add_op("reduce_streams")
+
+    def predict(self, prefix: str) -> NativeAltUp:
+        """Record the prediction of a layer. Return its weights."""
+        blocks = self._blocks
+        altup = NativeAltUp(blocks.spec, self._altup, blocks.weights, prefix)
+        self._program.add_op("predict_streams", altup=altup)
+        return altup
+
+    def correct(self, altup: NativeAltUp) -> None:
+        """Record the correction by what the layer computed."""
+        self._program.add_op("correct_streams", altup=altup)
+
+    def laurel_projection(self, prefix: str) -> PackedWeight:
+        """Return the first factor of the product beside the attention."""
+        rank, hidden = self._altup.laurel_rank, self._blocks.spec.hidden_size
+        return self._blocks.weights.packed(f"{prefix}laurel.linear_left.weight", rank, hidden)
+
+    def add_laurel(self, prefix: str, input_norm: str, first_column: int) -> None:
+        """Record the addition of the normed residual stream, and of the product of it, to the stream itself.
+
+        Args:
+            prefix: The prefix of the layer's tensors.
+            input_norm: The name of the norm of the residual stream.
+            first_column: Where the product with the first factor is in the projection.
+        """
+        blocks, rank = self._blocks, self._altup.laurel_rank
+        right = blocks.weights.packed(
+            f"{prefix}laurel.linear_right.weight", blocks.spec.hidden_size, rank
+        )
+        self._program.add_op("add_normed", vectors=blocks.hidden_norm(f"{prefix}{input_norm}"))
+        columns = range(first_column, first_column + rank)
+        blocks.add_second_product(columns, right, 0, target=BLOCK)
+        norm: Sequence[Floats | None] = blocks.hidden_norm(f"{prefix}laurel.post_laurel_norm")
+        self._program.add_op("norm_add", vectors=norm)
+
+    def _matrices(self, name: str) -> list[PackedWeight]:
+        """Return the matrix of each stream but the first, which take one format of activations."""
+        weights, hidden = self._blocks.weights, self._blocks.spec.hidden_size
+        rows = [
+            row
+            for i in range(self._altup.num_streams - 1)
+            for row in weights.rows(f"{name}.", [str(i)], [hidden], [range(hidden)])
+        ]
+        return weights.packed_together(rows, hidden)

@@ -1,0 +1,87 @@
+"""Inputs of layers beside the hidden states, recorded in a native program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...layers.spec import PerLayerInputsSpec
+from ..library import NotSupportedNatively
+from ..weights import GROUP_SIZE, ActivationKind
+from .blocks import BLOCK, INPUTS, PART, QKV, BlockRecorder
+
+
+class LayerInputsRecorder:
+    """Records the inputs of all layers, and the last block of each layer, which reads its own."""
+
+    def __init__(self, blocks: BlockRecorder, inputs: PerLayerInputsSpec) -> None:
+        self._blocks = blocks
+        self._inputs = inputs
+
+    def record(self) -> None:
+        """Record the inputs of all layers, from the embedding in the residual stream."""
+        blocks, spec, inputs = self._blocks, self._blocks.spec, self._inputs
+        weights, program = blocks.weights, blocks.program
+        size = len(spec.layers) * inputs.size
+        part = blocks.part(inputs.vocab_size)
+        table = weights.packed("embed_tokens_per_layer.weight", inputs.vocab_size, size, part)
+        projection = weights.packed("per_layer_model_projection.weight", size, spec.hidden_size)
+        program.add_op(
+            "embed_inputs",
+            parts=[table],
+            first_column=part.start,
+            num_columns=inputs.vocab_size,
+            # As it was rounded when the model was trained.
+            scale=torch.tensor(inputs.size**0.5, dtype=weights.dtype).item(),
+            target=INPUTS if blocks.is_alone else PART,
+        )
+        if not blocks.is_alone:
+            blocks.add_sum(INPUTS, size=size)
+        kind = blocks.quantize("", None, [projection])
+        program.add_op(
+            "linear", input_kind=kind, source=0, target=QKV, parts=[projection], vectors=[None]
+        )
+        program.add_op(
+            "add_inputs",
+            num_columns=inputs.size,
+            scale=spec.hidden_size**-0.5,
+            vectors=[blocks.norm("per_layer_projection_norm", inputs.size)],
+        )
+
+    def record_block(self, index: int, prefix: str) -> None:
+        """Record the product of a gated input into the block. Every rank has its matrices.
+
+        Args:
+            index: The index of the layer in this shard.
+            prefix: The prefix of the layer's tensors.
+        """
+        blocks, size = self._blocks, self._inputs.size
+        hidden, program = blocks.spec.hidden_size, blocks.program
+        gate, project = (
+            blocks.weights.packed(f"{prefix}{name}.weight", rows, columns)
+            for name, rows, columns in (
+                ("per_layer_input_gate", size, hidden),
+                ("per_layer_projection", hidden, size),
+            )
+        )
+        kind = project.activation_kind
+        if kind == ActivationKind.INT8 and size % GROUP_SIZE:
+            raise NotSupportedNatively(
+                f"{size} elements of a layer's input are not a multiple of the group size {GROUP_SIZE}"
+            )
+        product: dict[str, Any] = {"vectors": [None]}
+        program.add_op(
+            "linear",
+            input_kind=blocks.quantize(prefix, None, [gate]),
+            source=0,
+            target=QKV,
+            parts=[gate],
+            **product,
+        )
+        program.add_op(
+            "gate_by_inputs", activation_kind=kind, first_column=index * size, num_columns=size
+        )
+        program.add_op(
+            "linear", input_kind=kind, source=1, target=BLOCK, parts=[project], **product
+        )

@@ -1,0 +1,127 @@
+"""The sizes of a rank's share of a model, for a native program."""
+
+from __future__ import annotations
+
+import math
+
+from ...layers.spec import LayerSpec, ModelSpec
+from ...parallel.shard import ModelShard
+from ...parallel.tensor_parallel import TensorParallel
+from ..attention import KV_FORMATS, NativeAttention
+from ..library import LatentShape, ModelShape
+from ..mixers import mixer_sizes
+from ..weights import intermediate_shares
+
+ACTIVATIONS = {
+    "silu": 0,
+    "gelu_tanh": 1,
+    "clamped_swiglu": 2,
+    "relu2": 3,
+    "gelu": 5,
+    "relu": 6,
+    # Its numbers belong to the operation.
+    "xielu": 0,
+}
+"""The activations of MLPs by their numbers in `csrc`."""
+
+
+def model_shape(
+    spec: ModelSpec, shard: ModelShard, attention: NativeAttention, num_threads: int
+) -> ModelShape:
+    """Return the sizes of this shard for a program with `num_threads` threads."""
+    layers = [(layer, spec.for_layer(layer)) for layer in spec.layers]
+    kv_heads = min(len(shard.kv_heads(of_layer)) for _, of_layer in layers)
+    sizes = [_projection_and_mixed_size(layer, of_layer, shard) for layer, of_layer in layers]
+    inputs = spec.stage_width(shard.layers.start) - spec.stage_width(len(spec.layers))
+    projections = [*(projection for projection, _ in sizes), inputs, _streams_size(spec)]
+    return ModelShape(
+        spec.hidden_size,
+        _intermediate_size(spec, shard.tensor_parallel),
+        len(shard.heads(spec)),
+        kv_heads,
+        max(of_layer.head_dim for _, of_layer in layers),
+        spec.num_token_ids,
+        attention.block_size,
+        math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize,
+        KV_FORMATS[attention.dtype],
+        ACTIVATIONS[spec.activation],
+        spec.norm_kind == "layer",
+        not spec.is_causal,
+        spec.is_parallel or any(x.experts and x.experts.has_own_norms for x in spec.layers),
+        max(map(_router_size, spec.layers)),
+        max(projections),
+        max(mixed for _, mixed in sizes),
+        0 if spec.altup is None else spec.altup.num_streams,
+        inputs,
+        _latent_shape(spec),
+        num_threads,
+    )
+
+
+def _projection_and_mixed_size(
+    layer: LayerSpec, spec: ModelSpec, shard: ModelShard
+) -> tuple[int, int]:
+    """Return the elements of a layer's first products, and the most that a last product reads, on this rank."""
+    projection = mixed = 0
+    if layer.attends and spec.latent is None:
+        heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
+        columns = heads * (1 + spec.gates_attention) + 2 * kv_heads
+        projection, mixed = columns * spec.head_dim, heads * spec.head_dim
+    if spec.altup is not None:
+        projection += spec.altup.laurel_rank
+    others = [0]
+    if layer.recurrent is not None:
+        recurrent_projection, recurrent_mixed = mixer_sizes(
+            layer.recurrent, shard.tensor_parallel.size
+        )
+        others.append(recurrent_projection)
+        mixed = max(mixed, recurrent_mixed)
+    if layer.experts is not None:
+        others.append(
+            spec.hidden_size if layer.experts.has_own_norms else layer.experts.latent_size
+        )
+    if layer.activation_sparsity:
+        shares = intermediate_shares(spec.intermediate_size, shard.tensor_parallel)
+        others.append(2 * len(shares[shard.tensor_parallel.rank]))
+    if spec.per_layer_inputs is not None:
+        others.append(spec.per_layer_inputs.size)
+    return max(projection, *others), mixed
+
+
+def _streams_size(spec: ModelSpec) -> int:
+    """Return the elements that the prediction of streams needs beside them: all streams and factors of theirs."""
+    if spec.altup is None:
+        return 0
+    count = spec.altup.num_streams
+    return count * (spec.hidden_size + count + 1)
+
+
+def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
+    """Return the intermediate elements that this rank has of the widest MLP."""
+    sizes = set()
+    for layer in spec.layers:
+        if layer.experts is None or layer.experts.has_own_norms:
+            sizes.add(spec.for_layer(layer).intermediate_size)
+        if layer.experts is not None:
+            sizes.add(layer.experts.shared_intermediate_size)
+    return max(
+        len(intermediate_shares(size, tensor_parallel)[tensor_parallel.rank]) for size in sizes
+    )
+
+
+def _latent_shape(spec: ModelSpec) -> LatentShape:
+    latent = spec.latent
+    if latent is None:
+        return LatentShape()
+    return LatentShape(
+        latent.query_rank or 0,
+        latent.kv_rank,
+        latent.plain_dim,
+        latent.rotary_dim,
+        latent.value_dim,
+    )
+
+
+def _router_size(layer: LayerSpec) -> int:
+    """Return how many logits a layer's router computes."""
+    return 0 if layer.experts is None else layer.experts.num_experts + layer.experts.has_shared_gate
