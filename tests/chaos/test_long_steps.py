@@ -7,7 +7,7 @@ from typing import Any
 
 from support.server import Server, default_model
 
-STEP_MS, HEARTBEAT_TIMEOUT_S = 6000, 2
+STEP_MS, HEARTBEAT_TIMEOUT_S = 4000, 2
 
 
 def test_a_long_step_keeps_the_server_healthy_and_restarts_nothing() -> None:
@@ -33,7 +33,7 @@ def test_a_long_step_keeps_the_server_healthy_and_restarts_nothing() -> None:
                 status, health = server.get(path)
                 assert status == 200, health
         thread.join()
-        assert longest_s > 2 * HEARTBEAT_TIMEOUT_S
+        assert longest_s > HEARTBEAT_TIMEOUT_S
         assert answers[0][0] == 200, answers
         assert before <= {child.pid for child in server.find_children()}
         assert "restarting it" not in server.log

@@ -57,6 +57,18 @@ def num_tokens(frontend: FrontendProcess, text: str) -> int:
     return len(frontend.tokenizer.encode(text))
 
 
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[FrontendProcess]:
+    with FrontendProcess(reasoning_parser="qwen3") as frontend:
+        yield frontend
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[FrontendProcess]:
+    with FrontendProcess(tool_call_parser="hermes") as frontend:
+        yield frontend
+
+
 def test_chat_answer_has_message_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=7)
     [choice] = answer.choices
@@ -372,47 +384,45 @@ def test_auto_tool_choice_without_tools_is_none(frontend: FrontendProcess) -> No
 
 
 @pytest.mark.slow
-def test_auto_tool_choice_parses_calls() -> None:
+def test_auto_tool_choice_parses_calls(hermes: FrontendProcess) -> None:
     text = (
         'I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     )
-    with FrontendProcess(tool_call_parser="hermes") as frontend:
-        last = frontend.tokenizer.encode(text)[-1]
-        options = {
-            "messages": user(text),
-            "tools": [WEATHER],
-            "max_tokens": num_tokens(frontend, text),
-            "stop_token_ids": [last],
-            "include_stop_str_in_output": True,
-            "min_tokens": num_tokens(frontend, text) - 1,
-        }
-        choice = chat(frontend, **options)["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["content"] == "I look."
-        [call] = choice["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-        response = frontend.post("/v1/chat/completions", stream=True, **options)
-        calls, content, reason = accumulate(sse_events(response.text))
-        assert calls == [call["function"]]
-        assert (content, reason) == ("I look.", "tool_calls")
-        plain = chat(frontend, messages=user("Hello"), tools=[WEATHER], max_tokens=3)
-        assert plain["choices"][0]["message"].get("tool_calls") is None
-        assert plain["choices"][0]["finish_reason"] == "length"
-        none = chat(frontend, **options | {"tool_choice": "none"})["choices"][0]
-        assert none["message"]["content"].startswith("I look. <tool_call>")
-        assert none["finish_reason"] == "stop"
+    last = hermes.tokenizer.encode(text)[-1]
+    options = {
+        "messages": user(text),
+        "tools": [WEATHER],
+        "max_tokens": num_tokens(hermes, text),
+        "stop_token_ids": [last],
+        "include_stop_str_in_output": True,
+        "min_tokens": num_tokens(hermes, text) - 1,
+    }
+    choice = chat(hermes, **options)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    response = hermes.post("/v1/chat/completions", stream=True, **options)
+    calls, content, reason = accumulate(sse_events(response.text))
+    assert calls == [call["function"]]
+    assert (content, reason) == ("I look.", "tool_calls")
+    plain = chat(hermes, messages=user("Hello"), tools=[WEATHER], max_tokens=3)
+    assert plain["choices"][0]["message"].get("tool_calls") is None
+    assert plain["choices"][0]["finish_reason"] == "length"
+    none = chat(hermes, **options | {"tool_choice": "none"})["choices"][0]
+    assert none["message"]["content"].startswith("I look. <tool_call>")
+    assert none["finish_reason"] == "stop"
 
 
 @pytest.mark.slow
-def test_tool_parser_receives_markers_that_are_special_tokens() -> None:
+def test_tool_parser_receives_markers_that_are_special_tokens(hermes: FrontendProcess) -> None:
     text = "Look:<|im_start|> there"
-    with FrontendProcess(tool_call_parser="hermes") as frontend:
-        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
-        with_tools = chat(frontend, tools=[WEATHER], **options)["choices"][0]
-        assert with_tools["message"]["content"] == text
-        for without in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-            choice = chat(frontend, **options, **without)["choices"][0]
-            assert choice["message"]["content"] == "Look: there"
+    options = {"messages": user(text), "max_tokens": num_tokens(hermes, text)}
+    with_tools = chat(hermes, tools=[WEATHER], **options)["choices"][0]
+    assert with_tools["message"]["content"] == text
+    for without in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = chat(hermes, **options, **without)["choices"][0]
+        assert choice["message"]["content"] == "Look: there"
 
 
 CALL_SYNTAXES = {
@@ -491,74 +501,65 @@ def test_calls_or_a_constrained_answer_follow_the_reasoning() -> None:
 
 
 @pytest.mark.slow
-def test_parallel_tool_calls_off_allows_only_one_call() -> None:
+def test_parallel_tool_calls_off_allows_only_one_call(hermes: FrontendProcess) -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     text = f"I look. {call}\n{call}"
-    with FrontendProcess(tool_call_parser="hermes") as frontend:
-        options = {
-            "messages": user(text),
-            "tools": [TIME],
-            "max_tokens": num_tokens(frontend, text),
-        }
-        for wanted, count in ((True, 2), (False, 1)):
-            options["parallel_tool_calls"] = wanted
-            message = chat(frontend, **options)["choices"][0]["message"]
-            assert message["content"] == "I look." and len(message["tool_calls"]) == count
-            response = frontend.post("/v1/chat/completions", stream=True, **options)
-            calls, content, _ = accumulate(sse_events(response.text))
-            assert calls == [made["function"] for made in message["tool_calls"]]
-            assert content == "I look."
+    options = {
+        "messages": user(text),
+        "tools": [TIME],
+        "max_tokens": num_tokens(hermes, text),
+    }
+    for wanted, count in ((True, 2), (False, 1)):
+        options["parallel_tool_calls"] = wanted
+        message = chat(hermes, **options)["choices"][0]["message"]
+        assert message["content"] == "I look." and len(message["tool_calls"]) == count
+        response = hermes.post("/v1/chat/completions", stream=True, **options)
+        calls, content, _ = accumulate(sse_events(response.text))
+        assert calls == [made["function"] for made in message["tool_calls"]]
+        assert content == "I look."
 
 
 @pytest.mark.slow
-def test_reasoning_is_separated_from_content() -> None:
+def test_reasoning_is_separated_from_content(thinking: FrontendProcess) -> None:
     text = "<think>Let me see.</think>It is four."
-    with FrontendProcess(reasoning_parser="qwen3") as frontend:
-        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
-        answer = chat(frontend, **options)
-        message = answer["choices"][0]["message"]
-        assert message["reasoning"] == message["reasoning_content"] == "Let me see."
-        assert message["content"] == "It is four."
-        counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        assert 0 < counted < answer["usage"]["completion_tokens"]
-        response = frontend.post(
-            "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **options
-        )
-        *events, last = sse_events(response.text)
-        deltas = [event["choices"][0]["delta"] for event in events]
-        assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
-        assert "".join(d.get("content") or "" for d in deltas) == "It is four."
-        assert last["usage"] == answer["usage"]
-        silent = chat(frontend, include_reasoning=False, **options)["choices"][0]["message"]
-        assert silent["reasoning"] is silent["reasoning_content"] is None
-        assert silent["content"] == "It is four."
-        plain = chat(frontend, messages=user("Hello"), max_tokens=1)["choices"][0]["message"]
-        assert plain["content"] == "Hello"
-        assert plain["reasoning"] is plain["reasoning_content"] is None
-        response = frontend.post("/v1/chat/completions", stream=True, messages=user("Hello"))
-        assert all("reasoning" not in e["choices"][0]["delta"] for e in sse_events(response.text))
+    options = {"messages": user(text), "max_tokens": num_tokens(thinking, text)}
+    answer = chat(thinking, **options)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Let me see."
+    assert message["content"] == "It is four."
+    counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < counted < answer["usage"]["completion_tokens"]
+    response = thinking.post(
+        "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **options
+    )
+    *events, last = sse_events(response.text)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
+    assert "".join(d.get("content") or "" for d in deltas) == "It is four."
+    assert last["usage"] == answer["usage"]
+    silent = chat(thinking, include_reasoning=False, **options)["choices"][0]["message"]
+    assert silent["reasoning"] is silent["reasoning_content"] is None
+    assert silent["content"] == "It is four."
+    plain = chat(thinking, messages=user("Hello"), max_tokens=1)["choices"][0]["message"]
+    assert plain["content"] == "Hello"
+    assert plain["reasoning"] is plain["reasoning_content"] is None
+    response = thinking.post("/v1/chat/completions", stream=True, messages=user("Hello"))
+    assert all("reasoning" not in e["choices"][0]["delta"] for e in sse_events(response.text))
 
 
 @pytest.mark.slow
-def test_reasoning_may_precede_structural_tags() -> None:
+def test_reasoning_may_precede_structural_tags(thinking: FrontendProcess) -> None:
     text = "<think>Let me see.</think>It is <n>4</n>."
     tag = {"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}
     form = {"type": "structural_tag", "structures": [tag], "triggers": ["<n>"]}
-    with FrontendProcess(reasoning_parser="qwen3") as frontend:
-        options = {"messages": user(text), "max_tokens": num_tokens(frontend, text)}
-        message = chat(frontend, response_format=form, **options)["choices"][0]["message"]
-        assert message["reasoning"] == "Let me see."
-        assert message["content"] == "It is <n>4</n>."
+    options = {"messages": user(text), "max_tokens": num_tokens(thinking, text)}
+    message = chat(thinking, response_format=form, **options)["choices"][0]["message"]
+    assert message["reasoning"] == "Let me see."
+    assert message["content"] == "It is <n>4</n>."
 
 
 THOUGHT = "I take 2 and 3."
 JSON_ANSWER = '\n{"sum": 5}'
-
-
-@pytest.fixture(scope="module")
-def thinking() -> Iterator[FrontendProcess]:
-    with FrontendProcess(reasoning_parser="qwen3") as frontend:
-        yield frontend
 
 
 def ask_both_ways(frontend: FrontendProcess, text: str, **fields) -> tuple[dict, dict]:
