@@ -38,7 +38,12 @@ GEMMA3_4B = {
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     },
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "model_type": "siglip_vision_model",
+        "patch_size": 14,
+    },
 }
 
 
@@ -120,7 +125,7 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
             {"architectures": None, "model_type": None},
             "architecture of model_type None is not supported",
         ),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "cubic"}}, "rope_type 'cubic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, it is '64'"),
