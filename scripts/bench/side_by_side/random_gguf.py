@@ -30,6 +30,21 @@ def q6_k(rng: np.random.Generator, *shape: int) -> Blocks:
     return blocks.reshape(*shape[:-1], -1)
 
 
+def q8_0(rng: np.random.Generator, *shape: int) -> Blocks:
+    """Return random blocks: a float16 scale and 32 int8 values."""
+    blocks = rng.integers(0, 256, (np.prod(shape) // 32, 34), np.uint8)
+    scale = WEIGHT_STD / 74  # the standard deviation of an int8
+    blocks[:, :2] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def mxfp4(rng: np.random.Generator, *shape: int) -> Blocks:
+    """Return random blocks: the exponent of a power of two, and 32 values of FP4 (E2M1)."""
+    blocks = rng.integers(0, 256, (np.prod(shape) // 32, 17), np.uint8)
+    blocks[:, 0] = 127 - 7  # 2**-7 times 2.9, the standard deviation of a value of FP4
+    return blocks.reshape(*shape[:-1], -1)
+
+
 class RandomTensors:
     """Adds random tensors to a GGUF file."""
 
@@ -46,6 +61,16 @@ class RandomTensors:
         """Add an embedding or a head in Q6_K, as llama.cpp's Q4_K mixtures have it."""
         blocks = q6_k(self.rng, *shape)
         self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType.Q6_K)
+
+    def bytes(self, name: str, *shape: int) -> None:
+        """Add a matrix in Q8_0."""
+        blocks = q8_0(self.rng, *shape)
+        self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+
+    def mxfp4(self, name: str, *shape: int) -> None:
+        """Add a stack of matrices in MXFP4."""
+        blocks = mxfp4(self.rng, *shape)
+        self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=GGMLQuantizationType.MXFP4)
 
     def floats(self, name: str, *shape: int) -> None:
         """Add random numbers in float32."""
