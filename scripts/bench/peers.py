@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from side_by_side.contenders import Contender, default_model, find_contenders
+from side_by_side.contenders import MAX_STREAMS, Contender, default_model, find_contenders
 from side_by_side.model_cost import ModelCost
-from side_by_side.points import POINTS
+from side_by_side.points import DEFAULT_POINTS, POINTS
 from side_by_side.roofline import measure_machine
 from side_by_side.running import run
 from side_by_side.table import make_table
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="the installed peers")
     parser.add_argument("--contenders", help="comma-separated subset; default: all that are found")
-    parser.add_argument("--points", default=",".join([*POINTS, MEMORY]), help="likewise")
+    parser.add_argument("--points", default=",".join([*DEFAULT_POINTS, MEMORY]), help="likewise")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--model-file",
@@ -69,6 +69,9 @@ def main() -> None:
         action="append",
         default=[],
         help="a GGUF file for Engine and llama.cpp in place of the default model",
+    )
+    parser.add_argument(
+        "--streams", type=int, default=MAX_STREAMS, help="of llama.cpp with --model-file"
     )
     parser.add_argument("--engine-flags", default="", help="more flags for engine serve")
     arguments = parser.parse_args()
@@ -89,7 +92,11 @@ def measure_rounds(arguments: argparse.Namespace, results: dict[str, Any]) -> No
     paths = arguments.model_file or [Path(default_model())]
     kv_token_bytes = ModelCost.of(paths[0]).kv_token_bytes
     found = find_contenders(
-        arguments.peers, arguments.model_file, kv_token_bytes, arguments.engine_flags.split()
+        arguments.peers,
+        arguments.model_file,
+        kv_token_bytes,
+        arguments.engine_flags.split(),
+        arguments.streams,
     )
     keys = arguments.contenders.split(",") if arguments.contenders else [c.key for c in found]
     if unknown := set(keys) - {c.key for c in found}:

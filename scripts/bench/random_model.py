@@ -4,9 +4,9 @@
 
 SHAPE is one of `qwen2` (Qwen2.5-1.5B), `olmoe` (OLMoE-1B-7B, a mixture of experts), `lfm2` (LFM2-1.2B, short
 convolutions), `granite` (Granite 4 Tiny, Mamba-2 and experts) and `gpt-oss` (gpt-oss-20b, experts in MXFP4). Mixtures
-of experts have fewer layers than the published models by default, to fit in little memory. The vocabulary is the default
-model's, filled up with unused tokens. The text that the model writes is noise; its speed is not. Random routers spread
-tokens over all experts, as trained ones do. Needs the `test` extra (the gguf package).
+of experts have fewer layers than the published models by default, to fit in little memory. The vocabulary is the
+default model's, filled up with unused tokens. The text that the model writes is noise; its speed is not. Random routers
+spread tokens over all experts, as trained ones do. Needs the `test` extra (the gguf package).
 """
 
 from __future__ import annotations

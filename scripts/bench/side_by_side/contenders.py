@@ -24,7 +24,7 @@ ENGINE_KV_CACHE_BYTES = 1024 * MIB
 LLAMA_CONTEXT = 98_304
 VLLM_SPACE_GIB = 4
 MAX_STREAMS = 64
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 8448
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,16 @@ def engine_contender(
 
 
 def _llama(
-    key: str, server: Path, model: str, weights: str, path: Path, kv_token_bytes: int
+    key: str,
+    server: Path,
+    model: str,
+    weights: str,
+    path: Path,
+    kv_token_bytes: int,
+    streams: int = MAX_STREAMS,
 ) -> Contender:
     command = [str(server), "-m", str(path), "-t", _cores(), "-tb", _cores()]
-    command += ["-np", str(MAX_STREAMS), "-c", str(LLAMA_CONTEXT), "-cb", "-fa", "on"]
+    command += ["-np", str(streams), "-c", str(LLAMA_CONTEXT), "-cb", "-fa", "on"]
     command += ["-ub", "2048", "-b", "2048", "--port", "{port}", "--alias", "bench"]
     kv_cache_bytes = kv_token_bytes * LLAMA_CONTEXT
     return Contender(key, "llama.cpp", model, weights, path, tuple(command), kv_cache_bytes)
@@ -112,18 +118,23 @@ def _openvino(key: str, python: Path, model: str, weights: str, path: Path) -> C
 
 
 def find_contenders(
-    peers: Path, model_files: list[Path], kv_token_bytes: int, engine_flags: list[str]
+    peers: Path,
+    model_files: list[Path],
+    kv_token_bytes: int,
+    engine_flags: list[str],
+    streams: int = MAX_STREAMS,
 ) -> list[Contender]:
     """Return Engine and the installed peers with the default model, or with each of `model_files` instead.
 
-    `kv_token_bytes` is what a token takes of a 16-bit KV cache.
+    `kv_token_bytes` is what a token takes of a 16-bit KV cache. With `model_files`, llama.cpp divides its context among
+    `streams`.
     """
     server = peers / "llama-server"
     found = []
     for path in model_files:
         model = path.stem
         found.append(engine_contender(path, model=model, flags=engine_flags))
-        found.append(_llama("llama", server, model, "as stored", path, kv_token_bytes))
+        found.append(_llama("llama", server, model, "as stored", path, kv_token_bytes, streams))
     if not model_files:
         model, path, safetensors = "SmolLM2-135M", Path(default_model()), peers / "smollm2-bf16"
         bf16 = peers / "smollm2-bf16.gguf"

@@ -32,6 +32,9 @@ POINTS = {
     "c32": Point(128, 128, 32, 96),
     "c64": Point(128, 128, 64, 128),
     "long": Point(1024, 32, 8, 24),
+    "prompt512": Point(512, 1, 1, 8),
+    "prompt8k": Point(8192, 1, 1, 2),
     "shared": Point(32, 32, 8, 48, shared=1024),
 }
+DEFAULT_POINTS = ("c1", "c8", "c32", "c64", "long", "shared")
 WARM_UP = Point(64, 16, 4, 8)
