@@ -49,8 +49,11 @@ class ModelCost:
                 return amount
             return amount * config["num_experts_per_tok"] // num_experts
 
-        kv_size = config["num_key_value_heads"] * head_dim * config["num_hidden_layers"]
-        query_size = config["num_attention_heads"] * head_dim * config["num_hidden_layers"]
+        # Layers of recurrent models that have a state have no keys.
+        kinds = config.get("layer_types") or ["attention"] * config["num_hidden_layers"]
+        num_attending = sum("attention" in kind and "linear" not in kind for kind in kinds)
+        kv_size = config["num_key_value_heads"] * head_dim * num_attending
+        query_size = config["num_attention_heads"] * head_dim * num_attending
         return cls(
             weight_bytes=sum(used(name, _read_bytes(checkpoint, name)) for name in [*layers, head]),
             layer_ops=2 * sum(used(name, _elements(checkpoint, name)) for name in layers),
