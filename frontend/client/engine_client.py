@@ -316,11 +316,12 @@ class EngineClient:
         """Set the hashes of the full prompt blocks. Equal prompts (the same object) are hashed once."""
         if not self._config.cache.enable_prefix_caching:
             return
-        hashed: dict[tuple[int, str | None, bytes, str], tuple[bytes, bytes]] = {}
+        hashed: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
         num_hashed = 0
         for sequence, request in zip(sequences, requests, strict=True):
             salt, owner, lora_name = sequence.cache_salt, sequence.cache_owner, sequence.lora_name
-            key = (id(sequence.prompt_token_ids), salt, owner, lora_name)
+            inputs = tuple(item.content_hash for item in request.encoder_inputs)
+            key = (id(sequence.prompt_token_ids), salt, owner, lora_name, inputs)
             if key not in hashed:
                 root = root_hash(cache_salt=salt, lora_name=lora_name or None, owner=owner)
                 prompt = int32_view(request.prompt_token_ids)

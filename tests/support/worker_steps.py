@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import (
@@ -15,6 +16,7 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.protocol.config.model import AudioProcessorConfig
 from engine.protocol.messages import EncoderInput
 from engine.protocol.pooling_params import PoolingParams
 from engine.protocol.sampling_params import SamplingParams
@@ -49,11 +51,13 @@ class Steps:
         accelerator: Accelerator | None = None,
         max_model_len: int = 128,
         speculative: SpeculativeConfig | None = None,
+        audio: AudioProcessorConfig | None = None,
     ) -> None:
         name = str(path)
         model = ModelConfig(
             "m", name, name, ("m",), "qwen3", vocab_size, max_model_len, (1,), dtype="float32"
         )
+        model = msgspec.structs.replace(model, audio=audio)
         config = EngineConfig(
             "/run",
             1,

@@ -20,6 +20,7 @@ from ..batch import PersistentBatch
 from ..device.device import usable_cores
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
+from ..models.cross_attention import QueryRecorder
 from ..models.encoder import Encoder
 from ..models.lora import LoraAdapters
 from ..models.score_head import ScoreHead
@@ -114,6 +115,7 @@ class NativeDecoder:
         self.score_head = ScoreHead.read(spec, weights) if shard.is_last else None
         shape = model_shape(spec, shard, attention, num_threads)
         self._program = NativeProgram(shape, spec.norm_eps, adapters)
+        self._recorder: QueryRecorder | None = None
         self._store: NativeProgram | None = None
         if spec.source is not None:
             store_spec = replace(
@@ -195,6 +197,10 @@ class NativeDecoder:
             hidden_stride=hidden_ED.shape[1],
         )
         self._store.run(step)
+
+    def record_queries(self, recorder: QueryRecorder | None) -> None:
+        """Give the queries of cross attention in all further steps to a recorder, or to none."""
+        self._recorder = recorder
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
@@ -304,8 +310,15 @@ class NativeDecoder:
         step.adapters = None
         if self.loras is not None and (self.loras.number_T >= 0).any():
             step.adapters = self.loras.number_T.ctypes.data
+        queries_LTHK: Tensor | None = None
+        step.source_queries = None
         if self._cross_group is not None:
             step.source_lens = attn_metadata[self._cross_group].seq_lens.ctypes.data
+            if self._recorder is not None:
+                shape = len(self.shard.layers), len(ids_T), -1, self.spec.head_dim
+                num_queries = len(self.shard.heads(self.spec)) * len(ids_T) * len(self.shard.layers)
+                queries_LTHK = torch.empty(num_queries * self.spec.head_dim).view(shape)
+                step.source_queries = queries_LTHK.data_ptr()
         step.placed = step.encoded = None
         if self.placed is not None:
             encoded = self.placed.encoded.float().contiguous()
@@ -323,6 +336,9 @@ class NativeDecoder:
                 f"token ids must be in [0, {self.spec.num_token_ids}), "
                 f"got {ids_T.min()} to {ids_T.max()}"
             )
+        if queries_LTHK is not None and self._recorder is not None:
+            for layer, q_THK in zip(self.shard.layers, queries_LTHK, strict=True):
+                self._recorder.record(layer, q_THK)
         return hidden_TD[:, : self._output_width].contiguous()
 
     def _run_head(self, hidden_SD: Tensor, **outputs: Any) -> None:

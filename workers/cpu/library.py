@@ -364,6 +364,7 @@ class Step(ctypes.Structure):
         ("visible", c_void_p),
         ("spans_need_windows", c_int32),
         ("source_lens", c_void_p),
+        ("source_queries", c_void_p),
     )
 
 

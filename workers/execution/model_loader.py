@@ -29,6 +29,7 @@ from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec, SourceSpec
 from ..loaders import Checkpoint
 from ..loaders.mmproj import MmprojCheckpoint
+from ..models.cross_attention import QueryRecorder
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
@@ -122,6 +123,9 @@ class Model(Protocol):
 
         `attn_metadata` has the metadata of a sequence of so many tokens for each group of cross attention.
         """
+
+    def record_queries(self, recorder: QueryRecorder | None) -> None:
+        """Give the queries of cross attention in all further steps to a recorder, or to none."""
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""

@@ -19,6 +19,7 @@ from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
 from .host_execution import HostExecution
+from .inputs.alignment import Alignments
 from .inputs.sources import Sources
 from .kv_cache import KVCache
 from .model_loader import Model, load_model
@@ -73,7 +74,9 @@ class ModelRunner:
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | None = None
         if model.spec.source is not None and requests.encoders is not None:
-            self._sources = Sources(model, requests.batch, kv_cache, requests.encoders)
+            alignments = Alignments.from_config(config, model, checkpoint, device)
+            requests.pooling.alignments = alignments
+            self._sources = Sources(model, requests.batch, kv_cache, requests.encoders, alignments)
         self._execution: Execution
         if accelerator is None:
             speculative = config.scheduler.speculative

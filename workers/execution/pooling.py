@@ -16,32 +16,38 @@ from ...protocol.pooling_params import PoolingKind
 from ...protocol.worker_messages import ModelRunnerOutput, NewRequestData, RowVector
 from ..batch import StepPlan
 from ..device.transfers import Download
+from .inputs.alignment import Alignments
 
 _NOT_FINITE: Final = "the model's output for this input is not finite"
+_NO_ALIGNMENT: Final = (
+    "the times of words need a model with alignment heads, and --pipeline-parallel-size 1"
+)
 
 
 class Pooled:
-    """The vectors of one step, float32 [P, D], which may still be on the device. `is_pooled_R` marks their rows."""
+    """The vectors of one step, float32 each, which may still be on the device. `is_pooled_R` marks their rows."""
 
     def __init__(
-        self, slots_P: Int32Array, vectors_PD: torch.Tensor, is_pooled_R: BoolArray
+        self, slots_P: Int32Array, vectors: list[torch.Tensor], is_pooled_R: BoolArray
     ) -> None:
         self._slots_P = slots_P
-        self._vectors_PD = vectors_PD
+        self._vectors = vectors
         self._is_pooled_R = is_pooled_R
 
     def fetch(self, download: Download) -> None:
         """Start copying the vectors to the host."""
-        self._vectors_PD = download.copy(self._vectors_PD)
+        self._vectors = [download.copy(vector_D) for vector_D in self._vectors]
 
     def add_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the vectors to the output of a step, and token 0 for each of their rows."""
         tokens_R = np.zeros(len(self._is_pooled_R), np.int32)
         tokens_R[~self._is_pooled_R] = int32_view(output.sampled_token_ids)
         output.sampled_token_ids = int32_bytes(tokens_R)
-        vectors_PD = self._vectors_PD.numpy()
-        for slot, vector_D in zip(self._slots_P.tolist(), vectors_PD, strict=True):
-            if np.isfinite(vector_D).all():
+        for slot, vector in zip(self._slots_P.tolist(), self._vectors, strict=True):
+            vector_D = vector.numpy()
+            if not len(vector_D):
+                output.failed_slots.append((slot, _NO_ALIGNMENT))
+            elif np.isfinite(vector_D).all():
                 output.pooled.append(RowVector(slot, float32_bytes(vector_D)))
             else:
                 output.failed_slots.append((slot, _NOT_FINITE))
@@ -52,8 +58,10 @@ class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
     `head` computes what is sent from a pooled vector: the scores of a classification head, or the product with the
-    dense layers of an embedding model.
+    dense layers of an embedding model. `alignments` are those of a speech model.
     """
+
+    alignments: Alignments | None = None
 
     def __init__(self, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._head = head
@@ -69,6 +77,8 @@ class Pooling:
         """Drop the hidden states of a slot."""
         self._kinds.pop(slot, None)
         self._parts.pop(slot, None)
+        if self.alignments is not None:
+            self.alignments.remove_prompt(slot)
 
     @property
     def is_pending(self) -> bool:
@@ -91,13 +101,26 @@ class Pooling:
             if slot in self._kinds:
                 start, stop = plan.query_start_loc[row : row + 2].tolist()
                 is_first = plan.num_computed_S[row] == 0
+                if self._kinds[slot] is PoolingKind.ALIGNMENT:
+                    if self.alignments is not None:
+                        self.alignments.add_chunk(slot, slice(start, stop), is_first=is_first)
+                    if row in ending:
+                        slots.append(slot)
+                        vectors.append(self._align(slot, int(plan.seq_lens_S[row])))
+                    continue
                 vector_D = self._add_chunk(slot, hidden_TD[start:stop], is_first=is_first)
                 if row in ending:
                     slots.append(slot)
                     vectors.append(self._finish(slot, vector_D, int(plan.seq_lens_S[row])))
         if not slots:
             return None
-        return Pooled(np.array(slots, np.int32), torch.stack(vectors), is_pooled_R)
+        return Pooled(np.array(slots, np.int32), vectors, is_pooled_R)
+
+    def _align(self, slot: int, num_tokens: int) -> torch.Tensor:
+        """Return the alignment of a prompt; nothing if the model has none."""
+        if self.alignments is None:
+            return torch.empty(0)
+        return self.alignments.finish(slot, num_tokens)
 
     def _add_chunk(self, slot: int, hidden_TD: torch.Tensor, *, is_first: bool) -> torch.Tensor:
         kind = self._kinds[slot]

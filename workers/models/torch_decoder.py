@@ -20,6 +20,7 @@ from ..layers.spec import ModelSpec
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput, TorchSampler
 from ..vision.placed import Placed
+from .cross_attention import QueryRecorder
 from .encoder import Encoder
 from .lora import LoraAdapters
 from .score_head import ScoreHead
@@ -79,6 +80,10 @@ class TorchDecoder(ABC):
         self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
     ) -> None:
         """Store the keys and values of an encoder's outputs; only decoders with cross attention have any."""
+        raise NotImplementedError
+
+    def record_queries(self, recorder: QueryRecorder | None) -> None:
+        """Give the queries of cross attention to a recorder; only decoders with cross attention have any."""
         raise NotImplementedError
 
     @abstractmethod

@@ -69,7 +69,15 @@ class SoundStem:
 def _convolution(
     weight: Tensor, bias: Tensor | None, stride: int, padding: int
 ) -> Callable[[Tensor], Tensor]:
-    return lambda x_CN: F.conv1d(x_CN[None], weight, bias, stride, padding)[0]
+    """Return a convolution as a matrix product, which is several times as fast on a CPU."""
+    matrix = weight.flatten(1)
+    kernel = weight.shape[2]
+
+    def convolve(x_CN: Tensor) -> Tensor:
+        windows_CNK = F.pad(x_CN, (padding, padding)).unfold(1, kernel, stride)
+        return F.linear(windows_CNK.transpose(0, 1).flatten(1), matrix, bias).T
+
+    return convolve
 
 
 def _group_norm(scale: Tensor, shift: Tensor) -> Callable[[Tensor], Tensor]:

@@ -30,6 +30,7 @@ from ..serving import Serving
 from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder
 from ..structured.constraint import Constraint, parse_constraint
+from .source_text import source_input
 
 DEFAULT_MAX_TOKENS = 16
 """The `max_tokens` of requests without one, as in OpenAI's API."""
@@ -66,7 +67,14 @@ class Completions(Endpoint[CompletionRequest]):
         for prompt in texts:
             serving.verify_tokenizer(prompt.param)
             if request.truncate_prompt_tokens is None:
-                verify_num_characters(len(prompt.text or ""), prompt.param, model.max_model_len)
+                longest = model.max_model_len
+                if model.source_text is not None:
+                    longest = model.source_text.max_tokens
+                verify_num_characters(len(prompt.text or ""), prompt.param, longest)
+        if model.source_text is not None:
+            for name in ("suffix", "echo", "prompt_logprobs"):
+                if getattr(request, name):
+                    raise bad_request(name, f"{name} needs a model without an encoder")
         if request.suffix:
             await self._encode_around(request.suffix, prompts, request)
         else:
@@ -116,20 +124,28 @@ class Completions(Endpoint[CompletionRequest]):
     def _fit(
         self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
+        source, token_ids = self._serving.config.model.source_text, prompt.token_ids
+        truncate, inputs = request.truncate_prompt_tokens, []
+        if source is not None:
+            inputs = [source_input(prompt, source, truncate, request.truncation_side)]
+            token_ids, truncate = np.array(source.start_token_ids, np.int32), None
         token_ids, max_tokens = fit_context(
-            prompt.token_ids,
+            token_ids,
             prompt.param,
             max_tokens=params.max_tokens,
             default_max_tokens=None if request.max_tokens == UNLIMITED else DEFAULT_MAX_TOKENS,
             max_tokens_limit=self._serving.max_tokens_limit,
-            truncate=request.truncate_prompt_tokens,
+            truncate=truncate,
             truncation_side=request.truncation_side,
             max_model_len=self._serving.config.model.max_model_len,
             max_tokens_param=request.sent_name("max_tokens"),
         )
         text = prompt.text if len(token_ids) == len(prompt.token_ids) else None
         return PreparedPrompt(
-            token_ids, msgspec.structs.replace(params, max_tokens=max_tokens), text
+            token_ids,
+            msgspec.structs.replace(params, max_tokens=max_tokens),
+            text,
+            encoder_inputs=inputs,
         )
 
     def _params(self, request: CompletionRequest, constraint: Constraint | None) -> SamplingParams:

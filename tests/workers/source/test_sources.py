@@ -6,13 +6,25 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_bytes, int32_view
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.checkpoint.speech import read_audio_processor
 from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.messages import EncoderInput
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import EncoderWork, ModelRunnerOutput
 from support.host_accelerator import HostAccelerator
-from support.source_checkpoints import MODELS, VOCAB_SIZE, greedy, logits, source, source_directory
+from support.source_checkpoints import (
+    MODELS,
+    VOCAB_SIZE,
+    greedy,
+    logits,
+    source,
+    source_directory,
+    write_generation,
+)
 from support.worker_steps import Steps
+from transformers.models.whisper.generation_whisper import _median_filter
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +87,32 @@ def test_logits_equal_those_of_transformers(tmp_path, kind, backend):
     for slot in (0, 1):
         expected = greedy(model, sources[slot][0], prompts[slot], 20)
         assert texts[slot][len(prompts[slot]) :][:20] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_alignments_are_the_attention_of_transformers_heads(tmp_path, backend):
+    path, model = source_directory(tmp_path, "whisper")
+    write_generation(path, alignment_heads=[[0, 2], [2, 1], [2, 5]])
+    fields = [ConfigFields.read(path / f"{name}.json") for name in ("config", "generation_config")]
+    audio = read_audio_processor(path, *fields)
+    steps = Steps(path, VOCAB_SIZE, block_size=16, audio=audio, **BACKENDS[backend])
+    inputs, item = source(model, 0)
+    prompt, frames = [3, 5, 7, 11, 13, 20, 33], 31
+    pooling = PoolingParams(PoolingKind.ALIGNMENT, True, num_frames=frames)
+    aligned = steps.new(1, prompt, inputs=[item], pooling=pooling)
+    other = steps.new(0, [3, 5], inputs=[item])
+    begin = {"new": [other, aligned], "encoders": encode((0, 0)), "slots": [0, 1]}
+    first = steps.run(chunks=[(0, 2), (1, 4)], **begin)
+    last = steps.run(slots=[0, 1], chunks=[(1, 3)])
+    assert not first.pooled and [row.slot for row in last.pooled] == [1]
+    with torch.inference_mode():
+        output = model(inputs, decoder_input_ids=torch.tensor([prompt]), output_attentions=True)
+    heads = [output.cross_attentions[i][0, j] for i, j in audio.alignment_heads]
+    weights = torch.stack(heads)[..., :frames]
+    deviation, mean = torch.std_mean(weights, 1, keepdim=True, correction=0)
+    normed = (weights - mean) / deviation
+    expected = _median_filter(normed[None], 7)[0].mean(0)
+    found = float32_view(last.pooled[0].vector).reshape(len(prompt), frames)
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-3)
+    # The queries of later steps are not recorded.
+    steps.run(slots=[0], removed=[1])

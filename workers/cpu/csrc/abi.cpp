@@ -101,7 +101,8 @@ std::string describe() {
          grammar_words, logprobs, slots, positions)
   STRUCT(Step, num_tokens, num_sequences, num_logit_rows, wants_all_hidden, input_ids, positions,
          query_start_loc, table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens,
-         sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens)
+         sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens,
+         source_queries)
   STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)

@@ -54,6 +54,7 @@ class AttentionRecorder:
         self._program, self._spec = blocks.program, blocks.spec
         self._shard, self._weights = blocks.shard, blocks.weights
         self._max_distance = max_model_len
+        self._num_cross = 0
         self._distance_biases = self._read_distance_biases()
 
     def record(
@@ -166,7 +167,11 @@ class AttentionRecorder:
             "num_kv_heads": len(self._shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
-        self._program.add_op("rotate_store", rope=-1, vectors=[None] * 3, **attention)
+        # The columns are the layer's place among those of this shard that read a source.
+        self._program.add_op(
+            "rotate_store", rope=-1, vectors=[None] * 3, num_columns=self._num_cross, **attention
+        )
+        self._num_cross += 1
         self._program.add_op(
             "attention",
             activation_kind=output.activation_kind,

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....protocol.errors import EngineError
+from ....protocol.pooling_params import PoolingKind
 from ....protocol.worker_messages import NewRequestData
 from ...batch import AttentionBatch, PersistentBatch
 from ..kv_cache import KVCache
 from ..model_loader import Model
+from .alignment import Alignments
 from .encoders import Encoders
 
 
@@ -21,8 +23,14 @@ class Sources:
     """Stores what the encoder computed for requests that take a slot, and how much it is."""
 
     def __init__(
-        self, model: Model, batch: PersistentBatch, kv_cache: KVCache, encoders: Encoders
+        self,
+        model: Model,
+        batch: PersistentBatch,
+        kv_cache: KVCache,
+        encoders: Encoders,
+        alignments: Alignments | None,
     ) -> None:
+        self._alignments = alignments
         self._model = model
         self._batch = batch
         self._kv_cache = kv_cache
@@ -49,6 +57,9 @@ class Sources:
                 for group in self._groups
             }
             self._model.store_source(encoded_ED, self._kv_cache.layers, metadata)
+            pooling = new.pooling_params
+            if self._alignments is not None and pooling and pooling.kind is PoolingKind.ALIGNMENT:
+                self._alignments.add_prompt(new.slot, pooling.num_frames, encoded_ED)
 
     def _place(self, slot: int, group: int) -> AttentionBatch:
         """Return the outputs of a slot's source as a sequence of tokens in its blocks."""

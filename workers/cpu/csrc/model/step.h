@@ -41,6 +41,8 @@ struct Step {
                                  // and the one after the last; null if each sees those up to its own
   int32_t spans_need_windows;    // only layers with a window follow `visible`
   const int32_t* source_lens;    // [num_sequences], or of the rows `table_rows`: the outputs of an encoder that each reads
+  float* source_queries;         // receives the queries to sources, [layers that read them, num_tokens, query elements]; or
+                                 // null
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one

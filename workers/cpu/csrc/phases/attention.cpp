@@ -74,7 +74,13 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   if (model_.shape.latent.kv_rank) return rotate_store_latent(op, ropes, qkv, row);
   const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
-  if (op.reads_source) return store_queries(op, row, qkv);
+  if (op.reads_source) {
+    // num_columns is the layer's place among those that read a source.
+    const size_t size = size_t(num_heads) * head_dim, token = slice_.first_token + row;
+    if (float* const out = slice_.step.source_queries)
+      std::copy_n(qkv, size, out + (size_t(op.num_columns) * slice_.step.num_tokens + token) * size);
+    return store_queries(op, row, qkv);
+  }
   const float* keys = qkv + num_heads * head_dim;
   const float* values = place_values(op, qkv);
   if (!op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
