@@ -579,10 +579,10 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
         (worker_messages.SchedulerOutput, 14),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 15),
-        (messages.EncoderInput, 5),
+        (messages.EncoderInput, 7),
         (worker_messages.EncoderWork, 4),
         (worker_messages.DraftTokenIds, 4),
-        (sampling_params.SamplingParams, 25),
+        (sampling_params.SamplingParams, 26),
     ],
 )
 def test_every_new_field_gets_a_redaction_decision(struct, num_fields):
