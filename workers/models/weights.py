@@ -325,14 +325,15 @@ class WeightReader:
 
     def _is_elsewhere(self, name: str, shard: ModelShard) -> bool:
         """Return whether the tensor belongs to another stage."""
-        name = name if name == self._head else name.removeprefix(self._prefix)
+        head = (self._head, self._head.removesuffix("weight") + "bias")
+        name = name if name in head else name.removeprefix(self._prefix)
         if match := _LAYER.match(name):
             return int(match[1]) in range(shard.num_layers) and int(match[1]) not in shard.layers
         if name.startswith(_FIRST_STAGE):
             return not shard.is_first
         if name == _EMBEDDING:
             return not (shard.is_first or (shard.is_last and self._is_tied))
-        return (name == self._head or name.startswith(_LAST_STAGE)) and not shard.is_last
+        return (name in head or name.startswith(_LAST_STAGE)) and not shard.is_last
 
     def _size(self, name: str) -> int:
         return math.prod(self._shape(name)) * self.dtype.itemsize

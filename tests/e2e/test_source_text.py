@@ -1,0 +1,52 @@
+"""A server of encoder-decoder models of text: the prompt of a completion is the source."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+import torch
+from support.server import Server, assert_nothing_is_held
+from support.source_checkpoints import greedy, source_directory
+
+torch.set_num_threads(1)
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+SOURCES = [[5, 6, 7, 8, 9, 10], [20, 30, 40] * 6, [11], [5, 6, 7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "flags"),
+    [
+        # Requests are preempted and resumed.
+        ("bart", 3, ("--inject-preemption", "0.1", "--enforce-eager")),
+        ("flan-t5", 0, ("--cpu-backend", "torch", "-tp", "2")),
+        ("mbart", 3, ("-pp", "2")),
+    ],
+)
+def test_completions_equal_those_of_transformers(
+    tmp_path: Path, kind: str, start: int, flags: tuple[str, ...]
+) -> None:
+    path, model = source_directory(tmp_path, kind)
+    expected = [greedy(model, torch.tensor([source]), [start], 20) for source in SOURCES]
+    limits = ("--max-model-len", "64", "--max-num-seqs", "4", "--skip-tokenizer-init")
+    with Server(str(path), *FLAGS, *limits, *flags) as server:
+
+        def ask(index: int) -> None:
+            body = {"prompt": SOURCES[index], "max_tokens": 20, "temperature": 0}
+            status, answer = server.post("/v1/completions", body | {"ignore_eos": True})
+            assert status == 200, answer
+            assert answer["choices"][0]["token_ids"] == expected[index]
+            assert answer["usage"]["prompt_tokens"] == 1
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, [*range(len(SOURCES))] * 3))
+        limit = 512 if kind == "flan-t5" else 128
+        for body, words in (
+            ({"prompt": [5] * 2000}, f"a source of at most {limit} tokens"),
+            ({"prompt": [5], "echo": True}, "echo needs a model without an encoder"),
+            ({"prompt": [5], "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens must be"),
+        ):
+            status, answer = server.post("/v1/completions", body)
+            assert status == 400 and words in answer["error"]["message"], answer
+        assert_nothing_is_held(server)
