@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
+from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..device.device import usable_cores
@@ -287,7 +288,7 @@ class NativeDecoder:
         else:
             ids_T = torch.zeros_like(positions_T)
             hidden_TD = inputs.float().contiguous()
-        if self.placed is not None and self.spec.encoder is not None:
+        if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
             # Encoder outputs replace the embeddings, but not the inputs of layers.
             ids_T = _int32(self.placed.replace_ids(ids_T, self.spec.encoder.layer_token_id))
         step = self._step
