@@ -90,9 +90,10 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
-    `pixels` are uint8[height, width, 3] in RGB. The tower reads (scale * pixels - mean) / std for each channel. With
-    `grid_columns` they are tiles, one below the other: the whole image, then the rows of a grid. In the grid, an image
-    of `original_width` x `original_height` pixels was enlarged and has equal margins on both sides.
+    `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads
+    (scale * pixels - mean) / std for each channel. With `grid_columns` they are tiles, one below the other: the whole
+    image, then the rows of a grid. In the grid, an image of `original_width` x `original_height` pixels was enlarged
+    and has equal margins on both sides.
     """
 
     width: int
@@ -104,6 +105,7 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     grid_columns: int = 0
     original_width: int = 0
     original_height: int = 0
+    num_frames: int = 1
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -17,8 +17,11 @@ IMAGE_PART: Final = {"type": "image"}
 AUDIO_PART: Final = {"type": "audio"}
 """The content parts in place of an image and of a sound. Only these objects are ones."""
 
+VIDEO_PART: Final = {"type": "video"}
+"""The content part in place of a video. Only this object is one."""
+
 MEDIA_MARK: Final = "\ufdd2"
-"""A Unicode noncharacter that stands for an image or a sound where a chat template reads only text."""
+"""A Unicode noncharacter that stands for an image, a video or a sound where a chat template reads only text."""
 
 CUSTOM_INPUT: Final = "input"
 """The parameter of the function that represents a custom tool."""
@@ -120,7 +123,7 @@ def _normalize_content(content: Any, where: str, traits: TemplateTraits) -> Any:
         raise ParameterError(where, f"must be a string or an array of parts, got {echo(content)}")
     parts = [
         dict(part)
-        if part is IMAGE_PART or part is AUDIO_PART
+        if part is IMAGE_PART or part is VIDEO_PART or part is AUDIO_PART
         else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
         for i, part in enumerate(content)
     ]

@@ -158,7 +158,13 @@ def _encoder_outputs(model: ModelConfig) -> int:
         return model.audio.max_source_positions
     if model.source_text is not None:
         return model.source_text.max_tokens
-    return 0 if model.images is None else model.images.num_outputs
+    if model.images is None:
+        return 0
+    largest = model.images.num_outputs
+    if model.videos is not None:
+        largest = max(largest, model.videos.max_pixels // model.videos.unit**2)
+    # No image has more embeddings than the context has tokens.
+    return min(largest, model.max_model_len)
 
 
 def make_frontend_config(
@@ -204,7 +210,9 @@ def _make_scheduler_config(
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
         several = _SOURCES_AT_ONCE if model.reads_source else 1
-        kept = max(given["max_num_batched_tokens"], _KEPT_EMBEDDINGS, several * encoder_outputs)
+        step = max(given["max_num_batched_tokens"], encoder_outputs)
+        given.setdefault("max_num_encoder_input_tokens", step)
+        kept = max(step, _KEPT_EMBEDDINGS, several * encoder_outputs)
         given.setdefault("encoder_cache_size", kept)
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:

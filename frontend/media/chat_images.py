@@ -1,8 +1,9 @@
-"""Takes the images out of a conversation."""
+"""Takes the images and videos out of a conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
-from ..chat.messages import IMAGE_PART
+from ..chat.messages import IMAGE_PART, VIDEO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
@@ -20,10 +21,14 @@ from .data_urls import is_data_url, read_data_url
 from .decode import decode_image, to_rgb
 from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings
+from .layouts.frames import fit_frames
 from .prompt_images import PreparedImage, PromptImages
+from .video_files import open_video
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
+_VIDEO_KINDS: Final = ("video_url", "input_video", "video")
+_MAX_FPS: Final = 1000.0
 
 
 class ChatImage(NamedTuple):
@@ -34,63 +39,129 @@ class ChatImage(NamedTuple):
     is_embedded: bool = False
 
 
-def take_images(messages: Sequence[Any], max_images: int) -> tuple[list[Any], list[ChatImage]]:
-    """Return a copy of the messages with `IMAGE_PART` in place of images, and these, in their order.
+class ChatVideo(NamedTuple):
+    """A video of a conversation: a URL, or its frames, of which a second has `fps` if that is known."""
+
+    source: str | list[str | Image.Image]
+    where: str
+    fps: float | None = None
+
+
+class MediaLimits(NamedTuple):
+    """How many images and videos a prompt may have; None if the model reads no videos."""
+
+    max_images: int
+    max_videos: int | None
+
+
+def take_media(
+    messages: Sequence[Any], limits: MediaLimits
+) -> tuple[list[Any], list[ChatImage | ChatVideo]]:
+    """Return a copy of the messages with `IMAGE_PART` and `VIDEO_PART` in place of images and videos, and these.
 
     Raises:
-        ParameterError: A part is invalid, or there are too many images.
+        ParameterError: A part is invalid, or there are too many images or videos.
     """
-    images: list[ChatImage] = []
+    media: list[ChatImage | ChatVideo] = []
     taken: list[Any] = []
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list) and any(map(_is_image, content)):
+        if isinstance(content, list) and any(_kind(part) for part in content):
             parts = [
-                _take(part, f"messages[{i}].content[{j}]", images) for j, part in enumerate(content)
+                _take(part, f"messages[{i}].content[{j}]", media, limits)
+                for j, part in enumerate(content)
             ]
             message = {**message, "content": parts}
         taken.append(message)
-    if len(images) > max_images:
-        raise ParameterError(
-            "messages",
-            f"have {len(images)} images, but at most {max_images} are allowed (--limit-mm-per-prompt)",
-        )
-    return taken, images
+    num_videos = sum(isinstance(item, ChatVideo) for item in media)
+    for name, count, most in (
+        ("images", len(media) - num_videos, limits.max_images),
+        ("videos", num_videos, limits.max_videos or 0),
+    ):
+        if count > most:
+            raise ParameterError(
+                "messages",
+                f"have {count} {name}, but at most {most} are allowed (--limit-mm-per-prompt)",
+            )
+    return taken, media
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _KINDS
+def _kind(part: Any) -> str:
+    """Return the type of a part that is an image or a video, else an empty text."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
-def _take(part: Any, where: str, images: list[ChatImage]) -> Any:
-    """Return what replaces the part, and append its image."""
-    if not _is_image(part):
+def _take(part: Any, where: str, media: list[ChatImage | ChatVideo], limits: MediaLimits) -> Any:
+    """Return what replaces the part, and append its image or video."""
+    kind = _kind(part)
+    if not kind:
         return part
-    kind = part["type"]
-    value = part.get(kind, part.get("image_url"))
+    is_video = kind in _VIDEO_KINDS
+    if is_video and limits.max_videos is None:
+        raise ParameterError(
+            f"{where}.type",
+            f"must be text or an image, because this model reads no videos; got {echo(kind)}",
+        )
+    value = part.get(kind, part.get("video_url" if is_video else "image_url"))
     where = f"{where}.{kind}"
+    fps = part.get("fps")
     if isinstance(value, Mapping):
+        fps = value.get("fps", fps)
         value, where = value.get("url"), f"{where}.url"
+    if is_video:
+        media.append(make_video(value, where, fps))
+        return VIDEO_PART
     if kind == _EMBEDDINGS:
         if not isinstance(value, str | np.ndarray):
             raise ParameterError(where, f"must be a file in base64, got {echo(value)}")
-        images.append(ChatImage(value, where, is_embedded=True))
+        media.append(ChatImage(value, where, is_embedded=True))
         return IMAGE_PART
     if not isinstance(value, str | Image.Image) or not value:
         raise ParameterError(where, f"must be the URL of an image, got {echo(value)}")
-    images.append(ChatImage(value, where))
+    media.append(ChatImage(value, where))
     return IMAGE_PART
 
 
+def make_video(value: Any, where: str, fps: Any = None) -> ChatVideo:
+    """Return a video: a URL, a list of URLs or Pillow's images, or an array uint8 [frames, height, width, 3].
+
+    Raises:
+        ParameterError: It is none of these, or `fps` is no positive number.
+    """
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps <= _MAX_FPS):
+        raise ParameterError(
+            f"{where.rpartition('.')[0]}.fps",
+            f"must be above 0 and at most {_MAX_FPS:g}, got {echo(fps)}",
+        )
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
+            raise ParameterError(
+                where,
+                f"must be uint8 [frames, height, width, 3], got {value.dtype} {list(value.shape)}",
+            )
+        value = [Image.fromarray(frame) for frame in value]
+    is_list = isinstance(value, list) and all(isinstance(f, str | Image.Image) for f in value)
+    if not value or not (is_list or isinstance(value, str)):
+        raise ParameterError(
+            where, f"must be the URL of a video or a list of its frames, got {echo(value)}"
+        )
+    return ChatVideo(value, where, fps)
+
+
 class ChatImages:
-    """Takes images out of conversations and prepares them for the model, in threads of their own."""
+    """Takes images and videos out of conversations and prepares them for the model, in threads of their own."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
     ) -> None:
         assert config.model.images is not None, "the model reads no images"
-        self._places = PromptImages(config.model.images, tokenizer)
-        self._max_images = config.frontend.max_images
+        self._videos = config.model.videos
+        self._places = PromptImages(config.model.images, tokenizer, self._videos)
+        self._limits = MediaLimits(
+            config.frontend.max_images,
+            None if self._videos is None else config.frontend.max_videos,
+        )
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
         self._max_model_len = config.model.max_model_len
@@ -104,7 +175,7 @@ class ChatImages:
     async def take(
         self, messages: Sequence[Any], body_size: int
     ) -> tuple[list[Any], list[PreparedImage]]:
-        """Return the messages with `IMAGE_PART` in place of images, and the prepared images.
+        """Return the messages with parts in place of images and videos, and these as the model reads them.
 
         Args:
             messages: The conversation.
@@ -113,15 +184,15 @@ class ChatImages:
         Raises:
             ParameterError: An image cannot be read, or they do not fit into the context.
         """
-        taken, images = await self._executor.run(body_size, take_images, messages, self._max_images)
+        taken, images = await self._executor.run(body_size, take_media, messages, self._limits)
         return taken, await self.prepare(images)
 
-    def wrap(self, given: str | Image.Image, where: str) -> ChatImage:
-        """Return an image of a caller in this process."""
-        return ChatImage(given, where)
+    def wrap(self, given: Any, where: str) -> ChatImage | ChatVideo:
+        """Return an image or a video of a caller in this process."""
+        return make_video(given, where) if where.endswith(".video") else ChatImage(given, where)
 
-    async def prepare(self, images: Sequence[ChatImage]) -> list[PreparedImage]:
-        """Return images as the model reads them.
+    async def prepare(self, images: Sequence[ChatImage | ChatVideo]) -> list[PreparedImage]:
+        """Return images and videos as the model reads them.
 
         Raises:
             ParameterError: An image cannot be read, or they do not fit into the context.
@@ -149,7 +220,7 @@ class ChatImages:
 
         Args:
             text: The prompt, with a token for each image.
-            images: The images in their order.
+            images: The images in their order, and the videos in theirs.
             encode: Returns the text and the token ids of a prompt.
 
         Raises:
@@ -157,18 +228,24 @@ class ChatImages:
         """
         if not images:
             return *encode(text), []
+        images = self._places.in_order(text, images)
         text, token_ids = encode(self._places.expand(text, images))
         token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
 
-    async def _prepare_one(self, image: ChatImage, num_images: int) -> PreparedImage:
-        source, where = image.source, image.where
-        if image.is_embedded or isinstance(source, np.ndarray):
-            return await self._executor.in_thread(self._place_embeddings, source, where)
-        if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
-            content = await self._downloads.in_thread(self._downloader.download, source, where)
-            return await self._executor.in_thread(self._prepare, content, where, num_images)
-        return await self._executor.in_thread(self._prepare, source, where, num_images)
+    async def _prepare_one(self, image: ChatImage | ChatVideo, num_images: int) -> PreparedImage:
+        source: Any = image.source
+        prepare: Callable[[Any, str], PreparedImage]
+        if isinstance(image, ChatVideo):
+            prepare = partial(self._prepare_video, fps=image.fps)
+        elif image.is_embedded or isinstance(source, np.ndarray):
+            prepare = self._place_embeddings
+        else:
+            prepare = partial(self._prepare, num_images=num_images)
+        is_url = prepare != self._place_embeddings and isinstance(source, str)
+        if is_url and not is_data_url(source) and self._downloader is not None:
+            source = await self._downloads.in_thread(self._downloader.download, source, image.where)
+        return await self._executor.in_thread(prepare, source, image.where)
 
     def _place_embeddings(self, source: str | NDArray[Any], where: str) -> PreparedImage:
         if not self._reads_embeddings:
@@ -192,3 +269,14 @@ class ChatImages:
             return self._places.prepare(image, num_images)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
+
+    def _prepare_video(
+        self, source: str | bytes | list[str | Image.Image], where: str, fps: float | None
+    ) -> PreparedImage:
+        assert self._videos is not None, "the model reads no videos"
+        config, max_outputs = self._videos, self._max_model_len
+
+        def fit(width: int, height: int, num_frames: int) -> tuple[int, int]:
+            return fit_frames(width, height, num_frames, config, max_outputs)
+
+        return self._places.prepare_video(open_video(source, fps, where, config, fit))

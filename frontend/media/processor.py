@@ -16,11 +16,13 @@ from ...protocol.config.images import (
     FitProcessor,
     GridProcessor,
     PanScanProcessor,
+    ResizeProcessor,
     SquareProcessor,
 )
 from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
+from .layouts.resized import resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
@@ -32,12 +34,17 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     FitProcessor: fit,
     GridProcessor: grid,
     PanScanProcessor: pan_and_scan,
+    ResizeProcessor: resized,
     SquareProcessor: square,
 }
 
 
 def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int = 1) -> Parts:
-    """Return what takes the place of one of a prompt's images in RGB: texts and tiles in their order."""
+    """Return what takes the place of one of a prompt's images in RGB: texts and tiles in their order.
+
+    Raises:
+        ValueError: The model cannot read it.
+    """
     if isinstance(config, AnyresProcessor):
         return anyres(image, config, num_images)
     return _LAYOUTS[type(config)](image, config)

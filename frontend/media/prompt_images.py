@@ -1,4 +1,4 @@
-"""The places of images in a prompt."""
+"""The places of images and videos in a prompt."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...protocol.config.images import AnyImageProcessor, FitProcessor, GridProcessor
+from ...protocol.config.images import (
+    AnyImageProcessor,
+    FitProcessor,
+    GridProcessor,
+    ResizeProcessor,
+)
+from ...protocol.config.videos import VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EmbeddingPayload, EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer import Tokenizer
-from .layouts.pixels import Parts, Tile
+from .layouts.frames import frames
+from .layouts.pixels import Parts, Tile, Video
 from .processor import process_image
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class PreparedImage:
-    """An image as the model reads it.
+    """An image or a video as the model reads it.
 
     Attributes:
         text: What replaces the image's token in the text of the prompt.
         num_outputs: The number of its embeddings, each of which takes the place of a token.
+        is_video: Whether it is a video.
     """
 
-    def __init__(self, parts: Parts, token: str) -> None:
+    def __init__(self, parts: Parts, token: str, *, is_video: bool = False) -> None:
+        self.is_video = is_video
         self.text = "".join(part if isinstance(part, str) else _text(part, token) for part in parts)
         tiles = [part for part in parts if isinstance(part, Tile)]
         self.num_outputs = sum(tile.num_outputs for tile in tiles)
@@ -50,24 +59,57 @@ def _encoder_input(tile: Tile) -> EncoderInput:
     num_tokens = tile.num_outputs
     if tile.row_length:
         num_tokens += num_tokens // tile.row_length - 1
-    content_hash = sha256(data).digest()
-    return EncoderInput(0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length)
+    # Frames of a video that are equal have equal embeddings, but other positions.
+    is_later = tile.grid is not None and tile.grid.continues
+    content_hash = sha256(data + (_encoder.encode(tile.grid) if is_later else b"")).digest()
+    return EncoderInput(
+        0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length, tile.grid
+    )
+
+
+def _token(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of a token.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    token = tokenizer.id_to_token(token_id)
+    if not token:
+        raise ConfigError(
+            f"the tokenizer has no token {token_id}, which stands for images or videos (config.json)"
+        )
+    return token
 
 
 class PromptImages:
-    """Places images in the prompts of one model. It is thread-safe."""
+    """Places images and videos in the prompts of one model. It is thread-safe."""
 
-    def __init__(self, config: AnyImageProcessor, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: AnyImageProcessor,
+        tokenizer: Tokenizer,
+        videos: VideoProcessor | None = None,
+    ) -> None:
         self._config = config
-        token = tokenizer.id_to_token(config.token_id)
-        if not token:
-            raise ConfigError(
-                f"the tokenizer has no token {config.token_id}, which stands for images (image_token_id in config.json)"
-            )
+        self._videos = videos
+        token = _token(tokenizer, config.token_id)
         self._token = token
         self._mark = config.mark or token
         self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
-        self._place = re.compile(f"{re.escape(self._mark)}|{MEDIA_MARK}")
+        patterns = [re.escape(self._mark), MEDIA_MARK]
+        self._token_ids = [config.token_id]
+        self._video_token, self._around = "", ("", "")
+        if videos is not None:
+            self._token_ids.append(videos.token_id)
+            self._video_token = _token(tokenizer, videos.token_id)
+            patterns.insert(0, re.escape(self._video_token))
+            if videos.start_token_id is not None and videos.end_token_id is not None:
+                start = _token(tokenizer, videos.start_token_id)
+                end = _token(tokenizer, videos.end_token_id)
+                self._around = start, end
+                # Every grid of a video has these tokens of its own.
+                patterns.insert(0, re.escape(f"{start}{self._video_token}{end}"))
+        self._place = re.compile("|".join(patterns))
 
     def prepare(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
         """Return one of a prompt's images in RGB as the model reads it."""
@@ -80,7 +122,7 @@ class PromptImages:
             ValueError: The model's prompts have more than the embeddings of an image in its place.
         """
         config = self._config
-        if isinstance(config, FitProcessor | GridProcessor):
+        if isinstance(config, FitProcessor | GridProcessor | ResizeProcessor):
             raise ValueError(
                 "the prompt of this model depends on the size of an image; send the image"
             )
@@ -89,19 +131,41 @@ class PromptImages:
         parts: Parts = [config.start, Tile(payload, len(values)), config.end]
         return PreparedImage(parts, self._token)
 
-    def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """Return the prompt with an image token for each embedding.
+    def prepare_video(self, video: Video) -> PreparedImage:
+        """Return a video as the model reads it."""
+        assert self._videos is not None, "the model reads no videos"
+        parts = frames(video, self._videos, self._around)
+        return PreparedImage(parts, self._video_token, is_video=True)
+
+    def in_order(self, text: str, images: Sequence[PreparedImage]) -> Sequence[PreparedImage]:
+        """Return images and videos in the order of their places in a prompt.
 
         Raises:
-            ParameterError: The prompt has more or fewer places than there are images.
+            ParameterError: The prompt has more or fewer places than there are images or videos.
         """
-        num_places = sum(1 for _ in self._place.finditer(text))
-        if num_places != len(images):
+        places = [match[0] for match in self._place.finditer(text)]
+        if len(places) != len(images):
             raise ParameterError(
                 "messages",
-                f"have {len(images)} images, but the prompt has {num_places} image tokens; "
+                f"have {len(images)} images, but the prompt has {len(places)} image tokens; "
                 f"remove {self._mark!r} from texts, or use another chat template",
             )
+        if self._videos is None or MEDIA_MARK in places:
+            return images
+        are_videos = [self._video_token in place for place in places]
+        num_videos = sum(image.is_video for image in images)
+        if sum(are_videos) != num_videos:
+            raise ParameterError(
+                "messages",
+                f"have {num_videos} videos, but the prompt has {sum(are_videos)} video tokens; "
+                f"remove {self._video_token!r} from texts, or use another chat template",
+            )
+        videos = iter([image for image in images if image.is_video])
+        others = iter([image for image in images if not image.is_video])
+        return [next(videos if is_video else others) for is_video in are_videos]
+
+    def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
+        """Return the prompt with a token for each embedding of the images, which are `in_order`."""
         texts = [image.text for image in images]
         if texts:
             texts[-1] += self._config.after_images
@@ -122,7 +186,7 @@ class PromptImages:
         Raises:
             ParameterError: The tokens of an image are not where they should be.
         """
-        positions = np.flatnonzero(np.asarray(token_ids) == self._config.token_id)
+        positions = np.flatnonzero(np.isin(np.asarray(token_ids), self._token_ids))
         inputs = [item for image in images for item in image.inputs]
         ends = list(accumulate(item.size for item in inputs))
         if [len(positions)] == ends[-1:]:

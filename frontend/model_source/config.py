@@ -42,6 +42,7 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer import TokenizerConfig, load_tokenizer
+from .images.qwen import read_video_processor
 from .images.read import read_image_processor
 from .lora import ADAPTER_FILES, find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
@@ -146,6 +147,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS
             else read_image_processor(path, config, text, options.mm_processor_kwargs, vision),
+            videos=None
+            if options.model_impl is ModelImpl.TRANSFORMERS
+            else read_video_processor(path, config, text, options.mm_processor_kwargs),
             span_kind=_span_kind(options, config, text),
             mmproj=str(mmproj or ""),
             audio=read_audio_processor(path, config, generation),

@@ -13,8 +13,9 @@ from .local_engine import LocalEngine
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """Text, token IDs, or a mapping with `prompt` or `prompt_token_ids`.
 
-A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, or
-`{"audio": (samples, rate)}` with an array, or a list of them. The text marks their places with the model's token.
+A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, `{"video": frames}`
+with an array or a list of Pillow's images, or `{"audio": (samples, rate)}` with an array; or a list of them. The text
+marks their places with the model's tokens.
 """
 
 
@@ -65,17 +66,26 @@ class PromptEncoder:
         return EncodedPrompt(None, list(given))
 
     def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
-        """Return the images or sounds of a prompt as the model reads them."""
+        """Return the images, videos or sounds of a prompt as the model reads them."""
         if not data:
             return []
-        kind = "audio" if self._engine.config.model.sounds is not None else "image"
-        if data.keys() != {kind} or self._media is None or not isinstance(prompt, str):
+        model = self._engine.config.model
+        known = {"audio"} if model.sounds is not None else {"image"}
+        if model.videos is not None:
+            known.add("video")
+        if not data.keys() <= known or self._media is None or not isinstance(prompt, str):
             raise ParameterError(
                 "multi_modal_data",
                 f"must be images or sounds for a text prompt and a model that reads them, got {sorted(data)}",
             )
-        given = data[kind] if isinstance(data[kind], list) else [data[kind]]
-        wanted = [self._media.wrap(each, "multi_modal_data") for each in given]
+        wanted: list[Any] = []
+        for kind, given in data.items():
+            where = "multi_modal_data.video" if kind == "video" else "multi_modal_data"
+            # A list with frames is one video, and a list of videos has lists or arrays.
+            is_list = isinstance(given, list)
+            if kind == "video" and is_list:
+                is_list = all(isinstance(each, list) or hasattr(each, "shape") for each in given)
+            wanted += [self._media.wrap(each, where) for each in (given if is_list else [given])]
         return self._engine.run(self._media.prepare(wanted))
 
     def encode_text(

@@ -186,8 +186,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         option(
-            'Maximum images or sounds of a prompt: {"image": 4}',
-            default_text='{"image": 32, "audio": 32}',
+            'Maximum images, videos or sounds of a prompt: {"image": 4}',
+            default_text='{"image": 32, "video": 4, "audio": 32}',
         ),
     ] = {}
     enable_mm_embeds: Annotated[
@@ -239,3 +239,8 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     def max_sounds(self) -> int:
         """The maximum number of sounds in a prompt."""
         return self.limit_mm_per_prompt.get("audio", 32)
+
+    @property
+    def max_videos(self) -> int:
+        """The maximum number of videos in a prompt."""
+        return self.limit_mm_per_prompt.get("video", 4)

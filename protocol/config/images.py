@@ -139,6 +139,17 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
     pads_several: bool = False
 
 
+class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
+    """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
+
+    Each square of `unit` pixels is an embedding.
+    """
+
+    unit: int
+    min_pixels: int
+    max_pixels: int
+
+
 AnyImageProcessor: TypeAlias = (
     SquareProcessor
     | CropProcessor
@@ -148,4 +159,5 @@ AnyImageProcessor: TypeAlias = (
     | FitProcessor
     | BudgetProcessor
     | AnyresProcessor
+    | ResizeProcessor
 )

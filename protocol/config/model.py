@@ -10,6 +10,7 @@ from ..file_identity import FileIdentity, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor, SpanKind
 from .sounds import SoundProcessorConfig
+from .videos import VideoProcessor
 
 
 class LoadFormat(enum.StrEnum):
@@ -182,6 +183,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         lora_files: The adapters' files that were on disk when the server started.
         max_lora_rank: The highest rank of an adapter.
         images: How the model reads images; None if it reads none.
+        videos: How the model reads videos; None if it reads none.
         span_kind: Which tokens of a prompt see those behind them.
         mmproj: The file with the vision tower of a GGUF model; empty if it has none.
         audio: How a speech model reads sounds; None for other models.
@@ -214,6 +216,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     lora_files: tuple[FileIdentity, ...] = ()
     max_lora_rank: int = 16
     images: AnyImageProcessor | None = None
+    videos: VideoProcessor | None = None
     span_kind: SpanKind | None = None
     mmproj: str = ""
     audio: AudioProcessorConfig | None = None

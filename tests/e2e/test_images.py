@@ -23,44 +23,15 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.gguf_writer import write_gguf
+from support.image_requests import NUM_TOKENS, chat, data_url, picture
 from support.mmproj_writer import write_mmproj
 from support.server import Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor, vision_directory
 
 torch.set_num_threads(1)
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
-NUM_TOKENS = 12
 TOKEN_TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 SMALL = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "700")
-
-
-def picture(seed: int, width: int, height: int) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
-def data_url(image: Image.Image, file_format: str = "PNG") -> str:
-    file = io.BytesIO()
-    image.save(file, file_format)
-    content = base64.b64encode(file.getvalue()).decode()
-    return f"data:image/{file_format.lower()};base64,{content}"
-
-
-def chat(*parts: str | Image.Image) -> dict[str, Any]:
-    """Return a request for the greedy answer to texts and images."""
-    content: list[dict[str, Any]] = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": data_url(part), "detail": "auto"}}
-        for part in parts
-    ]
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
 
 
 CHATS = [

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
@@ -48,7 +49,7 @@ from ..sampling import Sampler, SamplerOutput
 from ..source.encoder import SourceEncoder
 from ..source.stem import SoundStem
 from ..vision.placed import Placed
-from ..vision.tower import VisionTower
+from ..vision.towers import make_tower
 from .parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -179,15 +180,17 @@ def load_model(
         if config.model.mmproj:
             checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
         layers = _native_vision_layers(config, encoder, checkpoint, device)
-        model.encoder = VisionTower(encoder, checkpoint, device, dtype, num_threads, layers)
+        model.encoder = make_tower(encoder, checkpoint, device, dtype, num_threads, layers)
     return model
 
 
 def _native_vision_layers(
-    config: EngineConfig, vision: VisionSpec, checkpoint: Checkpoint, device: torch.device
+    config: EngineConfig, vision: AnyVisionSpec, checkpoint: Checkpoint, device: torch.device
 ) -> NativeVisionLayers | None:
     """Return the layers of the vision tower as a native program, or None if they run in torch."""
     if device.type != "cpu" or config.device.cpu_backend is CPUBackend.TORCH:
+        return None
+    if isinstance(vision, GridVisionSpec):
         return None
     try:
         return NativeVisionLayers(vision, checkpoint, _num_threads(config))

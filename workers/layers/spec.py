@@ -10,7 +10,7 @@ import torch
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
-from ...protocol.checkpoint.vision.spec import VisionSpec
+from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
 from .rope import RopeSpec
 
@@ -370,7 +370,7 @@ class ModelSpec:
     has_final_norm: bool = True
     num_token_types: int = 0
     score_head: ScoreHeadSpec | None = None
-    encoder: VisionSpec | AudioTowerSpec | None = None
+    encoder: AnyVisionSpec | AudioTowerSpec | None = None
     num_deepstack_layers: int = 0
     source: SourceSpec | None = None
     has_embedding: bool = True
@@ -379,7 +379,9 @@ class ModelSpec:
     @property
     def span_kind(self) -> SpanKind | None:
         """Which tokens see those behind them."""
-        return self.encoder.span_kind if isinstance(self.encoder, VisionSpec) else None
+        if self.encoder is None or isinstance(self.encoder, AudioTowerSpec):
+            return None
+        return self.encoder.span_kind
 
     @property
     def tells_segments(self) -> bool:

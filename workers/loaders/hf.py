@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,29 @@ class _Stacking:
     """How a family stacks the matrices of its experts.
 
     If `is_transposed`, matrices are stored [inputs, outputs], unless they are quantized. If `is_interleaved`, the rows
-    of gate and up projections alternate.
+    of gate and up projections alternate. Some families have files with both orders; with a `hidden_size`, a matrix
+    whose outputs it is in place of the inputs, or the other way round, is not transposed.
     """
 
     is_transposed: bool = False
     is_interleaved: bool = False
+    hidden_size: int | None = None
+
+    def transposes(self, module: str, shape: Sequence[int]) -> bool:
+        """Return whether the matrices of a module, stacked to this shape, are stored [inputs, outputs]."""
+        if not self.is_transposed or self.hidden_size is None:
+            return self.is_transposed
+        first, last = shape[1], shape[-1]
+        has_order = (last, first) if module == "down_proj" else (first, last)
+        return has_order[0] == self.hidden_size or has_order[1] != self.hidden_size
 
 
 _STACKINGS = {
     "gpt_oss": _Stacking(is_transposed=True, is_interleaved=True),
     "llama4": _Stacking(is_transposed=True),
     "llama4_text": _Stacking(is_transposed=True),
+    "qwen3_vl_moe": _Stacking(is_transposed=True),
+    "qwen3_vl_moe_text": _Stacking(is_transposed=True),
 }
 
 
@@ -111,7 +123,11 @@ class HFCheckpoint(Checkpoint):
         self._stored: dict[str, _StoredTensor] = {}
         expected = _expected_shards(path)
         seen: set[str] = set()
-        stacking = _STACKINGS.get(str(config.get("model_type")), _Stacking())
+        model_type = str(config.get("model_type"))
+        stacking = _STACKINGS.get(model_type, _Stacking())
+        if model_type.startswith("qwen3_vl_moe"):
+            text = config.section("text_config") or config
+            stacking = replace(stacking, hidden_size=text.integer("hidden_size"))
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path):
             shard = _open(file)
             for name in shard.keys():  # noqa: SIM118 - not a mapping
@@ -203,12 +219,13 @@ def _tensors_of(file: Any, name: str, stacking: _Stacking) -> dict[str, _StoredT
     modules = {module: (0, 1)}
     if stacking.is_interleaved and module == "gate_up_proj":
         modules = {"gate_proj": (0, 2), "up_proj": (1, 2)}
-    is_transposed = stacking.is_transposed and tensor == "weight"
+    shape = file.get_slice(name).get_shape()
+    is_transposed = tensor == "weight" and stacking.transposes(module, shape)
     return {
         f"{stacked['block']}.{i}.{part}.{tensor}": _StoredTensor(
             file, name, i, is_transposed, *rows
         )
-        for i in range(file.get_slice(name).get_shape()[0])
+        for i in range(shape[0])
         for part, rows in modules.items()
     }
 

@@ -19,6 +19,7 @@ from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
 from .anyres import join_tiles
 from .layers import VisionLayer
+from .pixels import normalized_pixels
 from .projection import read_projection
 from .rotary import PatchRotation, rotate_patches
 from .weights import VisionWeights, find_activation
@@ -219,13 +220,8 @@ class VisionTower:
 
     def _split_patches(self, image: ImagePayload) -> Tensor:
         """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""
-        # Copied, because torch requires a writable array, and the message's bytes are read-only.
-        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
         patch_size = self.spec.patch_size
-        # As numpy rounds in transformers' processors.
-        scaled = (pixels.view(image.height, image.width, 3).double() * image.scale).float()
-        mean, std = scaled.new_tensor(image.mean), scaled.new_tensor(image.std)
-        channels = ((scaled - mean) / std).to(self._dtype).permute(2, 0, 1)
+        channels = normalized_pixels(image, self._device, self._dtype)[0]
         # Like a convolution, whose stride is its size, pixels beyond the last whole patch are not read.
         num_rows, num_columns = image.height // patch_size, image.width // patch_size
         whole = channels[:, : num_rows * patch_size, : num_columns * patch_size]

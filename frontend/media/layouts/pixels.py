@@ -7,23 +7,38 @@ from typing import NamedTuple, TypeAlias
 from PIL import Image
 
 from ....protocol.config.images import ImageProcessorConfig
-from ....protocol.messages import EmbeddingPayload, ImagePayload
+from ....protocol.messages import EmbeddingPayload, EncoderGrid, ImagePayload
 
 
 class Tile(NamedTuple):
     """What a vision tower reads at a time, and the number of embeddings that it makes of that.
 
-    If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt.
+    If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt. `grid` is that of the
+    encoder input.
     """
 
     payload: ImagePayload | EmbeddingPayload
     num_outputs: int
     row_length: int = 0
     separator: str = ""
+    grid: EncoderGrid | None = None
+
+
+class Video(NamedTuple):
+    """The frames of a video that a model reads, in RGB and of one size.
+
+    `numbers` are those of the frames in the video, of which a second has `fps`. `sampled_fps` is how many of the
+    frames a second has.
+    """
+
+    frames: list[Image.Image]
+    numbers: list[int]
+    fps: float
+    sampled_fps: float
 
 
 Parts: TypeAlias = list[str | Tile]
-"""What takes the place of an image in a prompt: texts and tiles in their order."""
+"""What takes the place of an image or a video in a prompt: texts and tiles in their order."""
 
 
 def make_tile(image: Image.Image, config: ImageProcessorConfig) -> Tile:

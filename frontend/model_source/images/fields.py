@@ -21,10 +21,14 @@ def values(
     fields: ConfigFields, vision: VisionSpec, token_id: int, resample: int
 ) -> dict[str, Any]:
     """Return what all processors have in common."""
+    sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
+    return sizes | pixel_values(fields, token_id, resample)
+
+
+def pixel_values(fields: ConfigFields, token_id: int, resample: int) -> dict[str, Any]:
+    """Return what processors of images and of videos have in common."""
     values: dict[str, Any] = {
         "token_id": token_id,
-        "output_size": vision.output_size,
-        "num_outputs": vision.num_outputs,
         "resample": fields.integer("resample", resample, minimum=0, maximum=5),
         "scale": fields.positive("rescale_factor", 1 / 255),
     }

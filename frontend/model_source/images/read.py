@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
-from ....protocol.checkpoint.vision.spec import VisionSpec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
 from .pixtral import pixtral
+from .qwen import resize
 from .single import single
 from .source import ProcessorSource
 
@@ -78,8 +78,11 @@ def _read_processor(path: Path) -> ConfigFields | None:
     return None
 
 
-_Reader: TypeAlias = Callable[[ProcessorSource, VisionSpec, int], AnyImageProcessor]
-"""From the checkpoint's files, the tower and the token that stands for an embedding."""
+_Reader: TypeAlias = Callable[[ProcessorSource, Any, int], AnyImageProcessor]
+"""From the checkpoint's files, the tower and the token that stands for an embedding.
+
+A reader takes towers of the class that its models have.
+"""
 
 _READERS: Final[dict[str, _Reader]] = {
     "gemma3": gemma3,
@@ -91,5 +94,9 @@ _READERS: Final[dict[str, _Reader]] = {
     "llava_onevision": anyres,
     "mistral3": pixtral,
     "paligemma": paligemma,
+    "qwen2_vl": resize,
+    "qwen2_5_vl": resize,
+    "qwen3_vl": resize,
+    "qwen3_vl_moe": resize,
     "smolvlm": grid,
 }

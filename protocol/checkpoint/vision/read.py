@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .gemma import gemma3, gemma4, paligemma
+from .grid import GridVisionSpec, qwen2_5_vl, qwen2_vl, qwen3_vl
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llava import llava, llava_next, llava_onevision
 from .pixtral import pixtral
 from .spec import VisionSpec
+
+AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec
 
 
 def has_vision(fields: ConfigFields) -> bool:
@@ -19,7 +22,7 @@ def has_vision(fields: ConfigFields) -> bool:
     return fields.text("model_type", "") in _READERS and fields.section("vision_config") is not None
 
 
-def vision_spec(fields: ConfigFields, output_size: int) -> VisionSpec:
+def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
     """Return the vision tower of a model with this config, which `has_vision`.
 
     Args:
@@ -33,7 +36,7 @@ def vision_spec(fields: ConfigFields, output_size: int) -> VisionSpec:
     return read(fields, fields.required_section("vision_config"), output_size)
 
 
-_READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec]]] = {
+_READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "gemma3": gemma3,
     "gemma4": gemma4,
     "idefics3": idefics3,
@@ -44,4 +47,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], VisionSpec
     "llava_onevision": llava_onevision,
     "mistral3": pixtral,
     "paligemma": paligemma,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl,
 }

@@ -218,7 +218,7 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
         assert covered == {i for i, token in enumerate(found) if token == config.token_id}
     assert len({item.content_hash for item in inputs}) == len(inputs)
     with pytest.raises(ParameterError, match="have 2 images, but the prompt has 3 image tokens"):
-        places.expand(text + mark, prepared)
+        places.in_order(text + mark, prepared)
 
 
 def test_invalid_processor_fields_are_named(model):

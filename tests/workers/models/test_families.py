@@ -645,8 +645,8 @@ def models(request, tmp_path_factory):
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 VISION_SIZES = {
     "depth": 1,
-    "embed_dim": 16,
-    "hidden_size": 16,
+    "embed_dim": 48,
+    "hidden_size": 48,
     "out_hidden_size": 48,
     "intermediate_size": 16,
     "num_heads": 2,

@@ -18,7 +18,7 @@ from .common import (
     sliding_layers,
     uniform_layers,
 )
-from .llama import granite, llama, qwen_layers
+from .llama import granite, interleaved_axes, llama, qwen_layers
 from .llama_variants import ernie4_5, hunyuan
 from .rope import read_rope
 
@@ -143,6 +143,12 @@ def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
     experts = read_experts(fields, 128, 8, renormalizes=fields.boolean("norm_topk_prob", False))
     spec = base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
     return with_experts(spec, experts, has_sparse_step(fields))
+
+
+def _qwen3_vl_moe(fields: ConfigFields) -> ModelSpec:
+    # The weights of chosen experts always sum to 1.
+    fields = fields.with_values({"norm_topk_prob": True})
+    return _qwen3_moe(interleaved_axes(fields.with_defaults(num_key_value_heads=16)))
 
 
 def _olmoe(fields: ConfigFields) -> ModelSpec:
@@ -397,4 +403,5 @@ FAMILIES = (
     Family("OlmoeForCausalLM", "olmoe", _olmoe),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe),
+    Family("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", _qwen3_vl_moe),
 )

@@ -14,6 +14,7 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.embedding import has_head, is_encoder
 from ....protocol.checkpoint.field_names import read_text_config, with_common_names
 from ....protocol.checkpoint.speech import with_decoder_fields
+from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.errors import CheckpointError
 from ...layers.spec import ModelSpec
@@ -113,7 +114,17 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
                 f"num_key_value_heads {num_kv_heads}"
             )
     if has_vision(whole):
-        spec = replace(spec, encoder=vision_spec(whole, spec.hidden_size))
+        encoder = vision_spec(whole, spec.hidden_size)
+        spec = replace(spec, encoder=encoder)
+        if isinstance(encoder, GridVisionSpec):
+            if not spec.has_rotary_axes:
+                raise whole.error("mrope_section is missing, which images need")
+            num_added = len(encoder.deepstack_layers)
+            if num_added > len(spec.layers):
+                raise whole.error(
+                    f"deepstack_visual_indexes has more than {len(spec.layers)} layers"
+                )
+            spec = replace(spec, num_deepstack_layers=num_added)
     if has_audio_tower(whole):
         spec = replace(spec, encoder=audio_tower_spec(whole, spec.hidden_size))
     return spec

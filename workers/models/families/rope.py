@@ -100,12 +100,13 @@ def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...
         isinstance(counts, list)
         and len(counts) == 3
         and all(type(count) is int and count >= 0 for count in counts)
-        and sum(counts) == num_frequencies
     ):
-        raise parameters.wrong(
-            "mrope_section", f"three numbers with the sum {num_frequencies}", counts
-        )
+        raise parameters.wrong("mrope_section", "three numbers", counts)
     if not parameters.boolean("mrope_interleaved", False):
+        if sum(counts) != num_frequencies:
+            raise parameters.wrong(
+                "mrope_section", f"numbers with the sum {num_frequencies}", counts
+            )
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
     return tuple(i % 3 if i // 3 < counts[i % 3] else 0 for i in range(num_frequencies))
 

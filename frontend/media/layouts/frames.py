@@ -1,0 +1,80 @@
+"""Videos, of which some frames at a time are a grid of embeddings."""
+
+from __future__ import annotations
+
+from ....protocol.config.videos import VideoProcessor
+from ....protocol.messages import EncoderGrid, ImagePayload
+from .pixels import Parts, Tile, Video
+from .resized import fit_size
+
+
+def fit_frames(
+    width: int, height: int, num_frames: int, config: VideoProcessor, max_outputs: int
+) -> tuple[int, int]:
+    """Return the size in which the model reads frames of this size.
+
+    Args:
+        width: The width of a frame.
+        height: Its height.
+        num_frames: The number of frames.
+        config: How the model reads videos.
+        max_outputs: The maximum number of embeddings.
+
+    Raises:
+        ValueError: The frames are too long for their width, or have too many embeddings.
+    """
+    unit, per_patch = config.unit, config.frames_per_patch
+    if config.limits_whole:
+        least = min(width, height)
+        if least < unit:
+            width, height = (int(side * (unit / least)) for side in (width, height))
+        counted = max(1, round(num_frames / per_patch)) * per_patch
+        size = fit_size(
+            width, height, unit, config.min_pixels, config.max_pixels, num_frames, counted
+        )
+    else:
+        size = fit_size(width, height, unit, config.min_pixels, config.max_pixels)
+    num_outputs = size[0] * size[1] // unit**2 * -(-num_frames // per_patch)
+    if num_outputs > max_outputs:
+        raise ValueError(
+            f"its {num_frames} frames of {width} x {height} pixels take {num_outputs} tokens, and at most "
+            f"{max_outputs} fit into the context; send fewer or smaller frames"
+        )
+    return size
+
+
+def frames(video: Video, config: VideoProcessor, around: tuple[str, str]) -> Parts:
+    """Return what takes the place of a video in a prompt.
+
+    Args:
+        video: The video, with frames of the size of `fit_frames`.
+        config: How the model reads videos.
+        around: The texts before and after each grid that has a time.
+    """
+    unit, per_patch = config.unit, config.frames_per_patch
+    size, numbers = video.frames[0].size, video.numbers
+    pixels = [frame.tobytes() for frame in video.frames]
+    missing = -len(pixels) % per_patch
+    pixels += pixels[-1:] * missing
+    numbers = [*numbers, *[numbers[-1]] * missing]
+    seconds_per_grid = per_patch / video.sampled_fps
+    parts: Parts = []
+    for index, start in enumerate(range(0, len(pixels), per_patch)):
+        payload = ImagePayload(
+            *size,
+            b"".join(pixels[start : start + per_patch]),
+            config.scale,
+            config.mean,
+            config.std,
+            num_frames=per_patch,
+        )
+        rows, columns = size[1] // unit, size[0] // unit
+        if config.start_token_id is None:
+            step = config.steps_per_second * seconds_per_grid or 1.0
+            grid = EncoderGrid(rows, columns, int(index * step), continues=index > 0)
+            parts.append(Tile(payload, rows * columns, grid=grid))
+        else:
+            time = (numbers[start] + numbers[start + per_patch - 1]) / video.fps / 2
+            tile = Tile(payload, rows * columns, grid=EncoderGrid(rows, columns))
+            parts += [f"<{time:.1f} seconds>{around[0]}", tile, around[1]]
+    return parts

@@ -1,0 +1,66 @@
+"""Images of any size, which are a grid of embeddings."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from PIL import Image
+
+from ....protocol.config.images import ResizeProcessor
+from ....protocol.messages import EncoderGrid, ImagePayload
+from .pixels import Parts, Tile, resize
+
+_MAX_RATIO: Final = 200
+"""Upper bound of the longer side divided by the shorter one."""
+
+
+def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
+    """Return the image in the size that is closest to its own."""
+    size = fit_size(*image.size, config.unit, config.min_pixels, config.max_pixels)
+    image = resize(image, *size, config)
+    payload = ImagePayload(
+        image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
+    )
+    grid = EncoderGrid(image.height // config.unit, image.width // config.unit)
+    return [Tile(payload, grid.rows * grid.columns, grid=grid)]
+
+
+def fit_size(
+    width: int,
+    height: int,
+    unit: int,
+    min_pixels: int,
+    max_pixels: int,
+    num_frames: int = 1,
+    num_counted: int = 1,
+) -> tuple[int, int]:
+    """Return the width and the height in multiples of `unit`, with the shape of an image as far as possible.
+
+    Args:
+        width: The width of the image.
+        height: Its height.
+        unit: The divisor of both.
+        min_pixels: The minimum of the product of width, height and number of frames.
+        max_pixels: The maximum of this product.
+        num_frames: The number of frames, which all have this size.
+        num_counted: The number of frames that the limits count, which is rounded to whole patches.
+
+    Raises:
+        ValueError: The image is too long for its width.
+    """
+    ratio = max(width, height) / min(width, height)
+    if ratio > _MAX_RATIO:
+        raise ValueError(
+            f"it has {width} x {height} pixels, and one side may be at most {_MAX_RATIO} times as long as the other"
+        )
+    sides = [round(side / unit) * unit for side in (width, height)]
+    num_pixels = num_frames * width * height
+    rounded = num_counted * sides[0] * sides[1]
+    if rounded > max_pixels:
+        shrink = math.sqrt(num_pixels / max_pixels)
+        sides = [math.floor(side / shrink / unit) * unit for side in (width, height)]
+    elif rounded < min_pixels:
+        grow = math.sqrt(min_pixels / num_pixels)
+        sides = [math.ceil(side * grow / unit) * unit for side in (width, height)]
+    return max(unit, sides[0]), max(unit, sides[1])

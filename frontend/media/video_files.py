@@ -1,0 +1,214 @@
+"""Decodes videos of requests, which are untrusted: animations, and frames one by one."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from ...protocol.config.videos import VideoProcessor
+from ...protocol.errors import ParameterError
+from .data_urls import read_data_url
+from .decode import decode_image, to_rgb
+from .layouts.pixels import Video
+
+MAX_FILE_FRAMES: Final = 4096
+"""Maximum frames of an animation, of which only some are read."""
+
+MAX_VIDEO_PIXELS: Final = 1 << 27
+"""Maximum pixels of all frames of a video together, also of those that are not read."""
+
+TIMEOUT_S: Final = 20.0
+"""Seconds that the frames of a video may take to decode."""
+
+Fit: TypeAlias = Callable[[int, int, int], tuple[int, int]]
+"""From the width, the height and the number of frames to the width and height in which the model reads them.
+
+It raises ValueError if the model cannot read them.
+"""
+
+_FORMATS: Final = ("GIF", "WEBP", "PNG")
+_FRAMES_URL: Final = "data:video/jpeg;base64,"
+_DEFAULT_DURATION_MS: Final = 100
+
+
+def open_video(
+    source: str | bytes | Sequence[str | Image.Image],
+    fps: float | None,
+    where: str,
+    config: VideoProcessor,
+    fit: Fit,
+) -> Video:
+    """Return the frames of a video in RGB, in the size in which the model reads them.
+
+    Args:
+        source: A data URL, the content of an animation, or the frames: data URLs or Pillow's images. A URL of the type
+            video/jpeg has JPEG files in base64, with commas between them.
+        fps: The frames per second, if they are given one by one; by default as many as the model expects.
+        where: The name of the field in errors.
+        config: How the model reads videos.
+        fit: Returns the size of frames.
+
+    Raises:
+        ParameterError: It is not a video that can be read, or it is too large.
+    """
+    if isinstance(source, str) and source[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
+        return _given_frames(
+            source[len(_FRAMES_URL) :].split(","),
+            lambda text: _base64(text, where),
+            fps,
+            where,
+            config,
+            fit,
+        )
+    if isinstance(source, str):
+        source = read_data_url(source, where)
+    if isinstance(source, bytes):
+        return _animation(source, where, config, fit)
+    return _given_frames(source, lambda url: read_data_url(url, where), fps, where, config, fit)
+
+
+def _given_frames(
+    frames: Sequence[str | Image.Image],
+    read: Callable[[str], bytes],
+    fps: float | None,
+    where: str,
+    config: VideoProcessor,
+    fit: Fit,
+) -> Video:
+    """Return all of these frames, which are images or what `read` returns the file of."""
+    if not 0 < len(frames) <= config.max_frames:
+        raise ParameterError(
+            where, f"has {len(frames)} frames, must have 1 to {config.max_frames}; send fewer"
+        )
+    budget = _Budget(where)
+    found: list[Image.Image] = []
+    given: tuple[int, int] | None = None
+    size = 0, 0
+    for frame in frames:
+        image = (
+            to_rgb(frame) if isinstance(frame, Image.Image) else decode_image(read(frame), where)
+        )
+        if given is None:
+            given, size = image.size, _fit(fit, image, len(frames), where)
+        if image.size != given:
+            raise ParameterError(
+                where, f"has frames of {given} and {image.size} pixels; send frames of one size"
+            )
+        budget.spend(image, 1)
+        found.append(image.resize(size, Image.Resampling(config.resample)))
+    fps = fps or config.fps
+    return Video(found, list(range(len(found))), fps, fps)
+
+
+def _animation(data: bytes, where: str, config: VideoProcessor, fit: Fit) -> Video:
+    """Return some frames of an animation, as many a second as the model expects."""
+    budget = _Budget(where)
+    try:
+        with warnings.catch_warnings():
+            # The limit is checked below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        num_frames = getattr(image, "n_frames", 1)
+        if num_frames > MAX_FILE_FRAMES:
+            raise ParameterError(
+                where, f"has {num_frames} frames, and at most {MAX_FILE_FRAMES} are allowed"
+            )
+        budget.spend(image, num_frames)
+        durations_ms: list[float] = []
+        for number in range(num_frames):
+            image.seek(number)
+            durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
+            budget.check_time()
+        fps = 1000 * num_frames / sum(durations_ms)
+        numbers = sample_frames(num_frames, fps, config)
+        size = _fit(fit, image, len(numbers), where)
+        frames = []
+        for number in numbers:
+            image.seek(number)
+            frames.append(to_rgb(image).resize(size, Image.Resampling(config.resample)))
+            budget.check_time()
+        return Video(frames, numbers, fps, len(frames) / num_frames * fps)
+    except ParameterError:
+        raise
+    # The decoders raise many kinds of errors for damaged files.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is none of {', '.join(_FORMATS)}"
+        raise ParameterError(
+            where,
+            f"is not a video that can be read: {reason}; send an animation, or frames as {_FRAMES_URL}…,…",
+        ) from None
+
+
+def _fit(fit: Fit, image: Image.Image, num_frames: int, where: str) -> tuple[int, int]:
+    try:
+        return fit(image.width, image.height, num_frames)
+    except ValueError as error:
+        raise ParameterError(where, f"cannot be read by this model: {error}") from None
+
+
+def sample_frames(num_frames: int, fps: float, config: VideoProcessor) -> list[int]:
+    """Return the numbers of the frames to read of a file, as transformers' processors choose them."""
+    wanted = num_frames / fps * config.fps
+    if config.rounds_indices:
+        count = min(max(int(wanted), config.min_frames), config.max_frames, num_frames)
+        numbers: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+        return numbers
+    unit = config.frames_per_patch
+    most = min(config.max_frames, num_frames) // unit * unit
+    count = math.floor(min(max(wanted, config.min_frames), most, num_frames) / unit) * unit
+    # A file with fewer frames than a patch is read as it is.
+    count = count or num_frames
+    step = num_frames / count
+    # Rounding may make one more of them, as in a range of numbers with a fraction.
+    last = num_frames - 1
+    return [min(int(np.float32(i * step)), last) for i in range(math.ceil(num_frames / step))]
+
+
+class _Budget:
+    """The pixels and the time that the frames of a video may take."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._num_pixels = 0
+        self._end = time.monotonic() + TIMEOUT_S
+
+    def spend(self, image: Image.Image, num_frames: int) -> None:
+        """Count frames of an image's size.
+
+        Raises:
+            ParameterError: There are too many pixels, or time is over.
+        """
+        self._num_pixels += image.width * image.height * num_frames
+        if self._num_pixels > MAX_VIDEO_PIXELS:
+            raise ParameterError(
+                self._where,
+                f"is too large: its frames have {self._num_pixels} pixels or more, and at most {MAX_VIDEO_PIXELS} are "
+                "allowed; send fewer or smaller frames",
+            )
+        self.check_time()
+
+    def check_time(self) -> None:
+        """Raise `ParameterError` if time is over."""
+        if time.monotonic() > self._end:
+            raise ParameterError(
+                self._where,
+                f"takes more than {TIMEOUT_S:g} s to decode; send fewer or smaller frames",
+            )
+
+
+def _base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ParameterError(where, f"is not valid base64: {error}") from None

@@ -1,0 +1,157 @@
+"""The vision towers of Qwen-VL, which read images of any size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ...config.images import SpanKind
+from ..config_fields import ConfigFields
+
+
+@dataclass(frozen=True)
+class GridVisionSpec:
+    """A vision transformer that reads images of any size, and its projection into the decoder's hidden size.
+
+    A patch has `patch_size` pixels in both directions of `frames_per_patch` frames, which are equal for an image. Half
+    of each head is rotated by the patch's row and half by its column (Qwen2-VL, arXiv 2409.12191). A square of
+    `merge_size` patches becomes one output: they are normed, put side by side and projected by two matrices.
+
+    With a `position_side` patches also have learned positions, which are a square table of this side, interpolated to
+    the image's grid. With a `window_size` patches attend within squares of this many pixels (Qwen2.5-VL,
+    arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has a projection of its own.
+    The decoder adds their outputs after its first layers, in the order of the tower's layers.
+
+    `tensor_names` translates the checkpoint's tensor names, as in `ModelSpec`. The decoder is causal, so there is no
+    `span_kind`.
+    """
+
+    patch_size: int
+    frames_per_patch: int
+    merge_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    activation: str
+    output_size: int
+    rope_theta: float
+    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-6
+    has_gate: bool = False
+    has_patch_bias: bool = False
+    position_side: int = 0
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    deepstack_layers: tuple[int, ...] = ()
+    span_kind: SpanKind | None = None
+    tensor_names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def unit(self) -> int:
+        """The side of the square of pixels that becomes one output."""
+        return self.patch_size * self.merge_size
+
+
+def qwen2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen2-VL."""
+    size = vision.integer("embed_dim", 1280)
+    _check_output_size(vision, "hidden_size", output_size)
+    return GridVisionSpec(
+        **_sizes(vision, size, 14),
+        intermediate_size=int(size * vision.positive("mlp_ratio", 4.0)),
+        activation=vision.text("hidden_act", "quick_gelu"),
+        output_size=output_size,
+        tensor_names=_NAMES,
+    )
+
+
+def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen2.5-VL."""
+    _check_output_size(vision, "out_hidden_size", output_size)
+    sizes = _sizes(vision, vision.integer("hidden_size", 3584), 14)
+    window_size = vision.integer("window_size", 112)
+    unit = sizes["patch_size"] * sizes["merge_size"]
+    if window_size < unit:
+        raise vision.error(f"{vision.prefix}window_size {window_size} must be at least {unit}")
+    return GridVisionSpec(
+        **sizes,
+        intermediate_size=vision.integer("intermediate_size", 3420),
+        activation=vision.text("hidden_act", "silu"),
+        output_size=output_size,
+        norm_kind="rms",
+        has_gate=True,
+        window_size=window_size,
+        full_layers=_layers(vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]),
+        tensor_names=_NAMES,
+    )
+
+
+def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen3-VL."""
+    _check_output_size(vision, "out_hidden_size", output_size)
+    sizes = _sizes(vision.with_defaults(depth=27), vision.integer("hidden_size", 1152), 16)
+    num_positions = vision.integer("num_position_embeddings", 2304)
+    side = int(num_positions**0.5)
+    if side**2 != num_positions:
+        raise vision.wrong("num_position_embeddings", "a square number", num_positions)
+    return GridVisionSpec(
+        **sizes,
+        intermediate_size=vision.integer("intermediate_size", 4304),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        has_patch_bias=True,
+        position_side=side,
+        deepstack_layers=_layers(
+            vision, "deepstack_visual_indexes", sizes["num_layers"], [8, 16, 24]
+        ),
+        tensor_names=_NAMES,
+    )
+
+
+_NAMES: Final = (
+    (r"\.ln_q\.", ".norm."),
+    (r"\.merger\.mlp\.0\.", ".merger.fc1."),
+    (r"\.merger\.mlp\.2\.", ".merger.fc2."),
+    (r"\.linear_fc", ".fc"),
+)
+
+
+def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
+    for name in ("in_channels", "in_chans"):
+        if vision.integer(name, 3) != 3:
+            raise vision.wrong(name, "3", vision.get(name))
+    num_heads = vision.integer("num_heads", 16)
+    # Half of a head is rotated by the row and half by the column, in pairs.
+    if size % (4 * num_heads):
+        raise vision.error(
+            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_heads {num_heads}"
+        )
+    rope = vision.first_section("rope_parameters")
+    return {
+        "patch_size": vision.integer("patch_size", patch_size, maximum=256),
+        "frames_per_patch": vision.integer("temporal_patch_size", 2, maximum=16),
+        "merge_size": vision.integer("spatial_merge_size", 2, maximum=16),
+        "hidden_size": size,
+        "num_heads": num_heads,
+        "num_layers": vision.with_defaults(depth=32).layer_count("depth"),
+        "rope_theta": rope.positive("rope_theta", 10_000.0, above=1),
+    }
+
+
+def _check_output_size(vision: ConfigFields, name: str, output_size: int) -> None:
+    size = vision.integer(name, 3584)
+    if size != output_size:
+        raise vision.wrong(name, f"{output_size}, which is the decoder's hidden_size", size)
+
+
+def _layers(
+    vision: ConfigFields, name: str, num_layers: int, default: list[int]
+) -> tuple[int, ...]:
+    """Return layers that a config counts from 0, counted from 1."""
+    found = vision.get(name, default)
+    if not isinstance(found, list) or not all(
+        type(index) is int and 0 <= index < num_layers for index in found
+    ):
+        raise vision.wrong(name, f"indices of the {num_layers} layers", found)
+    return tuple(index + 1 for index in found)

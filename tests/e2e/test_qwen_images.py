@@ -1,0 +1,213 @@
+"""A server of Qwen-VL models, which read images of any size."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from engine.core.replay.__main__ import main as replay
+from engine.frontend.offline.llm import LLM
+from engine.protocol.sampling_params import SamplingParams
+from PIL import Image
+from support.image_requests import NUM_TOKENS, chat, data_url, picture
+from support.qwen_checkpoints import (
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    qwen_directory,
+    qwen_image_processor,
+    rotary_positions,
+    video_patches,
+)
+from support.server import Server, assert_nothing_is_held
+
+torch.set_num_threads(1)
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+
+
+class Clip(NamedTuple):
+    """A video as frames of 24 x 40 pixels."""
+
+    seed: int
+    num_frames: int
+
+    @property
+    def frames(self) -> list[Image.Image]:
+        return [picture(self.seed + number, 24, 40) for number in range(self.num_frames)]
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "video", "video": [data_url(frame) for frame in self.frames], "fps": 1.0}
+
+
+Part = str | Image.Image | Clip
+
+CHATS: list[tuple[Part, ...]] = [
+    ("the quick", picture(1, 100, 70), "brown fox", picture(2, 20, 33), "jumps"),
+    ("the quick", picture(1, 100, 70), "brown fox", picture(3, 20, 33), "jumps"),
+    (picture(4, 41, 90), "over the lazy dog"),
+    ("seven wizards", picture(5, 64, 64), picture(5, 64, 64)),
+    ("brew tea",),
+    (picture(4, 41, 90), "before", Clip(30, 5), "and behind", picture(5, 64, 64)),
+]
+
+
+def ask(*parts: Part) -> dict[str, Any]:
+    """Return a request for the greedy answer to texts, images and videos."""
+    return chat(*(part.part if isinstance(part, Clip) else part for part in parts))
+
+
+class Model:
+    """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.path, self.model = qwen_directory(directory, kind)
+        self._answers: dict[int, list[int]] = {}
+
+    def check(self, index: int, answer: dict[str, Any]) -> None:
+        """Compare the server's answer to `CHATS[index]` with that of transformers."""
+        if index not in self._answers:
+            self._answers[index] = self._generate(CHATS[index], answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
+
+    @torch.inference_mode()
+    def _generate(self, parts: tuple[Part, ...], prompt: list[int]) -> list[int]:
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        inputs: dict[str, Any] = {}
+        grids = []
+        if images:
+            inputs = dict(qwen_image_processor(self.path)(images, return_tensors="pt"))
+            grids = [(1, rows // 2, columns // 2) for _, rows, columns in inputs["image_grid_thw"]]
+        clip = next((part for part in parts if isinstance(part, Clip)), None)
+        if clip is not None:
+            mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+            inputs["pixel_values_videos"] = video_patches(clip.frames, mean, std)
+            inputs["video_grid_thw"] = torch.tensor([[3, 10, 6]])
+            is_joined = self.model.config.model_type in ("qwen2_vl", "qwen2_5_vl")
+            grids[1:1] = [(3, 5, 3)] if is_joined else [(1, 5, 3)] * 3
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            if clip is not None:
+                inputs["position_ids"] = rotary_positions(self.model.config, tokens, grids)
+            elif images:
+                is_image = np.array(tokens) == self.model.config.image_token_id
+                inputs["mm_token_type_ids"] = torch.from_numpy(is_image.astype(np.int32))[None]
+            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False, **inputs).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+    def check_all(self, server: Server, indices: list[int]) -> None:
+        """Send conversations at the same time, and compare all answers."""
+
+        def check(index: int) -> None:
+            status, answer = server.post("/v1/chat/completions", ask(*CHATS[index]))
+            assert status == 200, answer
+            self.check(index, answer)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(check, indices))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("qwen2_vl", ()),
+        ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
+        ("qwen3_vl_moe", ()),
+    ],
+)
+def test_answers_equal_those_of_transformers(
+    tmp_path: Path, kind: str, flags: tuple[str, ...]
+) -> None:
+    model = Model(tmp_path, kind)
+    with Server(str(model.path), *FLAGS, *flags) as server:
+        model.check_all(server, [0, 1, 2, 3, 4, 5])
+        assert_nothing_is_held(server)
+
+
+# The second stage reads outputs of the tower as well, which are added after its first layer.
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2"), ("--cpu-backend", "torch")])
+def test_images_are_read_under_memory_pressure_and_crashes(
+    qwen3: Model, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    small = ("--max-num-batched-tokens", "40", "--max-num-seqs", "4", "--max-model-len", "256")
+    # Two long prompts do not fit into the KV cache at once.
+    memory = ("--num-gpu-blocks-override", "17", "--encoder-cache-size", "120")
+    with Server(
+        str(qwen3.path), *FLAGS, *small, *memory, "--dump-dir", str(tmp_path), *flags
+    ) as server:
+        qwen3.check_all(server, [0, 1, 2, 3, 4, 5, 0, 1])
+        assert server.metric("engine:num_preemptions_total") > 0
+        status, dumped = server.post("/debug/dump", {})
+        assert status == 200
+        assert replay(dumped["files"]) == 0
+        for victim in ("worker 0", "core 0"):
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                answers = pool.submit(qwen3.check_all, server, [0, 2, 5, 4, 1])
+                server.child(victim).kill()
+                answers.result()
+            server.wait_until_whole()
+        assert_nothing_is_held(server)
+
+
+def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model) -> None:
+    def num_cached(*parts: Part) -> int:
+        status, answer = server.post("/v1/chat/completions", ask(*parts))
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    text = "the old tower " * 20
+    first, second = picture(21, 64, 64), picture(22, 64, 64)
+    with Server(str(qwen3.path), *FLAGS) as server:
+        assert num_cached(text, first, "fox") == 0
+        assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
+        # The tokens behind a cached image have the positions that they have without the cache.
+        qwen3.check_all(server, [0])
+        qwen3.check_all(server, [0, 1])
+        status, answer = server.post("/v1/chat/completions", ask("a", picture(1, 2000, 8)))
+        assert status == 400
+        assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
+        assert (
+            "it has 2000 x 8 pixels, and one side may be at most 200" in answer["error"]["message"]
+        )
+        animation = {"type": "video_url", "video_url": {"url": data_url(picture(1, 8, 8), "GIF")}}
+        status, answer = server.post("/v1/chat/completions", chat("a", animation, animation))
+        assert status == 200, answer
+        status, answer = server.post("/v1/chat/completions", chat("a", *[animation] * 5))
+        assert status == 400
+        assert "have 5 videos, but at most 4 are allowed" in answer["error"]["message"]
+        animation["video_url"]["url"] = "data:video/mp4;base64,AAAA"
+        status, answer = server.post("/v1/chat/completions", chat("a", animation))
+        assert status == 400
+        assert answer["error"]["param"] == "messages[0].content[1].video_url.url"
+        assert_nothing_is_held(server)
+
+
+def test_offline_callers_pass_videos(qwen3: Model) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    clip, image = Clip(30, 5), picture(5, 64, 64)
+    array = np.stack([np.asarray(frame) for frame in clip.frames])
+    with LLM(str(qwen3.path), dtype="float32") as llm:
+        conversations = [
+            [{"role": "user", "content": [part, {"type": "image", "image": image}]}]
+            for part in (clip.part, {"type": "video", "video": array, "fps": 1.0})
+        ]
+        first, second = llm.chat(conversations, params)
+        frames = {"image": image, "video": clip.frames}
+        text = f"user: {START}{VIDEO}{END}{START}{IMAGE}{END}\nassistant:"
+        third = llm.generate({"prompt": text, "multi_modal_data": frames}, params)[0]
+        assert first.prompt_token_ids == second.prompt_token_ids
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        # Without a number of frames a second there are two.
+        assert third.prompt is not None and "<0.2 seconds>" in third.prompt
+        assert first.prompt is not None and "<0.5 seconds>" in first.prompt

@@ -1,0 +1,179 @@
+"""Tiny random models of the Qwen-VL families, as files on disk, with a real tokenizer and image processor."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from support.tiny_checkpoints import sentencepiece_tokenizer
+
+QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+START, END = "<|vision_start|>", "<|vision_end|>"
+PATCH, MERGE, FRAMES = 4, 2, 2
+UNIT = PATCH * MERGE
+TOKENS_PER_SECOND = 2
+
+_PART = (
+    "{% if p.type == 'text' %}{{ p.text }}{% else %}"
+    f"{START}{{% if p.type == 'video' %}}{VIDEO}{{% else %}}{IMAGE}{{% endif %}}{END}"
+    "{% endif %}"
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}" + _PART + "{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+}
+_VISION = {
+    "depth": 4,
+    "num_heads": 4,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": FRAMES,
+}
+_VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "out_hidden_size": 64,
+        # Two outputs in each direction.
+        "window_size": 2 * UNIT,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": TOKENS_PER_SECOND,
+    },
+    "qwen3_vl": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 2, 1],
+    },
+}
+_NAMES = {
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+}
+
+
+def qwen_directory(directory: Path, kind: str) -> tuple[Path, Any]:
+    """Write a model of one of `QWEN_MODELS`. Return its directory and transformers' model."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, VIDEO, START, END]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
+    is_sectioned = kind.startswith("qwen2")
+    # Half of a head has 8 frequencies.
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3] if is_sectioned else [4, 2, 2]}
+    rope["rope_theta"] = _TEXT["rope_theta"]
+    text = _TEXT | ids | {"vocab_size": len(tokenizer), "rope_parameters": rope}
+    if kind == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    vision = _VISION | _VISION_BY_FAMILY[kind.removesuffix("_moe")]
+    tokens = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in (
+            ("image", IMAGE),
+            ("video", VIDEO),
+            ("vision_start", START),
+            ("vision_end", END),
+        )
+    }
+    config = getattr(transformers, f"{_NAMES[kind]}Config")(
+        vision_config=vision, text_config=text, tie_word_embeddings=False, **tokens, **ids
+    )
+    model = getattr(transformers, f"{_NAMES[kind]}ForConditionalGeneration")(config)
+    model = model.float().eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    processor = {
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": FRAMES,
+        "min_pixels": 4 * UNIT**2,
+        "max_pixels": 100 * UNIT**2,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return directory, model
+
+
+def qwen_image_processor(path: Path) -> Any:
+    """Return transformers' image processor with Pillow for a directory that `qwen_directory` wrote."""
+    fields = json.loads((path / "preprocessor_config.json").read_text())
+    del fields["image_processor_type"]
+    module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    return module.Qwen2VLImageProcessorPil(**fields)
+
+
+def rotary_positions(config: Any, tokens: list[int], grids: list[tuple[int, int, int]]) -> Any:
+    """Return the positions int64 [3, 1, T] of a prompt, as the papers of Qwen-VL define them.
+
+    An image or a frame begins at the position behind all before it; what follows it begins behind its last one. The
+    frames of a video that follow one another begin at the same position, and are some steps of time apart.
+
+    Args:
+        config: The config of transformers' model.
+        tokens: The prompt.
+        grids: The rows and columns of outputs of each image and each run of frames, and the frames in it.
+    """
+    # The frames of the tests are a second apart.
+    step = getattr(config.vision_config, "tokens_per_second", 0) * FRAMES or 1
+    media = {config.image_token_id, config.video_token_id}
+    positions: list[tuple[int, int, int]] = []
+    following, remaining = 0, iter(grids)
+    while len(positions) < len(tokens):
+        if tokens[len(positions)] not in media:
+            positions.append((following,) * 3)
+            following += 1
+            continue
+        frames, rows, columns = next(remaining)
+        positions += [
+            (following + frame * step, following + row, following + column)
+            for frame in range(frames)
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        following = max(map(max, positions)) + 1
+    return torch.from_numpy(np.array(positions).T[:, None].copy())
+
+
+def video_patches(frames: list[Image.Image], mean: Any, std: Any) -> torch.Tensor:
+    """Return the patches of resized frames, as transformers' video processors make them; they need torchvision."""
+    pixels = np.stack([np.asarray(frame) for frame in frames])
+    pixels = np.concatenate((pixels, pixels[-1:].repeat(-len(pixels) % FRAMES, 0)))
+    scaled = (pixels.astype(np.float64) / 255).astype(np.float32)
+    video = ((scaled - np.float32(mean)) / np.float32(std)).transpose(0, 3, 1, 2)
+    height, width = video.shape[2:]
+    cells = video.reshape(-1, FRAMES, 3, height // UNIT, MERGE, PATCH, width // UNIT, MERGE, PATCH)
+    patches = cells.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * FRAMES * PATCH**2)
+    return torch.from_numpy(patches.copy())

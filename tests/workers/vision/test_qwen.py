@@ -1,0 +1,124 @@
+"""Qwen-VL models give the logits of transformers, with several images of any size and videos."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from engine.frontend.media.layouts.frames import fit_frames, frames
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.processor import process_image
+from engine.frontend.media.video_files import open_video
+from engine.frontend.model_source.images.qwen import read_video_processor
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.errors import EngineError
+from engine.protocol.messages import EncoderInput, ImagePayload
+from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.rotary_positions import RotaryPositions
+from engine.workers.vision.placed import Placed
+from engine.workers.vision.towers import make_tower
+from PIL import Image
+from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.qwen_checkpoints import (
+    FRAMES,
+    QWEN_MODELS,
+    qwen_directory,
+    qwen_image_processor,
+    rotary_positions,
+    video_patches,
+)
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+SIZES = ((100, 70), (20, 33))
+NUM_FRAMES = 5
+
+
+@pytest.fixture(scope="module", params=QWEN_MODELS)
+def model(request, tmp_path_factory):
+    return qwen_directory(tmp_path_factory.mktemp("model"), request.param)
+
+
+def _image(seed, width, height):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
+def test_logits_equal_those_of_transformers(model, load):
+    path, reference = model
+    config = ConfigFields.read(path / "config.json")
+    text = config.section("text_config")
+    images = [_image(seed, *size) for seed, size in enumerate(SIZES)]
+    processor = read_image_processor(path, config, text, {})
+    videos = read_video_processor(path, config, text, {})
+    video = open_video(
+        [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
+        1.0,
+        "v",
+        videos,
+        lambda *size: fit_frames(*size, videos, 1000),
+    )
+    groups = [process_image(image, processor) for image in images]
+    groups.insert(1, frames(video, videos, ("", "")))
+    rng = random.Random(3)
+    prompt, inputs, tiles, grids = [], [], [], []
+    for number, group in enumerate(groups):
+        prompt += [rng.randrange(4, 300) for _ in range(5)]
+        token = reference.config.video_token_id if number == 1 else reference.config.image_token_id
+        for part in group:
+            if isinstance(part, Tile):
+                size = part.num_outputs
+                inputs.append(EncoderInput(len(prompt), size, b"", size, b"", 0, part.grid))
+                prompt += [token] * size
+                tiles.append(part)
+                if part.grid.continues:
+                    grids[-1] = (grids[-1][0] + 1, *grids[-1][1:])
+                else:
+                    grids.append((1, part.grid.rows, part.grid.columns))
+            elif part:
+                # The time of a frame.
+                prompt += [rng.randrange(4, 300) for _ in range(3)]
+    prompt += [rng.randrange(4, 300) for _ in range(7)]
+    grid_of_video = [inputs[1].grid.rows * 2, inputs[1].grid.columns * 2]
+    with torch.inference_mode():
+        expected = reference(
+            input_ids=torch.tensor([prompt]),
+            position_ids=rotary_positions(reference.config, prompt, grids),
+            pixel_values_videos=video_patches(video.frames, videos.mean, videos.std),
+            video_grid_thw=torch.tensor([[-(-NUM_FRAMES // FRAMES), *grid_of_video]]),
+            **qwen_image_processor(path)(images, return_tensors="pt"),
+        ).logits[0]
+
+    decoder = load(path, max_model_len=512)
+    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    encoded = torch.cat([tower(tile.payload) for tile in tiles])
+    rotary = RotaryPositions(1)
+    rotary.add_request(0, inputs)
+    media = [reference.config.image_token_id, reference.config.video_token_id]
+    is_media = np.isin(prompt, media)
+    rows = np.where(is_media, np.cumsum(is_media) - 1, -1).astype(np.int32)
+    runner = Runner(decoder, 1, max_tokens=512)
+    found = []
+    # Chunks end within images and frames.
+    ends = [17, 60, inputs[1].position + 3, inputs[2].position + 2, len(prompt) - 3, len(prompt)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        decoder.placed = None
+        if (rows[start:end] >= 0).any():
+            decoder.placed = Placed(rows[start:end].copy(), encoded)
+        loc = np.array([0, end - start], np.int32)
+        positions = np.arange(start, end, dtype=np.int32)
+        decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, positions))
+        found.append(runner.step({0: prompt[start:end]})[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_images_that_do_not_fit_the_patches_are_refused(model):
+    path, _ = model
+    decoder = load_decoder(path, max_model_len=512)
+    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    ones = (1.0, 1.0, 1.0)
+    with pytest.raises(EngineError, match="has 1 frames of 8 x 4 pixels, the model reads"):
+        tower(ImagePayload(8, 4, bytes(96), 1 / 255, ones, ones))
