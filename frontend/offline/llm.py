@@ -309,7 +309,7 @@ class LLM:
             task: "transcribe", or "translate" to write English.
             prompt: Text before the sounds, which shows style and spelling.
             temperature: 0 decodes greedily, and tries higher temperatures if a text repeats itself or is doubtful.
-            timestamps: "segment" for the times of segments. Those of words are not supported yet.
+            timestamps: "segment", "word", or both, for their times.
 
         Raises:
             ParameterError: The model cannot do it, or a sound cannot be read.

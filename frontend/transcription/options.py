@@ -86,10 +86,10 @@ def verify_options(options: TranscriptionOptions, audio: AudioProcessorConfig) -
         raise ParameterError(
             "model", "writes only the language that is spoken; it cannot translate"
         )
-    if options.has_words:
-        # The workers do not return the cross attention of `audio.alignment_heads` yet (`PoolingKind.ALIGNMENT`).
+    if options.has_words and not audio.alignment_heads:
         raise ParameterError(
-            "timestamp_granularities", "must not have word: times of words are not supported yet"
+            "timestamp_granularities",
+            "must not have word, because the model has no alignment heads (generation_config.json)",
         )
     if options.prompt and audio.previous_token_id < 0:
         raise ParameterError("prompt", "is not supported by this model, which reads only the sound")

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,17 @@ def test_formats_have_the_same_text(client: openai.OpenAI) -> None:
     assert 0 <= segment.start < segment.end <= 3.69
     assert segment.avg_logprob < 0 < segment.compression_ratio
     assert 0 < segment.no_speech_prob < 0.5
+    verbose = create(
+        model="tiny",
+        file=file,
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    times = [(each.word, each.start, each.end) for each in verbose.words or ()]
+    assert [word for word, _, _ in times] == text.split()
+    assert all(end == start for (_, _, end), (_, start, _) in pairwise(times))
+    # In the file, "green" begins after 2.6 s.
+    assert abs(times[-2][1] - 2.65) < 0.15
     srt = create(model="tiny", file=file, response_format="srt")
     assert re.match(r"1\n00:00:00,\d{3} --> 00:00:03,\d{3}\nMy favorite", srt)
     assert create(model="tiny", file=file, response_format="vtt").startswith("WEBVTT\n\n00:00:00.")
@@ -152,11 +164,6 @@ def test_long_files_lose_and_double_no_words_even_if_the_worker_is_killed(
         ({"response_format": "xml"}, "response_format", 'must be "json"'),
         ({"response_format": "srt", "stream": True}, "stream", "stream needs response_format"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "needs response_format"),
-        (
-            {"response_format": "verbose_json", "timestamp_granularities": ["word"]},
-            "timestamp_granularities",
-            "must not have word",
-        ),
         ({"model": "large"}, "model", "does not exist"),
     ],
     ids=lambda value: str(value)[:30],
