@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .frontend.client.beam_search import BeamSearchParams
     from .frontend.offline.llm import LLM
+    from .frontend.offline.loras import LoRARequest
     from .protocol.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "LoRARequest", "SamplingParams", "__version__"]
 
 _MODULES = {
     "BeamSearchParams": ".frontend.client.beam_search",
     "LLM": ".frontend.offline.llm",
+    "LoRARequest": ".frontend.offline.loras",
     "SamplingParams": ".protocol.sampling_params",
 }
 

@@ -41,6 +41,7 @@ from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
 from ..protocol.worker_messages import (
     GrammarOutput,
+    LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
     Shutdown,
@@ -303,6 +304,8 @@ class EngineCore:
         message = self._workers.receive()
         if isinstance(message, ModelRunnerOutput):
             self._handle_step_result(message)
+        elif isinstance(message, LoraLoaded):
+            self._scheduler.lora_loaded(message.number, message.error or None)
         elif message is not None:
             if are_valid_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)

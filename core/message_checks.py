@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from ..protocol.block_hash import HASH_BYTES
 from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
@@ -65,6 +66,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
             or 0 <= request.pooling_params.second_segment <= len(request.prompt_token_ids) // 4
         )
         and all(0 <= token_id < vocab_size for token_id in request.eos_token_ids)
+        and (request.lora is None or len(request.lora.version) == HASH_BYTES)
         and all(
             0 <= item.position <= _MAX_INT32
             and 0 <= item.num_tokens <= _MAX_INT32

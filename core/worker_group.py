@@ -22,6 +22,7 @@ from ..protocol.worker_messages import (
     CoreHello,
     DraftTokenIds,
     HeldRequest,
+    LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
     WorkerHello,
@@ -60,6 +61,8 @@ class WorkerGroup:
         """The memory that every worker has, once all have reported theirs."""
         self._ready: set[bytes] = set()
         """Identities of the workers that have allocated their KV cache."""
+        self._loras: dict[int, list[LoraLoaded]] = {}
+        """Answers to a `LoraLoad` that other workers have not answered, by number."""
         self._step_log: StepLog | None = None
         self._has_missed_steps = False
 
@@ -166,8 +169,10 @@ class WorkerGroup:
                 )
             self._has_missed_steps = True
 
-    def receive(self) -> ModelRunnerOutput | DraftTokenIds | None:
+    def receive(self) -> ModelRunnerOutput | DraftTokenIds | LoraLoaded | None:
         """Receive the message that a poll has reported. Return it, or None if it was dropped.
+
+        The answers of all workers to a `LoraLoad` become one, with the first error.
 
         Raises:
             EngineError: A worker has restarted, so it lost its state.
@@ -178,12 +183,23 @@ class WorkerGroup:
         identity, message = received
         if identity == self._output_worker and isinstance(message, _STEP_RESULTS):
             return message
+        if isinstance(message, LoraLoaded) and identity == _identity(message.rank):
+            return self._collect_lora_answer(message)
         if message is None and identity in self._identities:
             raise EngineError(
                 f"{identity.decode()} reconnected without the state of its earlier steps"
             )
         self.drop_frame()
         return None
+
+    def _collect_lora_answer(self, answer: LoraLoaded) -> LoraLoaded | None:
+        """Return the common answer of all workers, or None while some have not answered."""
+        answers = self._loras.setdefault(answer.number, [])
+        answers.append(answer)
+        if len(answers) < self._num_workers:
+            return None
+        del self._loras[answer.number]
+        return next((each for each in answers if each.error), answer)
 
     def close(self) -> None:
         """Close the socket and the step log."""

@@ -33,17 +33,19 @@ ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
 
 
 def root_hash(
-    *, cache_salt: str | None = None, lora_name: str | None = None, owner: bytes = b""
+    *, cache_salt: str | None = None, lora_version: bytes | None = None, owner: bytes = b""
 ) -> bytes:
     """Return the parent hash of a request's first block. Requests with different keys never share a block.
 
     With an `owner`, blocks are not shared with other owners, even for equal salts.
     """
     if owner:
-        return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_name, owner))).digest()
-    if cache_salt is None and lora_name is None:
+        return sha256(
+            ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_version, owner))
+        ).digest()
+    if cache_salt is None and lora_version is None:
         return ROOT_HASH
-    return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_name))).digest()
+    return sha256(ROOT_HASH + msgspec.msgpack.encode((cache_salt, lora_version))).digest()
 
 
 def hash_blocks(

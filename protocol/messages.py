@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from .lora import LoraAdapter
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
 
@@ -163,7 +164,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     deadline: float = 0.0
     request_id: str = ""
     kv_transfer_params: dict[str, object] | None = None
-    lora_name: str = ""
+    lora: LoraAdapter | None = None
     encoder_inputs: list[EncoderInput] = []
     output_token_ids: I32 = b""
     is_resubmitted: bool = False
@@ -338,7 +339,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     Of the `num_waiting` requests, `num_deferred` wait for a grammar or for external blocks, not for capacity.
     `cpu_offload_hits` of the `prefix_cache_hits` tokens were in the CPU KV offload. `step_tokens` int32 has, for each
     step that generated tokens, the number of these plus the prompts that got their first token; `num_prompt_tokens`
-    counts those prompts alone. `num_block_preemptions` of the preemptions were for lack of blocks.
+    counts those prompts alone. `num_block_preemptions` of the preemptions were for lack of blocks. `running_loras` and
+    `waiting_loras` are the names of the LoRA adapters of running and of waiting requests, sorted.
 
     The block times are float32 seconds of a sample of cached blocks: the lifetimes of evicted blocks, their idle times
     before eviction, and the idle times of reused blocks.
@@ -368,6 +370,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     step_tokens: I32 = b""
     num_prompt_tokens: int = 0
     num_block_preemptions: int = 0
+    running_loras: list[str] = []
+    waiting_loras: list[str] = []
 
 
 class EngineCoreOutputs(

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
+from .lora import LoraAdapter
 from .messages import F32, I32, EncoderInput
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
@@ -27,8 +28,9 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     `token_ids` int32 are all its tokens so far; the first `num_prompt_tokens` are the prompt, and the first
     `num_computed_tokens` are already in the KV cache. `block_ids` has one int32 array per KV-cache group. `request_id`
     is unique among live requests; together with `arrival_time` it is unique forever. `predicted_token_ids` int32 are
-    the client's prediction of the output, a source of drafts. A request with `pooling_params` returns its pooled vector
-    with the step that computes its last token.
+    the client's prediction of the output, a source of drafts. `lora_number` is that of the request's LoRA adapter,
+    which is loaded, or -1. A request with `pooling_params` returns its pooled vector with the step that computes its
+    last token.
     """
 
     slot: int
@@ -39,7 +41,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: tuple[I32, ...]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    lora_name: str = ""
+    lora_number: int = -1
     encoder_inputs: list[EncoderInput] = []
     arrival_time: float = 0.0
     predicted_token_ids: I32 = b""
@@ -58,6 +60,17 @@ class EncoderWork(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     computed: I32 = b""
     loaded: I32 = b""
     connector_metadata: bytes = b""
+
+
+class LoraLoad(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Asks the workers to load a LoRA adapter. Answered by `LoraLoaded`.
+
+    It replaces the adapter of this number, which no request uses. Requests use it only after the answers of all
+    workers.
+    """
+
+    number: int
+    adapter: LoraAdapter
 
 
 class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults=True, gc=False):
@@ -83,6 +96,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     * `host_copies_out` int32[k, 2] copies blocks to host blocks; then `host_copies_in` int32[k, 2] copies host blocks
       to blocks.
     * `num_common_blocks` first blocks are shared by the whole batch in the full-attention groups.
+    * `lora_loads` are begun by this step, which does not wait for them.
     """
 
     step: int
@@ -99,6 +113,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     host_copies_out: I32 = b""
     host_copies_in: I32 = b""
     num_common_blocks: int = 0
+    lora_loads: list[LoraLoad] = []
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
@@ -170,6 +185,14 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen
 
     rank: int
     held: list[HeldRequest] = []
+
+
+class LoraLoaded(msgspec.Struct, tag="lora", array_like=True, gc=False, frozen=True):
+    """The answer to a `LoraLoad`. If there is an `error`, the adapter cannot be used."""
+
+    rank: int
+    number: int
+    error: str = ""
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -249,5 +272,5 @@ class ModelRunnerOutput(
 
 
 WorkerMessage: TypeAlias = (
-    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds
+    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds | LoraLoaded
 )

@@ -26,6 +26,7 @@ from ..protocol.worker_messages import (
     AllocateKVCache,
     CoreHello,
     GrammarOutput,
+    LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
     Shutdown,
@@ -36,6 +37,7 @@ from ..protocol.worker_messages import (
 )
 from .execution.device_watch import DeviceWatch
 from .execution.factory import open_runner
+from .execution.lora_loader import LoraLoader
 from .execution.runner import PendingOutput, Runner, StepResult
 
 logger = logging.getLogger(__name__)
@@ -77,11 +79,15 @@ class Worker:
         self._next_step = 0
         self._epoch = 0
         self._step_log_path = config.step_log_path(core_index)
+        self._loras: LoraLoader | None = None
 
     def run(self) -> None:
         """Load the model and execute commands."""
         opened = open_runner(self._config, self._core_index, self._rank, self._report_loading)
         with opened as (runner, memory):
+            if runner.loras is not None:
+                self._loras = runner.loras
+                self._poller.register(self._loras.fd, zmq.POLLIN)
             self._execute_commands(runner, memory)
 
     def _execute_commands(self, runner: Runner, memory: WorkerMemory) -> None:
@@ -174,16 +180,24 @@ class Worker:
         while True:
             while self._computing and self._computing[0].is_ready():
                 self._send(self._computing.popleft().output())
-            is_idle = not self._received and not self._computing
+            is_loading = self._loras is not None and self._report_loras(self._loras)
+            is_idle = not self._received and not self._computing and not is_loading
             command = self._core.receive(block=is_idle)
             while command is not None:
                 self._enqueue(command)
                 command = self._core.receive()
             if self._received:
                 return self._received.popleft()
-            self._device.watch_output(self._computing[0])
+            if self._computing:
+                self._device.watch_output(self._computing[0])
             if self._device.fd in dict(self._poller.poll()):
                 self._device.clear()
+
+    def _report_loras(self, loras: LoraLoader) -> bool:
+        """Report the LoRA adapters that are loaded by now. Return whether others are being loaded."""
+        for number, error in loras.take_answers():
+            self._core.send(LoraLoaded(self._rank, number, error))
+        return loras.is_loading
 
     def _enqueue(self, command: WorkerCommand) -> None:
         if isinstance(command, CoreHello):

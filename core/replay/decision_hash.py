@@ -33,7 +33,9 @@ class DecisionHash:
     def add_step(self, step: SchedulerOutput | None) -> None:
         """Add a step, or None for no step. Tokens, drafts and encoder inputs count by their sizes alone."""
         if step is not None:
-            has_content = bool(step.new_requests or step.draft_token_ids or step.encoders)
+            has_content = bool(
+                step.new_requests or step.draft_token_ids or step.encoders or step.lora_loads
+            )
             if has_content:
                 self._hasher.update(_encode(_sizes_of_content(step)))
             if has_content or step.kv_connector_metadata:
@@ -41,6 +43,7 @@ class DecisionHash:
                 step.new_requests = []
                 step.draft_token_ids = step.kv_connector_metadata = b""
                 step.encoders = None
+                step.lora_loads = []
         self._hasher.update(_encode(step))
 
     def add_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> list[ClientReport]:
@@ -56,7 +59,12 @@ class DecisionHash:
                 self._rows[client_index] = message.request_indices
             ends = [(end.request_index, end.reason, end.stop_reason) for end in finished]
             stats = message.stats
-            if stats is not None and (stats.num_dropped_frames or stats.kv_connector is not None):
+            if stats is not None and (
+                stats.num_dropped_frames
+                or stats.kv_connector is not None
+                or stats.running_loras
+                or stats.waiting_loras
+            ):
                 stats = _without_counts(stats)
             covered.append(
                 (
@@ -91,18 +99,21 @@ def _sizes_of_content(step: SchedulerOutput) -> object:
                 data.num_prompt_tokens,
                 data.num_computed_tokens,
                 data.block_ids,
+                data.lora_number,
             )
             for data in step.new_requests
         ],
         len(step.draft_token_ids),
         encoders and (len(encoders.freed_hashes), encoders.computed, encoders.loaded),
+        [load.number for load in step.lora_loads],
     )
 
 
 def _without_counts(stats: SchedulerStats) -> SchedulerStats:
-    """Return the statistics without counts that the KV connector and the core keep outside the scheduler."""
+    """Return the statistics without names, and without counts that are kept outside the scheduler."""
     stats = copy(stats)
     stats.num_dropped_frames = 0
+    stats.running_loras = stats.waiting_loras = []
     if stats.kv_connector is not None:
         stats.kv_connector = msgspec.structs.replace(stats.kv_connector, counts={})
     return stats

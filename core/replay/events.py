@@ -192,6 +192,13 @@ class EndAdoption(msgspec.Struct, tag=19, array_like=True, gc=False):
     client_index: int
 
 
+class LoraLoaded(msgspec.Struct, tag=21, array_like=True, gc=False):
+    """A call of `lora_loaded`. `ok` is False if the adapter cannot be used."""
+
+    number: int
+    ok: bool
+
+
 Decided: TypeAlias = Schedule | Update | TakeOutputs
 Answer: TypeAlias = (
     Hashed
@@ -225,4 +232,5 @@ Event: TypeAlias = (
     | ConnectorRaised
     | AdoptBlocks
     | EndAdoption
+    | LoraLoaded
 )

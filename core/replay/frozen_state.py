@@ -66,7 +66,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "eos_token_ids",
             "key",
             "kv_transfer_params",
-            "lora_name",
+            "lora",
             "num_prompt_tokens",
             "params",
             "predicted_token_ids",

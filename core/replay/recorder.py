@@ -37,6 +37,7 @@ from .events import (
     FinishClient,
     FinishRequests,
     GrammarReady,
+    LoraLoaded,
     MakeStats,
     ResetPrefixCache,
     Schedule,
@@ -204,6 +205,11 @@ class RecordedScheduler(SchedulerInterface):
         """Record and forward the call; the error text is not recorded."""
         self.log.events.append(GrammarReady(key, error is None))
         self.scheduler.grammar_ready(key, error)
+
+    def lora_loaded(self, number: int, error: str | None) -> None:
+        """Record and forward the call; the error text is not recorded."""
+        self.log.events.append(LoraLoaded(number, error is None))
+        self.scheduler.lora_loaded(number, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""

@@ -15,11 +15,13 @@ import numpy as np
 from ...protocol.arrays import Int32Array, int32_bytes, int32_view
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
+from ...protocol.lora import LoraAdapter
 from ...protocol.messages import EngineCoreRequest, FinishedRequest
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import (
     DraftTokenIds,
     EncoderWork,
+    LoraLoad,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
@@ -30,6 +32,7 @@ from .frozen_state import Blank
 from .snapshot import Node, Snapshot, without_content
 
 _NO_PARAMS: Final = SamplingParams()
+_NO_LORA: Final = LoraAdapter("", "", b"")
 
 KEPT_STRINGS: Final = frozenset({"request_id"})
 """Fields whose strings are kept."""
@@ -133,6 +136,7 @@ def redact_step(step: SchedulerOutput) -> SchedulerOutput:
         draft_token_ids=step.draft_token_ids and int32_bytes(len(step.draft_token_ids) // 4),
         kv_connector_metadata=b"",
         encoders=work and EncoderWork([b""] * len(work.freed_hashes), work.computed, work.loaded),
+        lora_loads=[LoraLoad(load.number, _NO_LORA) for load in step.lora_loads],
     )
 
 
@@ -145,6 +149,7 @@ def _redact_new_request(data: NewRequestData) -> NewRequestData:
         num_computed_tokens=data.num_computed_tokens,
         block_ids=data.block_ids,
         sampling_params=_NO_PARAMS,
+        lora_number=data.lora_number,
         pooling_params=data.pooling_params,
     )
 
@@ -164,7 +169,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         tenant=pseudonyms.name(message.tenant),
         deadline=message.deadline,
         request_id=message.request_id,
-        lora_name=pseudonyms.name(message.lora_name),
+        lora=message.lora and _redact_lora(message.lora, pseudonyms),
         is_resubmitted=message.is_resubmitted,
         is_suspect=message.is_suspect,
         was_index=message.was_index,
@@ -173,6 +178,14 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
             msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
             for item in message.encoder_inputs
         ],
+    )
+
+
+def _redact_lora(adapter: LoraAdapter, pseudonyms: Pseudonyms) -> LoraAdapter:
+    return LoraAdapter(
+        pseudonyms.name(adapter.name),
+        pseudonyms.name(adapter.path),
+        pseudonyms.numbers(adapter.version),
     )
 
 
@@ -204,6 +217,10 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
         prompt_token_ids=bytes(event.num_prompt_bytes),
         block_hashes=state.expand_digests(message.block_hashes),
         root_hash=state.expand_digests(message.root_hash),
+        lora=message.lora
+        and msgspec.structs.replace(
+            message.lora, version=state.expand_digests(message.lora.version)
+        ),
         encoder_inputs=[
             msgspec.structs.replace(item, content_hash=state.expand_digests(item.content_hash))
             for item in message.encoder_inputs

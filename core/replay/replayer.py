@@ -36,6 +36,7 @@ from .events import (
     GrammarReady,
     GrammarRefused,
     Hashed,
+    LoraLoaded,
     MakeStats,
     ResetPrefixCache,
     Schedule,
@@ -165,6 +166,8 @@ class Replayer(ExternalDependency):
                 scheduler.finish_requests(keys, reason)
             case GrammarReady(key, ok):
                 scheduler.grammar_ready(key, None if ok else "the grammar could not be compiled")
+            case LoraLoaded(number, ok):
+                scheduler.lora_loaded(number, None if ok else "the adapter could not be loaded")
             case ResetPrefixCache(reset_running_requests, now):
                 self._decision_hash.add_result(
                     scheduler.reset_prefix_cache(reset_running_requests, now)

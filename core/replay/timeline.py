@@ -49,6 +49,7 @@ REASONS: Final[dict[WaitReason | AdmissionStop, str]] = {
     WaitReason.LONG_PREFILLS: "max_long_partial_prefills other long prompts were being computed",
     WaitReason.LORA_SLOTS: "requests of max_loras other adapters were running",
     WaitReason.LORA_TURN: "the next slot for an adapter was kept for a request that had waited longer",
+    WaitReason.LORA_LOADING: "the workers were loading its adapter",
     WaitReason.CONNECTOR: "the KV connector did not know yet what it can load",
     WaitReason.TENANT: "max_num_seqs_per_tenant requests of its tenant were running",
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.config import SchedulerConfig
+from ...protocol.lora import LoraAdapter
 from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.manager import Prefix
 from ..state.batch import ScheduledRow
@@ -95,6 +96,7 @@ class Admission:
         self._manager = lifecycle.manager
         self._queue = lifecycle.queue
         self._running = lifecycle.running
+        self._loras = lifecycle.loras
         self._tenants = lifecycle.tenants
         self._transfers = transfers
         self._in_flight = lifecycle.in_flight
@@ -230,7 +232,9 @@ class Admission:
         queue = self._queue
         if not self._partial_prefills.are_long_at_limit(num_long):
             queue.put_back(WaitReason.LONG_PREFILLS)
-        has_lora_slot = len(self._running.loras) < self._config.max_loras
+        if self._lifecycle.take_ended_loads():
+            queue.put_back(WaitReason.LORA_LOADING)
+        has_lora_slot = self._has_lora_slot()
         if has_lora_slot:
             queue.put_back(WaitReason.LORA_SLOTS)
         if self._lora_turn is not None and (has_lora_slot or self._lora_turn.is_finished):
@@ -243,8 +247,8 @@ class Admission:
 
     def _wait_reason(self, request: Request, now: float) -> WaitReason | None:
         """Return why a request must be set aside, as far as this does not depend on its cached prefix."""
-        if request.lora_name:
-            wait_reason = self._lora_wait_reason(request, now)
+        if request.lora is not None:
+            wait_reason = self._lora_wait_reason(request, request.lora, now)
             if wait_reason is not None:
                 return wait_reason
         if self._tenants is not None and not self._tenants.may_run(request.tenant):
@@ -321,7 +325,7 @@ class Admission:
         room.admitted.samples.append(not is_partial)
         if first_hash is not None:
             room.first_hashes.add(first_hash)
-        if self._starts_singly or room.encoders is not None or request.lora_name:
+        if self._starts_singly or room.encoders is not None or request.lora is not None:
             self._start(room)
             if room.encoders is not None:
                 self._encoders.apply_plan(room.encoders)
@@ -363,13 +367,23 @@ class Admission:
         most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
         return min(num_tokens + self._num_lookahead_tokens, most)
 
-    def _lora_wait_reason(self, request: Request, now: float) -> WaitReason | None:
+    def _lora_wait_reason(
+        self, request: Request, lora: LoraAdapter, now: float
+    ) -> WaitReason | None:
         """Return why the adapter of a request cannot be used now, or None if it can."""
         loras = self._running.loras
-        if len(loras) < self._config.max_loras:
+        if lora not in loras:
+            if not (self._has_lora_slot() or self._loras.is_pending(lora)):
+                if loras:
+                    return WaitReason.LORA_SLOTS
+                # The requests of pending adapters may wait for this one, for example as those of the same tenant.
+                self._loras.release_all()
+            if self._loras.is_loaded(lora):
+                return None
+            self._loras.begin_load(lora, loras)
+            return WaitReason.LORA_LOADING
+        if self._has_lora_slot():
             return None
-        if request.lora_name not in loras:
-            return WaitReason.LORA_SLOTS
         if self._lora_turn is None:
             before = now - LORA_MAX_WAIT_S
             self._lora_turn = self._queue.find_first_aside(WaitReason.LORA_SLOTS, before)
@@ -377,6 +391,10 @@ class Admission:
         if turn is None or (request.rank, request.arrival) < (turn.rank, turn.arrival):
             return None
         return WaitReason.LORA_TURN
+
+    def _has_lora_slot(self) -> bool:
+        """Return whether requests of one more adapter may run."""
+        return len(self._running.loras) + self._loras.num_pending < self._config.max_loras
 
     def _find_prefix(self, request: Request) -> Prefix:
         """Return the prefix to start a request from, and end its reservation if the cache holds more."""

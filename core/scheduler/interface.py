@@ -72,6 +72,10 @@ class SchedulerInterface(ABC):
         """Record that the grammar of a request is compiled, or failed to compile with `error`."""
 
     @abstractmethod
+    def lora_loaded(self, number: int, error: str | None) -> None:
+        """Record that all workers have answered a `LoraLoad`; with an `error` its requests are finished."""
+
+    @abstractmethod
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Decide the next step. Return None if there is nothing to compute or to send to the workers."""
 

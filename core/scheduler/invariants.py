@@ -10,6 +10,7 @@ import numpy as np
 from ..kv_cache.manager import KVCacheManager
 from ..state.request import Request, RequestKey, RequestStatus
 from ..state.running_requests import RunningRequests
+from .features.lora_cache import LoraCache
 from .queues.request_queue import RequestQueue
 
 
@@ -18,6 +19,7 @@ def check_invariants(
     running: RunningRequests,
     queue: RequestQueue,
     manager: KVCacheManager,
+    loras: LoraCache,
 ) -> list[str]:
     """Return a description of every count that does not add up. Takes about 50 ns per block and request."""
     return [
@@ -25,6 +27,8 @@ def check_invariants(
         for name, counted, expected in (
             *_block_sums(manager),
             *_request_sums(requests, running, queue),
+            ("LoRA adapters", loras.num_held, loras.capacity),
+            ("running LoRA adapters", sum(map(loras.is_loaded, running.loras)), len(running.loras)),
         )
         if counted != expected
     ]

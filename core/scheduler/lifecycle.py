@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.arrays import float32_bytes, int32_bytes
+from ...protocol.lora import LoraAdapter
 from ...protocol.messages import (
     EngineCoreRequest,
     EventKind,
@@ -33,6 +34,7 @@ from ..state.steps_in_flight import PreemptedRow, StepsInFlight
 from .client_outputs import ClientOutputs
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import Grammars
+from .features.lora_cache import LoraCache
 from .features.poison_isolation import PoisonIsolation
 from .features.speculative import Drafts
 from .limits import Refusal, Requirements
@@ -87,6 +89,7 @@ class RequestLifecycle:
         clients: ClientOutputs,
         grammars: Grammars,
         encoders: EncoderInputs,
+        loras: LoraCache,
         tenants: TenantLimits | None,
         drafts: Drafts | None = None,
     ) -> None:
@@ -107,6 +110,10 @@ class RequestLifecycle:
         self.handoff = KVHandoff(manager, self.reservations)
         self.transfers: Transfers | None = None
         self.in_flight = StepsInFlight()
+        self.loras = loras
+        self._lora_counts: dict[LoraAdapter, int] = {}
+        """Number of unfinished requests per LoRA adapter."""
+        self._has_ended_load = False
         self._requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
         self._max_num_seqs = len(running.slots.requests)
@@ -186,6 +193,8 @@ class RequestLifecycle:
         self.deadlines.add_request(request)
         if request.encoder_inputs:
             self._encoders.are_in_use = True
+        if request.lora is not None:
+            self._lora_counts[request.lora] = self._lora_counts.get(request.lora, 0) + 1
         if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         else:
@@ -226,6 +235,30 @@ class RequestLifecycle:
             else:
                 request.status = RequestStatus.WAITING
                 self.queue.requeue(request)
+
+    def end_lora_load(self, number: int, error: str | None) -> None:
+        """Let the requests of a LoRA adapter that is loaded go on; finish them if that failed."""
+        adapter = self.loras.end_load(number, is_loaded=error is None)
+        self._has_ended_load = True
+        if error is not None and adapter is not None:
+            ends: list[End] = [
+                (request, FinishReason.IGNORED, None, error)
+                for request in self.requests.values()
+                if request.lora == adapter
+            ]
+            self.finish_requests(ends)
+
+    def _remove_from_lora(self, adapter: LoraAdapter) -> None:
+        """Record that a request of a LoRA adapter has finished."""
+        self._lora_counts[adapter] -= 1
+        if not self._lora_counts[adapter]:
+            del self._lora_counts[adapter]
+            self.loras.release(adapter)
+
+    def take_ended_loads(self) -> bool:
+        """Return whether the load of a LoRA adapter has ended since the last call."""
+        has_ended, self._has_ended_load = self._has_ended_load, False
+        return has_ended
 
     def finish_expired(self, now: float) -> None:
         """Finish the requests that are past their deadline."""
@@ -308,7 +341,7 @@ class RequestLifecycle:
                 else tuple([array("i", table).tobytes() for table in claim.tables]),
                 sampling_params=request.params,
                 eos_token_ids=request.eos_token_ids,
-                lora_name=request.lora_name,
+                lora_number=-1 if request.lora is None else self.loras.use(request.lora),
                 encoder_inputs=request.encoder_inputs,
                 arrival_time=request.arrival_time,
                 predicted_token_ids=request.predicted_token_ids,
@@ -439,6 +472,8 @@ class RequestLifecycle:
                 if was in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     self.queue.remove_request(request)
             self.reservations.end_reservation(request)
+            if request.lora is not None:
+                self._remove_from_lora(request.lora)
             if request.params.structured_output is not None:
                 self.grammars.release(request)
             if self.poison_isolation.suspects:
@@ -466,6 +501,16 @@ class RequestLifecycle:
         stats.num_running = num_running = len(self.running)
         stats.num_waiting = len(self.requests) - num_running
         stats.num_deferred = stats.num_waiting - len(self.queue)
+        if self._lora_counts:
+            num_running_by_lora = self.running.loras
+            stats.running_loras = sorted({lora.name for lora in num_running_by_lora})
+            stats.waiting_loras = sorted(
+                {
+                    lora.name
+                    for lora, count in self._lora_counts.items()
+                    if count > num_running_by_lora.get(lora, 0)
+                }
+            )
         if self.step_tokens:
             stats.step_tokens = int32_bytes(self.step_tokens)
             self.step_tokens = []

@@ -47,6 +47,7 @@ from .decode_fast_path import DecodeFastPath
 from .features.encoder_cache_connector import EncoderCacheConnector
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import GrammarBackend, Grammars
+from .features.lora_cache import LoraCache
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
 from .features.state_checkpoints import StateCheckpoints
@@ -119,6 +120,7 @@ class Scheduler(SchedulerInterface):
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
         self._encoders = EncoderInputs(config, encoder_cache_connector)
+        self._loras = LoraCache(config.max_cpu_loras)
         self._drafts: Drafts | None = None
         if config.speculative is not None:
             self._drafts = Drafts(
@@ -143,6 +145,7 @@ class Scheduler(SchedulerInterface):
             clients=self._clients,
             grammars=self._grammars,
             encoders=self._encoders,
+            loras=self._loras,
             tenants=make_tenant_limits(config),
             drafts=self._drafts,
         )
@@ -229,6 +232,10 @@ class Scheduler(SchedulerInterface):
         """Record that a grammar is compiled, or failed to compile."""
         self._lifecycle.grammar_ready(key, error)
 
+    def lora_loaded(self, number: int, error: str | None) -> None:
+        """Record that all workers have answered a `LoraLoad`."""
+        self._lifecycle.end_lora_load(number, error)
+
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
@@ -309,7 +316,12 @@ class Scheduler(SchedulerInterface):
                 max_admitted = 0 if has_preempted else 1
         samples = self._running_scheduler.apply_plan(plan)
         admitted = self._admission.admit(plan, max_admitted, now, suspect)
-        if not (plan.num_tokens or admitted.requests or self._running.has_removed):
+        if not (
+            plan.num_tokens
+            or admitted.requests
+            or self._running.has_removed
+            or self._loras.has_unsent
+        ):
             if suspect is not None:
                 # The connector's metadata goes with the step that is scheduled without `suspect`.
                 return None
@@ -327,6 +339,7 @@ class Scheduler(SchedulerInterface):
         stats = self._lifecycle.stats
         stats.num_steps += 1
         stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
+        step.lora_loads = self._loras.take_loads()
         if self._transfers is not None:
             self._transfers.add_metadata(step)
         if self._encoders.are_in_use:
@@ -483,7 +496,9 @@ class Scheduler(SchedulerInterface):
 
     def check_invariants(self) -> list[str]:
         """Return a description of every count that does not add up."""
-        return check_invariants(self.requests, self._running, self._queue, self.kv_cache_manager)
+        return check_invariants(
+            self.requests, self._running, self._queue, self.kv_cache_manager, self._loras
+        )
 
     def make_stats(self) -> SchedulerStats:
         """Return current gauges, and counts since the last call."""

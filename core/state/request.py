@@ -87,7 +87,7 @@ class Request:
         "is_finished",
         "key",
         "kv_transfer_params",
-        "lora_name",
+        "lora",
         "num_admissions",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -130,7 +130,7 @@ class Request:
         self.deadline = message.deadline
         self.trace_headers = message.trace_headers
         self.encoder_inputs = message.encoder_inputs
-        self.lora_name = message.lora_name
+        self.lora = message.lora
         self.kv_transfer_params = message.kv_transfer_params
         self.params = message.sampling_params
         self.pooling_params = message.pooling_params

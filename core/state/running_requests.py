@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...protocol.lora import LoraAdapter
 from .batch import ScheduledRow
 from .request import Request
 from .slots import SlotArray, Slots, as_array
@@ -23,7 +24,7 @@ class RunningRequests:
         self.num_constrained = 0
         self.awaiting_masks: set[int] = set()
         """Slots that sample, or have sampled, a token after which their isolated grammar must compute a mask."""
-        self.loras: dict[str, int] = {}
+        self.loras: dict[LoraAdapter, int] = {}
         """Number of running requests per LoRA adapter in use."""
         self._removed: list[int] = []
         self._completed_prefills: list[ScheduledRow] = []
@@ -77,8 +78,8 @@ class RunningRequests:
         for request, is_complete in zip(requests, is_prefilled.tolist(), strict=True):
             if request.params.structured_output is not None:
                 self.num_constrained += 1
-            if request.lora_name:
-                self.loras[request.lora_name] = self.loras.get(request.lora_name, 0) + 1
+            if request.lora is not None:
+                self.loras[request.lora] = self.loras.get(request.lora, 0) + 1
             if is_complete:
                 self._completed_prefills.append(ScheduledRow(request, request.num_admissions))
             else:
@@ -93,10 +94,10 @@ class RunningRequests:
             self.awaiting_masks.discard(request.slot)
             if request.params.structured_output is not None:
                 self.num_constrained -= 1
-            if request.lora_name:
-                self.loras[request.lora_name] -= 1
-                if not self.loras[request.lora_name]:
-                    del self.loras[request.lora_name]
+            if request.lora is not None:
+                self.loras[request.lora] -= 1
+                if not self.loras[request.lora]:
+                    del self.loras[request.lora]
         self.slots.vacate_slots(requests)
 
     def complete_prefill(self, request: Request) -> None:

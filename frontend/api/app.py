@@ -23,6 +23,7 @@ from .routes.chat_completions import ChatCompletions
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
 from .routes.invocations import Invocations
+from .routes.loras import Loras
 from .routes.management import Management
 from .routes.replicas import Replicas
 from .routes.scores import Scores
@@ -119,6 +120,12 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
     ]
 
+    if serving.config.frontend.allow_runtime_lora_updating:
+        loras = Loras(serving, intake)
+        routes += [
+            Route("/v1/load_lora_adapter", loras.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", loras.unload, methods=["POST"]),
+        ]
     if serving.config.model.classifier is not None:
         routes.append(Route("/classify", embeddings.classify, methods=["POST"]))
 

@@ -103,7 +103,7 @@ class Endpoint(ABC, Generic[Request]):
                     "id": f"{self._id_prefix_of(request)}-{request_id}",
                     "object": self._object_name(request),
                     "created": int(time.time()),
-                    "model": serving.find_lora(request.model) or serving.served_name,
+                    "model": serving.answering_model(request.model),
                     "system_fingerprint": serving.fingerprint,
                 },
             )

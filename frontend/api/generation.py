@@ -225,7 +225,7 @@ async def submit(
     verify_num_sequences(len(prompts) * n)
     num_requests = 1 if search is not None else n
     priority = verify_priority(request.priority)
-    lora_name = serving.find_lora(request.model)
+    lora = serving.find_lora(request.model)
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
@@ -242,7 +242,7 @@ async def submit(
                 trace_headers=trace_headers,
                 predicted_token_ids=prompt.predicted_token_ids,
                 pooling=prompt.pooling,
-                lora_name=lora_name,
+                lora=lora,
                 encoder_inputs=prompt.encoder_inputs,
             )
             for j in range(num_requests)

@@ -50,6 +50,14 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/replicas": (OPERATORS, "List the replicas with their state and load."),
     "/replicas/{index}/{action}": (OPERATORS, "Drain, undrain or restart a replica."),
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
+    "/v1/load_lora_adapter": (
+        OPERATORS,
+        "Add a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
+    ),
+    "/v1/unload_lora_adapter": (
+        OPERATORS,
+        "Remove a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
+    ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/livez": (PROBES, "Answer 200 while the supervisor runs."),
     "/readyz": (PROBES, "Answer 200 while the server can accept a request."),

@@ -14,6 +14,7 @@ from starlette.types import Receive
 from ... import __version__
 from ...protocol.config import EngineConfig
 from ...protocol.grammars.process import GrammarProcesses
+from ...protocol.lora import LoraAdapter
 from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
@@ -34,12 +35,16 @@ from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
+from ..model_source.lora_registry import LoraRegistry
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format
 from .structured.constraint import Constraint
+
+MAX_NAMED: Final = 32
+"""Maximum number of models that an error message names."""
 
 ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 """A grammar for any text."""
@@ -78,6 +83,7 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.executor = engine.executor
+        self.loras = LoraRegistry(config)
         self.media = find_chat_media(config, tokenizer, engine.executor)
         self.transcriber: Transcriber | None = None
         if config.model.audio is not None and config.model.has_tokenizer:
@@ -154,23 +160,39 @@ class Serving:
         Raises:
             APIError: It is not (404).
         """
-        if name and name not in self.served_models:
-            raise APIError(
-                404,
-                f"The model {echo(name)} does not exist; available models: "
-                f"{', '.join(self.served_models)}",
-                param="model",
-                code="model_not_found",
-            )
+        self.find_lora(name)
 
     @property
     def served_models(self) -> tuple[str, ...]:
         """The names that clients may use: those of the model, then those of its LoRA adapters."""
-        return (*self.config.model.served_names, *self.config.model.loras)
+        return (*self.config.model.served_names, *(adapter.name for adapter in self.loras))
 
-    def find_lora(self, name: str | None) -> str:
-        """Return the LoRA adapter of this name; "" if the name is not that of an adapter."""
-        return name if name and name in self.config.model.loras else ""
+    def find_lora(self, name: str | None) -> LoraAdapter | None:
+        """Return the LoRA adapter of this name, or None if it is a name of the model.
+
+        Raises:
+            APIError: There is no such model (404).
+        """
+        if not name or name in self.config.model.served_names:
+            return None
+        adapter = self.loras.find(name)
+        if adapter is None:
+            raise self._unknown_model(name)
+        return adapter
+
+    def answering_model(self, name: str | None) -> str:
+        """Return the name of the model in the answer to a request for `name`."""
+        is_lora = name and name not in self.config.model.served_names
+        return name if name and is_lora else self.served_name
+
+    def _unknown_model(self, name: str) -> APIError:
+        return APIError(
+            404,
+            f"The model {echo(name)} does not exist; available models: "
+            f"{', '.join(self.served_models[:MAX_NAMED])}",
+            param="model",
+            code="model_not_found",
+        )
 
     def verify_tokenizer(
         self, param: str, instead: str = "send token ids to /v1/completions"
@@ -338,9 +360,7 @@ class Serving:
 
 def _fingerprint(config: EngineConfig) -> str:
     """Return `system_fingerprint`: servers with equal fingerprints give equal answers for equal seeds."""
-    model = msgspec.structs.replace(
-        config.model, weight_files=(), tokenizer_files=(), lora_files=()
-    )
+    model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=(), loras=())
     identity = (model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
     return f"engine-{__version__}-{digest[:8]}"

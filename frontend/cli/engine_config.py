@@ -44,6 +44,8 @@ _SOURCES_AT_ONCE = 4
 """Sounds or texts that a GPU encodes in one step, by default."""
 _KEPT_EMBEDDINGS = 4096
 """The embeddings of images or sounds that the workers keep at least, by default."""
+_LOADED_LORAS = 8
+"""The LoRA adapters that stay loaded at least, by default."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
 """Bytes of a number of the dtypes that do not have 2."""
 
@@ -69,12 +71,10 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: {model.config.served_names[0]} is an encoder, "
             "which is not divided into stages; remove it"
         )
-    if model.config.loras and (parallel.nnodes > 1 or has_gpu(device.device)):
-        raise ConfigError(
-            "--lora-modules needs --device cpu and one machine; remove it or change --device and --nnodes"
-        )
     _check_cpu_offload(cache, scheduler)
     frontend = make_frontend_config(settings, model.default_sampling)
+    if frontend.allow_runtime_lora_updating and not model.config.enable_lora:
+        raise ConfigError("--allow-runtime-lora-updating needs --enable-lora; give both or neither")
     if model.dimensions is not None:
         check_parallel(model.dimensions, parallel)
     _check_gpus(device.device, parallel)
@@ -214,6 +214,13 @@ def _make_scheduler_config(
         given.setdefault("max_num_encoder_input_tokens", step)
         kept = max(step, _KEPT_EMBEDDINGS, several * encoder_outputs)
         given.setdefault("encoder_cache_size", kept)
+    max_loras = given.get("max_loras", limits.max_loras)
+    max_cpu_loras = given.setdefault("max_cpu_loras", max(max_loras, len(model.loras), _LOADED_LORAS))
+    if max_cpu_loras < max_loras:
+        raise ConfigError(
+            f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras, which is {max_loras}; raise the first or "
+            "lower the second"
+        )
     config = SchedulerConfig(**given)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(

@@ -319,11 +319,12 @@ class EngineClient:
         hashed: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
         num_hashed = 0
         for sequence, request in zip(sequences, requests, strict=True):
-            salt, owner, lora_name = sequence.cache_salt, sequence.cache_owner, sequence.lora_name
+            salt, owner, lora = sequence.cache_salt, sequence.cache_owner, sequence.lora
+            version = None if lora is None else lora.version
             inputs = tuple(item.content_hash for item in request.encoder_inputs)
-            key = (id(sequence.prompt_token_ids), salt, owner, lora_name, inputs)
+            key = (id(sequence.prompt_token_ids), salt, owner, version, inputs)
             if key not in hashed:
-                root = root_hash(cache_salt=salt, lora_name=lora_name or None, owner=owner)
+                root = root_hash(cache_salt=salt, lora_version=version, owner=owner)
                 prompt = int32_view(request.prompt_token_ids)
                 hashed[key] = root, await self._hash_blocks(prompt, root, request.encoder_inputs)
                 num_hashed += len(prompt) + MIN_TOKENS_HASHED

@@ -143,7 +143,7 @@ class InputProcessor:
             trace_headers=request.trace_headers,
             predicted_token_ids=predicted,
             pooling_params=request.pooling,
-            lora_name=request.lora_name,
+            lora=request.lora,
             encoder_inputs=request.encoder_inputs,
         )
 

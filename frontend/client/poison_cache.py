@@ -45,7 +45,7 @@ def _digest(request: EngineCoreRequest) -> bytes:
         msgspec.structs.replace(request.sampling_params, seed=0),
         0.0,
         eos_token_ids=request.eos_token_ids,
-        lora_name=request.lora_name,
+        lora=request.lora,
         encoder_inputs=request.encoder_inputs,
         predicted_token_ids=request.predicted_token_ids,
         pooling_params=request.pooling_params,

@@ -170,6 +170,11 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def lora_name(self) -> str:
+        """The name of the LoRA adapter; "" for the base model."""
+        return "" if self.request.lora is None else self.request.lora.name
+
+    @property
     def num_generated_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.token_ids)

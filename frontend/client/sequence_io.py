@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...protocol.lora import LoraAdapter
 from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
@@ -35,7 +36,7 @@ class SequenceRequest:
         trace_headers: The W3C trace context of the request.
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
         pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
-        lora_name: The LoRA adapter to use; "" for the base model.
+        lora: The LoRA adapter to use; None for the base model.
         encoder_inputs: Images in place of some tokens of the prompt.
     """
 
@@ -50,7 +51,7 @@ class SequenceRequest:
     trace_headers: dict[str, str] | None = None
     predicted_token_ids: npt.NDArray[np.int32] | None = None
     pooling: PoolingParams | None = None
-    lora_name: str = ""
+    lora: LoraAdapter | None = None
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
 
 

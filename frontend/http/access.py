@@ -20,7 +20,14 @@ OPEN_PATHS: Final = frozenset(
 )
 """Routes that need no API key."""
 
-OPERATOR_PATHS: Final = frozenset({"/reset_prefix_cache", "/debug/dump"})
+OPERATOR_PATHS: Final = frozenset(
+    {
+        "/reset_prefix_cache",
+        "/debug/dump",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
 """Routes for operators, in addition to those below `REPLICA_COMMANDS`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 

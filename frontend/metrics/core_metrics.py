@@ -36,6 +36,7 @@ class CoreMetrics(msgspec.Struct):
     num_frames_dropped_there: int = 0
     num_frames_dropped_here: int = 0
     num_accepted_per_pos: list[int] = []
+    num_finished_by_lora: dict[str, int] = {}
 
     def count_accepted(self, per_pos: list[int]) -> None:
         """Add the numbers of accepted draft tokens, by position among the drafts of a step."""
@@ -49,6 +50,7 @@ class CoreMetrics(msgspec.Struct):
         _add(self.counters, other.counters)
         _add(self.num_finished, other.num_finished)
         _add(self.num_rejected, other.num_rejected)
+        _add(self.num_finished_by_lora, other.num_finished_by_lora)
         self.count_accepted(other.num_accepted_per_pos)
         for name, histogram in self.histograms.items():
             histogram.add_counts(other.histograms[name])
@@ -59,8 +61,8 @@ class CoreMetrics(msgspec.Struct):
 
 
 def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:
-    for name in counts:
-        counts[name] += others[name]
+    for name, count in others.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Protocol
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -44,6 +44,11 @@ ScalarFamily = GaugeMetricFamily | CounterMetricFamily
 Family = ScalarFamily | HistogramMetricFamily
 
 
+MAX_LORA_LABELS: Final = 1000
+"""Maximum number of LoRA adapters that are counted by themselves; `OTHER_LORAS` counts the rest."""
+OTHER_LORAS: Final = "other"
+
+
 class MeasuredSequence(Protocol):
     """The fields of a sequence that the metrics read. Times are CLOCK_MONOTONIC seconds; 0 means not yet."""
 
@@ -60,6 +65,10 @@ class MeasuredSequence(Protocol):
     @property
     def num_generated_tokens(self) -> int:
         """The number of generated tokens so far."""
+
+    @property
+    def lora_name(self) -> str:
+        """The name of the LoRA adapter; "" for the base model."""
 
 
 class Metrics(Collector):
@@ -121,6 +130,11 @@ class Metrics(Collector):
         observed = core.histograms
         num_tokens = sequence.num_generated_tokens
         core.num_finished[outcome] += 1
+        if name := sequence.lora_name:
+            counts = core.num_finished_by_lora
+            if name not in counts and len(counts) >= MAX_LORA_LABELS:
+                name = OTHER_LORAS
+            counts[name] = counts.get(name, 0) + 1
         observed["e2e_request_latency_seconds"].observe(
             sequence.finish_time - sequence.arrival_time
         )
@@ -219,6 +233,14 @@ class Metrics(Collector):
             "engine", cores, {**GAUGES, **OWN_GAUGES}, _counted({**COUNTERS, **OWN_COUNTERS})
         )
         yield from self._histograms("engine", cores, {name: name for name in OWN_HISTOGRAMS})
+        if self._config.model.enable_lora:
+            yield self._family_by(
+                CounterMetricFamily,
+                "engine:lora_requests",
+                "Sequences that ended, by LoRA adapter.",
+                "lora_name",
+                [core.num_finished_by_lora for core in cores],
+            )
         yield self._dropped_frames(cores)
         yield self._replicas_up(len(cores))
         if "vllm" in self._config.frontend.metrics_compat:
@@ -285,6 +307,8 @@ class Metrics(Collector):
         )
         yield from self._histograms(prefix, cores, {name: name for name in HISTOGRAMS})
         yield self._cache_config(prefix, cores)
+        if self._config.model.enable_lora:
+            yield self._loras(prefix, cores)
 
     def _family(
         self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
@@ -357,6 +381,29 @@ class Metrics(Collector):
             map(self._is_up, range(num_replicas)),
         )
 
+    def _loras(self, prefix: str, cores: list[CoreMetrics]) -> Family:
+        family = GaugeMetricFamily(
+            f"{prefix}:lora_requests_info",
+            "The LoRA adapters of running and waiting requests; the value is the time in seconds since 1970.",
+            labels=[
+                *("model_name", "engine", "max_lora"),
+                *("running_lora_adapters", "waiting_lora_adapters"),
+            ],
+        )
+        for index, core in enumerate(cores):
+            age_s = time.monotonic() - core.stats_time
+            family.add_metric(
+                [
+                    self._model_name,
+                    str(index),
+                    str(self._config.scheduler.max_loras),
+                    ",".join(core.stats.running_loras),
+                    ",".join(core.stats.waiting_loras),
+                ],
+                time.time() - age_s if core.stats_time else 0.0,
+            )
+        return family
+
     def _cache_config(self, prefix: str, cores: list[CoreMetrics]) -> Family:
         cache = self._config.cache
         family = GaugeMetricFamily(
@@ -400,5 +447,6 @@ def _new_core_metrics(config: EngineConfig) -> CoreMetrics:
         num_finished=dict.fromkeys(FinishReason, 0),
         num_rejected=dict.fromkeys((*REJECTIONS.values(), "draining"), 0),
         stats=SchedulerStats(),
+        num_finished_by_lora={},
         num_accepted_per_pos=[0] * (drafts.num_speculative_tokens if drafts is not None else 0),
     )

@@ -44,7 +44,7 @@ from ..supervisor.console import Console
 from ..tokenizer import TokenizerConfig, load_tokenizer
 from .images.qwen import read_video_processor
 from .images.read import read_image_processor
-from .lora import ADAPTER_FILES, find_loras
+from .lora import find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .sounds import read_sound_processor
 from .source import find_checkpoint, find_mmproj, find_tokenizer, find_tokenizer_directory
@@ -139,10 +139,9 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             has_head=has_head(config),
             pooler=embedding.pooler,
             classifier=read_classifier(text),
+            enable_lora=options.enable_lora,
             loras=loras,
-            lora_files=identify_files(
-                Path(adapter) / file for adapter in loras.values() for file in ADAPTER_FILES
-            ),
+            download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS

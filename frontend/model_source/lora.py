@@ -1,19 +1,16 @@
-"""Finds the LoRA adapters of `--lora-modules`."""
+"""Finds the LoRA adapters of `--lora-modules`, and those that are added while the server runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from ...protocol.errors import CheckpointError, ConfigError
+from ...protocol.errors import ConfigError
+from ...protocol.lora import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
 from .options import ModelOptions
-
-ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of an adapter in PEFT's format."""
 
 
 class _Module(msgspec.Struct):
@@ -25,24 +22,45 @@ class _Module(msgspec.Struct):
 
 def find_loras(
     options: ModelOptions, served_names: Sequence[str], console: Console
-) -> dict[str, str]:
-    """Return the directory of each adapter by its name.
+) -> tuple[LoraAdapter, ...]:
+    """Return the adapters of `--lora-modules`.
 
     Raises:
         ConfigError: The options contradict each other, or there is no such adapter.
         CheckpointError: A file of an adapter is missing.
     """
-    if options.enable_lora != bool(options.lora_modules):
-        given = "--enable-lora" if options.enable_lora else "--lora-modules"
-        missing = "--lora-modules" if options.enable_lora else "--enable-lora"
-        raise ConfigError(f"{given} needs {missing}; give both or neither")
-    loras: dict[str, str] = {}
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora; give both or neither")
+    loras: dict[str, LoraAdapter] = {}
     for text in options.lora_modules:
         module = _parse(text)
         if module.name in loras or module.name in served_names:
             raise ConfigError(f"--lora-modules: the name {module.name!r} is already served")
-        loras[module.name] = str(_find(module.path, options, console))
-    return loras
+        loras[module.name] = find_adapter(
+            module.name, module.path, options.download_dir, console, "--lora-modules"
+        )
+    return tuple(loras.values())
+
+
+def find_adapter(
+    name: str, path: str, download_dir: str | None, console: Console, param: str
+) -> LoraAdapter:
+    """Return the adapter in a directory or hub repository, which is downloaded if necessary.
+
+    `param` is the flag or field that gave the path.
+
+    Raises:
+        ConfigError: There is no such adapter.
+        CheckpointError: A file of the adapter is missing.
+    """
+    directory = Path(path).expanduser().absolute()
+    if not directory.is_dir():
+        if path.count("/") != 1 or path.startswith((".", "~", "/")):
+            raise ConfigError(f"{param}: {path} is neither a directory nor ORG/NAME on the hub")
+        from .hub import fetch_adapter
+
+        directory = fetch_adapter(path, ADAPTER_FILES, cache_dir=download_dir, console=console)
+    return LoraAdapter.read(name, directory)
 
 
 def _parse(text: str) -> _Module:
@@ -55,19 +73,3 @@ def _parse(text: str) -> _Module:
     if not name or not path:
         raise ConfigError(f"--lora-modules {text} must have the form NAME=PATH")
     return _Module(name, path)
-
-
-def _find(name: str, options: ModelOptions, console: Console) -> Path:
-    path = Path(name).expanduser().absolute()
-    if not path.is_dir():
-        if name.count("/") != 1 or name.startswith((".", "~", "/")):
-            raise ConfigError(
-                f"--lora-modules: {name} is neither a directory nor ORG/NAME on the hub"
-            )
-        from .hub import fetch_adapter
-
-        path = fetch_adapter(name, ADAPTER_FILES, cache_dir=options.download_dir, console=console)
-    for file in ADAPTER_FILES:
-        if not (path / file).is_file():
-            raise CheckpointError(path, f"the LoRA adapter has no {file}; save it with PEFT")
-    return path

@@ -103,7 +103,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, float | int],
         option("Overrides of --generation-config; max_new_tokens caps every request"),
     ] = {}
-    enable_lora: Annotated[bool, option("Serve LoRA adapters; needs --lora-modules")] = False
+    enable_lora: Annotated[bool, option("Serve LoRA adapters")] = False
     lora_modules: Annotated[
         tuple[str, ...],
         option("LoRA adapters: NAME=PATH or JSON with name and path", metavar="NAME=PATH"),

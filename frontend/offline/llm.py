@@ -11,6 +11,7 @@ from typing import Any, Final, Self, TypeAlias
 import msgspec
 
 from ...protocol.errors import EngineError, ParameterError
+from ...protocol.lora import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
 from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard
@@ -34,6 +35,7 @@ from ..transcription.options import Task, TranscriptionOptions, parse_language
 from ..transcription.transcriber import Transcript
 from .local_engine import LocalEngine
 from .local_transcriber import LocalTranscriber, Sound
+from .loras import LoraChoice, LoRARequest, OfflineLoras
 from .outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -84,6 +86,7 @@ class LLM:
         self._special_tokens = SpecialTokenGuard(self._engine.tokenizer, policy)
         self._prompts = PromptEncoder(self._engine)
         self._transcriber: LocalTranscriber | None = None
+        self._loras = OfflineLoras(self._engine.config.model)
         atexit.register(self.close)
 
     def generate(
@@ -91,15 +94,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: str | Sequence[str | None] | None = None,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
             sampling_params: For all prompts, or one per prompt. The default is the model's own.
-            lora_request: The name of the LoRA adapter to use, one of `lora_modules`, for all prompts, or one per
-                prompt. The default is none.
+            lora_request: The LoRA adapter to use, for all prompts, or one per prompt: the name of one of
+                `lora_modules`, or a `LoRARequest`, which is loaded when it is first used. The default is none.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
@@ -118,7 +121,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: str | Sequence[str | None] | None = None,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, and return the outputs in their order.
 
@@ -360,33 +363,33 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        lora_request: str | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[BeamSearchOutput]:
         """Return the likeliest continuations of every prompt, in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
             params: The parameters of the search.
-            lora_request: The name of the LoRA adapter to use. The default is none.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
 
         Raises:
             ParameterError: A prompt or parameter is invalid.
             EngineError: A step of the search failed.
         """
-        self._verify_loras([lora_request])
+        lora = self._loras.find(lora_request)
         params.verify(self._engine.config.frontend.max_logprobs)
         wanted = [self._prompts.encode_tokens(prompt) for prompt in _as_list(prompts)]
-        return self._engine.run(self._beam_search(wanted, params, lora_request or ""))
+        return self._engine.run(self._beam_search(wanted, params, lora))
 
     async def _beam_search(
-        self, prompts: list[list[int]], params: BeamSearchParams, lora_name: str
+        self, prompts: list[list[int]], params: BeamSearchParams, lora: LoraAdapter | None
     ) -> list[BeamSearchOutput]:
         engine = self._engine
         search = BeamSearch(
             engine.client, params, engine.config.model.eos_token_ids, str(next(self._numbers))
         )
         results = SamplingParams(max_tokens=params.max_tokens)
-        requests = [SequenceRequest(prompt, results, lora_name=lora_name) for prompt in prompts]
+        requests = [SequenceRequest(prompt, results, lora=lora) for prompt in prompts]
         group = await search.run(requests)
         outputs = zip(group.read_all(), search.logprobs, strict=True)
         return [
@@ -434,15 +437,15 @@ class LLM:
         self,
         prompts: list[EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: str | Sequence[str | None] | None,
+        lora_request: LoraChoice | Sequence[LoraChoice],
     ) -> list[RequestOutput]:
-        if lora_request is None or isinstance(lora_request, str):
+        if lora_request is None or isinstance(lora_request, str | LoRARequest):
             lora_request = [lora_request] * len(prompts)
         if len(lora_request) != len(prompts):
             raise ParameterError(
                 "lora_request", f"has {len(lora_request)} entries for {len(prompts)} prompts"
             )
-        self._verify_loras(lora_request)
+        loras = [self._loras.find(each) for each in lora_request]
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -451,32 +454,22 @@ class LLM:
             raise ParameterError(
                 "sampling_params", f"has {len(sampling_params)} entries for {len(prompts)} prompts"
             )
-        names = [name or "" for name in lora_request]
-        return self._engine.run(self._collect(prompts, sampling_params, names))
-
-    def _verify_loras(self, names: Iterable[str | None]) -> None:
-        loras = self._engine.config.model.loras
-        for name in names:
-            if name and name not in loras:
-                raise ParameterError(
-                    "lora_request",
-                    f"{name!r} is not served; adapters: {', '.join(loras) or 'none'}",
-                )
+        return self._engine.run(self._collect(prompts, sampling_params, loras))
 
     async def _collect(
         self,
         prompts: list[EncodedPrompt],
         params: Sequence[SamplingParams],
-        lora_names: Sequence[str],
+        loras: Sequence[LoraAdapter | None],
     ) -> list[RequestOutput]:
         groups: list[RequestGroup] = []
         try:
-            for prompt, each, lora_name in zip(prompts, params, lora_names, strict=True):
+            for prompt, each, lora in zip(prompts, params, loras, strict=True):
                 sequences = [
                     SequenceRequest(
                         prompt.token_ids,
                         params_for_output(each, j),
-                        lora_name=lora_name,
+                        lora=lora,
                         encoder_inputs=list(prompt.encoder_inputs),
                     )
                     for j in range(each.n)

@@ -83,6 +83,13 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     admin_api_key: Annotated[
         str | None, option("Key required for operator routes", metavar="KEY")
     ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        option(
+            "Let operators add and remove LoRA adapters over HTTP",
+            variable="VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        ),
+    ] = False
     share_prefix_cache: Annotated[
         bool, option("Share cached prefixes between API keys (timing can reveal others' prompts)")
     ] = False

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from ..file_identity import FileIdentity, verify_files
+from ..lora import LoraAdapter
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor, SpanKind
 from .sounds import SoundProcessorConfig
@@ -179,8 +180,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
         has_head: Whether the checkpoint has an output projection, without which the model only embeds.
         pooler: How the model embeds text, or what its classification head reads.
         classifier: The model's classification head, if it has one. It then classifies text and does nothing else.
-        loras: The directory of each LoRA adapter by the name that clients use.
-        lora_files: The adapters' files that were on disk when the server started.
+        enable_lora: Whether requests may use LoRA adapters.
+        loras: The LoRA adapters that are served from the start.
+        download_dir: Where downloads from the hub are kept; None for the default.
         max_lora_rank: The highest rank of an adapter.
         images: How the model reads images; None if it reads none.
         videos: How the model reads videos; None if it reads none.
@@ -212,8 +214,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     has_head: bool = True
     pooler: PoolerConfig = PoolerConfig()
     classifier: ClassifierConfig | None = None
-    loras: dict[str, str] = {}
-    lora_files: tuple[FileIdentity, ...] = ()
+    enable_lora: bool = False
+    loras: tuple[LoraAdapter, ...] = ()
+    download_dir: str | None = None
     max_lora_rank: int = 16
     images: AnyImageProcessor | None = None
     videos: VideoProcessor | None = None

@@ -135,6 +135,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_loras: Annotated[
         int, option("Maximum different LoRA adapters among running requests", ge=1)
     ] = 1
+    max_cpu_loras: Annotated[
+        int,
+        option(
+            "Maximum LoRA adapters that stay loaded",
+            ge=1,
+            default_text="--max-loras and every one of --lora-modules, at least 8",
+        ),
+    ] = 8
     max_num_encoder_input_tokens: Annotated[
         int,
         option(

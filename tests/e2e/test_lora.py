@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from engine import BeamSearchParams, LoRARequest
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.lora_adapters import write_adapter
-from support.server import Server
-from support.tiny_checkpoints import qwen3_directory
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import (
+    QWEN3,
+    qwen3_directory,
+    random_model,
+    sentencepiece_tokenizer,
+)
 
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny", "--enable-lora")
 
@@ -101,6 +107,109 @@ def test_prompts_of_one_call_may_use_different_adapters(tmp_path: Path, backend:
             llm.generate([prompt, prompt], params, lora_request=["one"])
         with pytest.raises(ParameterError, match="'other' is not served; adapters: one"):
             llm.generate(prompt, params, lora_request="other")
+        # An adapter that comes with the request, and one that does not fit.
+        same = LoRARequest("two", 2, str(tmp_path / "adapter"))
+        (output,) = llm.generate(prompt, params, lora_request=same)
+        assert list(output.outputs[0].token_ids) == greedy(merged, prompt, 16)
+        write_adapter(tmp_path / "large", model, 1, r=32)
+        large = LoRARequest("large", 3, str(tmp_path / "large"))
+        (output,) = llm.generate(prompt, params, lora_request=large)
+        assert "rank 32, but at most 16" in output.outputs[0].error
+        beams = llm.beam_search(prompt, BeamSearchParams(2, 6, ignore_eos=True), lora_request=same)
+        params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0)
+        (best, _) = beams[0].sequences
+        (scored,) = llm.generate(best.tokens, params, lora_request="one")
+        assert scored.prompt_logprobs is not None
+        sum_ = sum(each.logprob for each in scored.prompt_logprobs[len(prompt) :] if each)
+        assert sum_ == pytest.approx(best.cum_logprob, abs=1e-3)
+
+
+def test_adapters_are_added_and_removed_while_processes_are_killed(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path / "base")
+    names = ("first", "second", "third")
+    models = {n: write_adapter(tmp_path / n, model, seed) for seed, n in enumerate(names)}
+    write_adapter(tmp_path / "large", model, 1, r=32)
+    write_adapter(tmp_path / "dora", model, 1, use_dora=True)
+    wider = QWEN3 | {"intermediate_size": 2 * model.config.intermediate_size}
+    other = random_model("Qwen3Config", "Qwen3ForCausalLM", wider, sentencepiece_tokenizer())
+    write_adapter(tmp_path / "other", other, 1)
+    rng = random.Random(5)
+    prompt = [rng.randrange(4, 300) for _ in range(40)]
+    expected = {name: greedy(each, prompt, 24) for name, each in models.items()}
+    flags = ("--allow-runtime-lora-updating", "--api-server-count", "2", "-dp", "2")
+    flags += ("--max-cpu-loras", "2", "--admin-api-key", "boss")
+
+    def command(server: Server, what: str, **body: object) -> tuple[int, str]:
+        headers = {"authorization": "Bearer boss"}
+        status, answer = server.post(f"/v1/{what}_lora_adapter", body, headers=headers)
+        return status, answer if isinstance(answer, str) else answer["error"]["message"]
+
+    def served(server: Server) -> set[str]:
+        return {card["id"] for card in server.get("/v1/models")[1]["data"]}
+
+    with Server(str(path), *FLAGS, *flags) as server:
+        assert served(server) == {"tiny"}
+        body = {"lora_name": "first", "lora_path": str(tmp_path / "first")}
+        assert server.post("/v1/load_lora_adapter", body)[0] == 401
+        for name in names:
+            added = f"Success: LoRA adapter '{name}' added successfully."
+            load = {"lora_name": name, "lora_path": str(tmp_path / name)}
+            assert command(server, "load", **load) == (200, added)
+        # Refusals, which change nothing.
+        for name, problem in (
+            ("first", "already served"),
+            ("tiny", "is the name of the model"),
+            ("missing", "neither a directory nor ORG/NAME"),
+            ("large", "rank 32, but at most 16 is allowed"),
+            ("dora", "use_dora True is not supported"),
+            ("other", "the adapter is for another model"),
+        ):
+            status, message = command(
+                server, "load", lora_name=name, lora_path=str(tmp_path / name)
+            )
+            assert status == 400 and problem in message, message
+        assert command(server, "load", lora_name="x")[0] == 400
+        assert command(server, "unload", lora_name="x")[0] == 404
+        for victim in ("", "worker 0", "core 1", "frontend 0"):
+            # Three adapters take turns in two places of each replica, and every frontend serves all of them.
+            if victim:
+                server.child(victim).kill()
+                server.wait_until_whole()
+            with concurrent.futures.ThreadPoolExecutor(6) as pool:
+                wanted = [*names, *names]
+                answers = list(pool.map(lambda name: complete(server, name, prompt), wanted))
+            assert answers == [expected[name] for name in wanted]
+        assert all(served(server) == {"tiny", *names} for _ in range(8))
+        # A running request keeps its adapter, whatever becomes of the name.
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            running = [pool.submit(complete, server, "first", prompt) for _ in range(6)]
+            load = {"lora_name": "first", "lora_path": str(tmp_path / "second")}
+            assert command(server, "load", **load, load_inplace=True)[0] == 200
+            assert complete(server, "first", prompt) == expected["second"]
+            assert command(server, "unload", lora_name="first")[0] == 200
+            allowed = (expected["first"], expected["second"])
+            assert all(each.result() in allowed for each in running)
+        for _ in range(8):
+            status, answer = server.post("/v1/completions", {"model": "first", "prompt": prompt})
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        # Its files change after it was added, and its place was taken: only its own requests fail.
+        with (tmp_path / "third" / "adapter_model.safetensors").open("ab") as file:
+            file.write(b"more")
+        complete(server, "second", prompt)
+        load = {"lora_name": "again", "lora_path": str(tmp_path / "first")}
+        assert command(server, "load", **load)[0] == 200
+        for rank in ("0", "1"):
+            complete(server, "again", prompt)
+            headers = {"x-data-parallel-rank": rank}
+            body = {"model": "third", "prompt": prompt}
+            status, answer = server.post("/v1/completions", body, headers=headers)
+            assert status in (200, 400), answer
+            assert status == 200 or "changed after it was added" in answer["error"]["message"]
+        assert complete(server, "second", prompt) == expected["second"]
+        assert_nothing_is_held(server)
+        assert server.metric("engine:lora_requests_total") > 0
+        _, text = server.get("/metrics")
+        assert 'max_lora="1",' in text and "running_lora_adapters" in text
 
 
 def test_an_adapter_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:

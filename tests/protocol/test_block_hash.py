@@ -54,8 +54,8 @@ def test_prompts_with_other_salts_or_adapters_share_no_hash() -> None:
         root_hash(),
         root_hash(cache_salt="a"),
         root_hash(cache_salt="b"),
-        root_hash(lora_name="a"),
-        root_hash(cache_salt="a", lora_name="a"),
+        root_hash(lora_version=b"a"),
+        root_hash(cache_salt="a", lora_version=b"a"),
         root_hash(cache_salt=""),
     }
     assert len(roots) == 6

@@ -112,7 +112,7 @@ def _transfer(
         request.transfer_id,
         token_ids,
         request.params.seed,
-        request.lora_name,
+        request.lora.name if request.lora is not None else "",
         request.encoder_inputs,
         list(block_ids),
         start,

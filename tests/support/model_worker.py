@@ -39,7 +39,7 @@ def choose_token(fingerprint: int, vocab_size: int, allowed: np.ndarray | None =
 
 
 class Row:
-    def __init__(self, data: NewRequestData, table_width: int) -> None:
+    def __init__(self, data: NewRequestData, table_width: int, lora_name: str = "") -> None:
         self.params = data.sampling_params
         self.request_id = data.request_id
         self.arrival_time = data.arrival_time
@@ -50,13 +50,13 @@ class Row:
         for block_ids in data.block_ids:
             blocks = int32_view(block_ids).tolist()
             self.block_tables.append(blocks + [0] * (table_width - len(blocks)))
-        self.lora_name = data.lora_name
+        self.lora_name = lora_name
         self.prediction = int32_view(data.predicted_token_ids).tolist()
         self.drafts: list[int] = []
         self.forced: list[int] = []
         self.encoder_inputs = data.encoder_inputs
         self.fingerprints = fingerprints(
-            self.token_ids, self.params.seed, data.lora_name, data.encoder_inputs
+            self.token_ids, self.params.seed, lora_name, data.encoder_inputs
         )
 
     def append(self, token_id: int) -> None:
@@ -126,6 +126,9 @@ class ModelWorker:
         self.cpu_offload: list[list[Any]] = [[0] * block_size for _ in range(num_host_blocks)]
         self.encoder_cache: dict[bytes, int] = {}
         """Sizes of the outputs by content."""
+        self.loras: dict[int, str] = {}
+        """Names of adapters by number."""
+        self._lora_answers: list[tuple[int, str | None]] = []
         self.transfers = ModelTransfers(self.kv_cache)
         self.batch: list[int] = []
         self.step = 0
@@ -156,6 +159,7 @@ class ModelWorker:
                 HeldRequest(row.request_id, row.arrival_time, row.num_computed_tokens, tables)
             )
         self.rows, self.batch, self.step = {}, [], 0
+        self._lora_answers = []
         self.encoder_cache = {}
         self.fail_next.clear()
         self.nan_next.clear()
@@ -208,12 +212,14 @@ class ModelWorker:
         assert step.step == self.step + 1
         self.step = step.step
         self._copy_blocks(step)
+        self._load_loras(step)
         for slot in int32_view(step.removed_slots).tolist():
             del self.rows[slot]
         for data in step.new_requests:
             assert data.slot not in self.rows, "a slot with a request was given away"
             assert len(data.block_ids) == len(self.groups)
-            self.rows[data.slot] = Row(data, self.table_width)
+            lora_name = self.loras[data.lora_number] if data.lora_number >= 0 else ""
+            self.rows[data.slot] = Row(data, self.table_width, lora_name)
         for group, slot, index, block in int32_view(step.block_updates).reshape(-1, 4).tolist():
             table = self.rows[slot].block_tables[group]
             assert (table[index] == 0) != (block == 0), "a block was replaced"
@@ -275,6 +281,23 @@ class ModelWorker:
             kv_connector_output=self.transfers.end_step(),
             prediction_counts=int32_bytes(predictions),
         )
+
+    def take_lora_answers(self) -> list[tuple[int, str | None]]:
+        """Return the number of each adapter that was loaded since the last call, and the error."""
+        answers, self._lora_answers = self._lora_answers, []
+        return answers
+
+    def _load_loras(self, step: SchedulerOutput) -> None:
+        for number, lora in ((load.number, load.adapter) for load in step.lora_loads):
+            used = {row.lora_name for slot, row in self.rows.items() if slot in self._kept(step)}
+            assert self.loras.get(number) not in used, "an adapter in use was replaced"
+            is_bad = lora.name.startswith("bad")
+            self.loras[number] = lora.name
+            self._lora_answers.append((number, f"{lora.name} is damaged" if is_bad else None))
+
+    def _kept(self, step: SchedulerOutput) -> set[int]:
+        """Return the slots that keep their request."""
+        return self.rows.keys() - set(int32_view(step.removed_slots).tolist())
 
     def _fill_encoder_cache(self, step: SchedulerOutput) -> None:
         work = step.encoders

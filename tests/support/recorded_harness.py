@@ -32,6 +32,8 @@ class PlanningScheduler(Scheduler):
 class RecordedHarness(Harness):
     """A harness whose scheduler's decisions can be replayed."""
 
+    LOADED = ()
+
     def __init__(self, *, segment_bytes: int = 1 << 40, **settings: Any) -> None:
         self._segment_bytes = segment_bytes
         super().__init__(**settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from engine.protocol.kv_cache_groups import (
     KVCacheGroup,
     max_request_tokens,
 )
+from engine.protocol.lora import LoraAdapter
 from engine.protocol.messages import (
     EncoderInput,
     EngineCoreOutputs,
@@ -79,7 +81,9 @@ def run_alone(
     """Return the output of a request run alone: tokens, finish reason, stop reason."""
     params = message.sampling_params
     prompt = int32_view(message.prompt_token_ids).tolist()
-    fingerprint = fingerprints(prompt, params.seed, message.lora_name, message.encoder_inputs)[-1]
+    fingerprint = fingerprints(
+        prompt, params.seed, message.lora.name if message.lora else "", message.encoder_inputs
+    )[-1]
     limit = max_total_tokens - len(prompt)
     if params.max_tokens is not None:
         limit = min(limit, params.max_tokens)
@@ -98,7 +102,15 @@ def run_alone(
             return output, FinishReason.LENGTH, None
 
 
+def adapter(name: str) -> LoraAdapter | None:
+    """Return the adapter that requests with this name use. Workers cannot load one whose name begins with "bad"."""
+    return LoraAdapter(name, f"/{name}", sha256(name.encode()).digest()) if name else None
+
+
 class Harness:
+    LOADED: tuple[str, ...] = ("w", "x", "y", "z")
+    """The names of the adapters that are loaded from the start, as far as they fit."""
+
     def __init__(
         self,
         *,
@@ -178,6 +190,8 @@ class Harness:
             remembers_drafts=self.config.async_scheduling,
             most_drafts=speculative.num_speculative_tokens if speculative else 0,
         )
+        for name in self.LOADED[: self.config.max_cpu_loras]:
+            self._load_at_start(name)
         self.received: dict[Key, ClientView] = {}
         self._num_requests = 0
         self.stats: list[SchedulerStats] = []
@@ -188,6 +202,15 @@ class Harness:
         self._sequences: dict[int, int] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(EngineCoreOutputs).decode
+
+    def _load_at_start(self, name: str) -> None:
+        cache, lora = self.scheduler._loras, adapter(name)
+        assert lora is not None
+        cache.begin_load(lora, ())
+        cache.release(lora)
+        (load,) = cache.take_loads()
+        self.worker.loras[load.number] = name
+        cache.end_load(load.number, is_loaded=True)
 
     def _make_scheduler(self) -> Scheduler:
         return self._setup.make_scheduler(
@@ -253,7 +276,8 @@ class Harness:
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
         token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
-        root = root_hash(cache_salt=salt, lora_name=lora_name or None)
+        lora = adapter(lora_name)
+        root = root_hash(cache_salt=salt, lora_version=lora.version if lora else None)
         places = [(item.position, item.num_tokens, item.content_hash) for item in inputs]
         token_array = np.array(token_ids, np.int32)
         hashes = hash_blocks(
@@ -270,7 +294,7 @@ class Harness:
             priority=priority,
             tenant=tenant,
             deadline=deadline,
-            lora_name=lora_name,
+            lora=lora,
             encoder_inputs=list(inputs),
             kv_transfer_params=kv_transfer_params,
             is_suspect=is_suspect,
@@ -329,6 +353,8 @@ class Harness:
         outputs = self.scheduler.update_from_output(step, self.worker.next_output(), self.now)
         assert sum(message.stats is not None for message in outputs.values()) <= 1
         self._receive(outputs)
+        for number, error in self.worker.take_lora_answers():
+            self.scheduler.lora_loaded(number, error)
         self._send_bitmask()
         self.check()
 
@@ -431,7 +457,7 @@ class Harness:
             for group, table in zip(manager.groups, tables, strict=True):
                 assert 0 not in table or group.kind is not AttentionKind.FULL
                 np.add.at(ref_counts, [block for block in table if block], 1)
-        loras = {request.lora_name for request in running.values() if request.lora_name}
+        loras = {request.lora for request in running.values() if request.lora is not None}
         assert len(loras) <= self.config.max_loras
         assert ref_counts.tolist() == manager.pool.ref_counts
         assert manager.pool.num_free == np.count_nonzero(ref_counts[1:] == 0)

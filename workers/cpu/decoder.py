@@ -126,8 +126,6 @@ class NativeDecoder:
             self._store = NativeProgram(shape, spec.norm_eps)
         Recorder(self._program, spec, shard, weights, max_model_len, self._store).record()
         self._embeds = shard.is_first and spec.has_embedding
-        if adapters is not None:
-            adapters.finish()
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)
         self._output_width = spec.hidden_size

@@ -11,12 +11,14 @@ from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
 from ..layers.layers import GatedActivation, GroupedLinear, LayerKernels, Linear, RMSNorm
+from ..layers.low_rank import LowRankChanges
 from ..layers.rope import RotaryEmbedding, RotaryTables
 from ..parallel.parallel_layers import RowParallelLinear
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
 from .gated_activation import GATED_ACTIVATIONS, gated_activation
+from .low_rank import TritonLowRank
 from .norm import rms_norm
 from .quantized_linear import GroupedLinear as GroupedProduct
 from .quantized_linear import QuantizedLinear, can_keep, combine
@@ -57,6 +59,18 @@ class TritonKernels(LayerKernels):
         return QuantizedLinear(
             weight, bias_O, self._dtype, is_batch_invariant=self._is_batch_invariant
         )
+
+    def low_rank(
+        self,
+        heights: Sequence[int],
+        num_inputs: int,
+        capacity: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LowRankChanges:
+        """Return the changes of LoRA adapters to a product, which two kernels compute for all adapters."""
+        return TritonLowRank(heights, num_inputs, capacity, max_rank, dtype, device)
 
     def router_linear(self, weight_ED: Tensor) -> Linear:
         """Return x_TD -> x @ weight.T in float32."""

@@ -59,7 +59,10 @@ class DeviceForward:
         self._kv_cache = kv_cache
         self._pipeline = pipeline
         batch.mirror_block_tables()
-        self._buffers = StepBuffers(batch, max_tokens)
+        loras = model.loras
+        self._buffers = StepBuffers(
+            batch, max_tokens, None if loras is None else loras.number_by_slot
+        )
         if not model.shard.is_first:
             shape = (max_tokens, model.spec.stage_width(model.shard.layers.start))
             self._received_TD = torch.zeros(shape, dtype=model.hidden_dtype, device=batch.device)
@@ -167,6 +170,8 @@ class DeviceForward:
         else:
             inputs = self._received_TD[: step.num_tokens]
         self._model.rotary_T3 = step.rotary_T3
+        if self._model.loras is not None:
+            self._model.loras.device_number_T = step.adapters_T
         return self._model.forward(inputs, step.positions_T, self._kv_cache.layers, metadata)
 
     def _set_current(self, plan: StepPlan) -> None:

@@ -51,7 +51,6 @@ def open_runner(
         )
         is_dummy = config.model.load_format is LoadFormat.DUMMY
         verify_files(config.model.weight_files)
-        verify_files(config.model.lora_files)
         checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
         runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
         # The files may have changed during the minutes of loading.

@@ -35,7 +35,7 @@ from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
-from ..models.lora import LoraAdapters
+from ..models.lora import LoraAdapters, load_at_start
 from ..models.score_head import ScoreHead
 from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import (
@@ -163,6 +163,8 @@ def load_model(
         ConfigError: A requested backend or dtype is not available.
     """
     model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
+    if model.loras is not None:
+        load_at_start(model.loras, config.model.loras)
     encoder = model.spec.encoder
     shard = model.shard
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
@@ -281,7 +283,8 @@ def _load_decoder(
         device=device,
     )
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
-    _check_loras(config, device, foreign)
+    if config.model.enable_lora and foreign is not None:
+        raise ConfigError("--enable-lora needs Engine's own layers; remove --model-impl")
     if is_native and foreign is None:
         native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
         if native is not None:
@@ -292,25 +295,12 @@ def _load_decoder(
     return _load_torch(config, spec, checkpoint, attention, parallel, on_progress, breaks_graphs)
 
 
-def _check_loras(
-    config: EngineConfig, device: torch.device, foreign: TransformersModel | None
-) -> None:
-    """Raise ConfigError if something is asked for that LoRA adapters cannot be combined with."""
-    if not config.model.loras:
-        return
-    if device.type != "cpu":
-        raise ConfigError("--lora-modules needs --device cpu; merge the adapter for a GPU")
-    if foreign is not None:
-        raise ConfigError("--lora-modules needs Engine's own layers; remove --model-impl")
-
-
-def _open_loras(config: EngineConfig) -> LoraAdapters | None:
-    """Return the LoRA adapters, or None if there are none."""
-    if not config.model.loras:
+def _new_loras(config: EngineConfig) -> LoraAdapters | None:
+    """Return the place of the LoRA adapters, which are loaded after the model; None without --enable-lora."""
+    if not config.model.enable_lora:
         return None
-    return LoraAdapters(
-        config.model.loras, config.model.max_lora_rank, config.scheduler.max_num_seqs
-    )
+    scheduler = config.scheduler
+    return LoraAdapters(scheduler.max_cpu_loras, config.model.max_lora_rank, scheduler.max_num_seqs)
 
 
 def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | TransformersModel:
@@ -380,7 +370,7 @@ def _load_native(
             # as fast, so it is done there.
             keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
             num_threads=num_threads,
-            loras=_open_loras(config),
+            loras=_new_loras(config),
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:
@@ -423,7 +413,7 @@ def _load_torch(
         shard=parallel.shard(spec),
         kernels=_layer_kernels(dtype, device, is_batch_invariant),
         on_progress=on_progress,
-        loras=_open_loras(config),
+        loras=_new_loras(config),
     )
 
 

@@ -22,6 +22,7 @@ from .host_execution import HostExecution
 from .inputs.alignment import Alignments
 from .inputs.sources import Sources
 from .kv_cache import KVCache
+from .lora_loader import LoraLoader
 from .model_loader import Model, load_model
 from .parallel_state import ParallelState
 from .request_states import RequestStates
@@ -77,6 +78,9 @@ class ModelRunner:
             alignments = Alignments.from_config(config, model, checkpoint, device)
             requests.pooling.alignments = alignments
             self._sources = Sources(model, requests.batch, kv_cache, requests.encoders, alignments)
+        self.loras: LoraLoader | None = None
+        if model.loras is not None:
+            self.loras = LoraLoader(model.loras.load, model.loras.install)
         self._execution: Execution
         if accelerator is None:
             speculative = config.scheduler.speculative
@@ -117,6 +121,8 @@ class ModelRunner:
 
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        if self.loras is not None:
+            self.loras.cancel()
         return self._requests.release_requests()
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
@@ -125,6 +131,9 @@ class ModelRunner:
         Only the last of several pipeline stages has tokens; all of its ranks sample the same.
         """
         with explaining_device_errors(f"in step {output.step}"):
+            for load in output.lora_loads:
+                assert self.loras is not None
+                self.loras.begin(load)
             self._kv_cache.copy_blocks(output)
             self._requests.apply_output(output)
             if self._sources is not None:

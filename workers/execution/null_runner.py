@@ -21,6 +21,7 @@ from ...protocol.arrays import (
 )
 from ...protocol.config import EngineConfig
 from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
+from ...protocol.lora import LoraAdapter
 from ...protocol.worker_messages import (
     HeldRequest,
     ModelRunnerOutput,
@@ -28,6 +29,7 @@ from ...protocol.worker_messages import (
     RowVector,
     SchedulerOutput,
 )
+from .lora_loader import LoraLoader
 from .runner import GrammarSource
 
 
@@ -68,6 +70,10 @@ class NullRunner:
         self._pooled: dict[int, Int32Array] = {}
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._idle_from = 0.0
+        self.loras: LoraLoader | None = None
+        if config.model.enable_lora:
+            # Adapters change nothing.
+            self.loras = LoraLoader(LoraAdapter.verify, lambda number, _: None)
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Do nothing: there is no KV cache."""
@@ -78,6 +84,8 @@ class NullRunner:
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot. Return no requests, because there is no KV cache."""
         self._slots_S = np.zeros(0, np.int32)
+        if self.loras is not None:
+            self.loras.cancel()
         return []
 
     def close(self) -> None:
@@ -85,6 +93,9 @@ class NullRunner:
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> NullOutput:
         """Return the output of a step, which is ready one step time after the previous one."""
+        for load in output.lora_loads:
+            assert self.loras is not None
+            self.loras.begin(load)
         for new in output.new_requests:
             params, slot = new.sampling_params, new.slot
             tokens = int32_view(new.token_ids)

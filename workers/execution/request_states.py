@@ -81,7 +81,7 @@ class RequestStates:
                 self.encoders.apply_work(output.encoders)
         for new in output.new_requests:
             if self.loras is not None:
-                self.loras.set_slot(new.slot, new.lora_name)
+                self.loras.set_slot(new.slot, new.lora_number)
             if new.pooling_params is not None:
                 self.pooling.add_request(new.slot, new.pooling_params.kind)
         if not self._shard.is_last:

@@ -12,6 +12,7 @@ from ...protocol.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from .lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ GrammarSource = Callable[[int], GrammarOutput | None]
 
 class Runner(Protocol):
     """Executes steps. `allocate_kv_cache` and `warm_up` must precede the first `execute`."""
+
+    @property
+    def loras(self) -> LoraLoader | None:
+        """The loader of LoRA adapters; None if requests may use none."""
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache and the CPU offload."""

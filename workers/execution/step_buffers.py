@@ -23,6 +23,9 @@ from ..batch import PersistentBatch, StepPlan
 NO_SLOT: Final = -1
 """Value in `slot_mapping` for padding tokens, whose keys and values are not stored."""
 
+NO_ADAPTER: Final = -1
+"""The number of a token without a LoRA adapter."""
+
 MAX_TOKENS: Final = 2**31 - 1
 """Maximum tokens of all slots together, because a token's index among them is a 32-bit integer."""
 
@@ -35,12 +38,14 @@ class DeviceStep:
     """One step, int32 on the device. Padding uses the slot after the last; padding requests have no tokens.
 
     `token_index_T` is the index of each token in the flat `PersistentBatch.token_ids_NL`. `rotary_T3` are the rotary
-    positions, for models where they have three dimensions.
+    positions, for models where they have three dimensions. `adapters_T` is the number of each token's LoRA adapter, or
+    -1.
     """
 
     token_index_T: torch.Tensor
     positions_T: torch.Tensor
     rotary_T3: torch.Tensor | None
+    adapters_T: torch.Tensor
     slots_S: torch.Tensor
     logit_rows_R: torch.Tensor
     groups: list[DeviceBatch]
@@ -52,10 +57,16 @@ class DeviceStep:
 
 
 class StepBuffers:
-    """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots."""
+    """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots.
 
-    def __init__(self, batch: PersistentBatch, max_tokens: int) -> None:
+    `adapter_by_slot` has the number of each slot's LoRA adapter; None without adapters.
+    """
+
+    def __init__(
+        self, batch: PersistentBatch, max_tokens: int, adapter_by_slot: Int32Array | None = None
+    ) -> None:
         self._batch = batch
+        self._adapter_by_slot = adapter_by_slot
         self._num_groups = len(batch.block_tables)
         num_slots, device = batch.num_slots, batch.device
         if (num_slots + 1) * batch.max_model_len > MAX_TOKENS:
@@ -83,22 +94,17 @@ class StepBuffers:
         The rows come last, so that their number does not move the other arrays.
         """
         sizes = self._sizes(num_tokens, num_requests, num_rows)
-        (
-            token_index_T,
-            positions_T,
-            rotary,
-            slots_S,
-            seq_lens_S,
-            query_start_loc,
-            *mappings,
-            rows_R,
-        ) = (self._integers[section] for section in _layout(sizes))
+        sections = [self._integers[section] for section in _layout(sizes)]
+        token_index_T, positions_T, rotary, adapters_T, slots_S, seq_lens_S, *others = sections
+        query_start_loc, *mappings, rows_R = others
         rotary_T3 = None if self._batch.rotary is None else rotary.view(-1, 3)
         groups = [
             DeviceBatch(query_start_loc, seq_lens_S, block_table[:num_requests], slot_mapping_T)
             for block_table, slot_mapping_T in zip(self._block_tables, mappings, strict=True)
         ]
-        return DeviceStep(token_index_T, positions_T, rotary_T3, slots_S, rows_R, groups)
+        return DeviceStep(
+            token_index_T, positions_T, rotary_T3, adapters_T, slots_S, rows_R, groups
+        )
 
     def gather_block_tables(self, step: DeviceStep) -> None:
         """Copy the block-table rows of the step's requests to its contiguous table."""
@@ -109,19 +115,13 @@ class StepBuffers:
         mappings = [num_tokens] * self._num_groups
         requests = [num_requests, num_requests, num_requests + 1]
         num_rotary = 0 if self._batch.rotary is None else 3 * num_tokens
-        return [num_tokens, num_tokens, num_rotary, *requests, *mappings, num_rows]
+        num_adapters = 0 if self._adapter_by_slot is None else num_tokens
+        tokens = [num_tokens, num_tokens, num_rotary, num_adapters]
+        return [*tokens, *requests, *mappings, num_rows]
 
     def _pack(self, plan: StepPlan, sections: Sequence[Int32Array]) -> None:
-        (
-            token_index_T,
-            positions_T,
-            rotary,
-            slots_S,
-            seq_lens_S,
-            query_start_loc,
-            *mappings,
-            rows_R,
-        ) = sections
+        token_index_T, positions_T, rotary, adapters_T, slots_S, seq_lens_S, *others = sections
+        query_start_loc, *mappings, rows_R = others
         max_model_len, num_slots = self._batch.max_model_len, self._batch.num_slots
         index_T = plan.slots_T * max_model_len + plan.positions_T
         _pad(token_index_T, index_T, num_slots * max_model_len)
@@ -133,6 +133,8 @@ class StepBuffers:
                 np.repeat(plan.positions_T, 3) if rotary_T3 is None else rotary_T3.ravel(),
                 0,
             )
+        if self._adapter_by_slot is not None:
+            _pad(adapters_T, self._adapter_by_slot[plan.slots_T], NO_ADAPTER)
         _pad(slots_S, plan.slots_S, num_slots)
         _pad(seq_lens_S, plan.seq_lens_S, 0)
         _pad(query_start_loc, plan.query_start_loc, plan.query_start_loc[-1])

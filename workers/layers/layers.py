@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ...protocol.arrays import Int32Array
 from ..quantization.matrix import QuantizedMatrix, Weight
 from ..sampling import SamplingMetadata, choose_greedy, choose_tokens
+from .low_rank import LowRankChanges, TorchLowRank
 from .rope import RotaryEmbedding, RotaryTables
 
 Linear = Callable[[Any], Tensor]
@@ -110,6 +111,27 @@ class LayerKernels:
         """Return x_TD -> x @ weight.T + bias. A quantized weight must be one that `can_keep` accepts."""
         assert isinstance(weight, Tensor)
         return linear(weight, bias_O)
+
+    def low_rank(
+        self,
+        heights: Sequence[int],
+        num_inputs: int,
+        capacity: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LowRankChanges:
+        """Return the changes of LoRA adapters to a product, at first none.
+
+        Args:
+            heights: The output features of each of the product's matrices.
+            num_inputs: The input features.
+            capacity: The number of adapters.
+            max_rank: Their highest rank.
+            dtype: The dtype of their factors.
+            device: Where the factors are.
+        """
+        return TorchLowRank(heights, dtype, lambda weight_OI: self.linear(weight_OI.to(device)))
 
     def router_linear(self, weight_ED: Tensor) -> Linear:
         """Return x_TD -> x @ weight.T in float32; `weight_ED` is float32."""

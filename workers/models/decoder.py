@@ -137,8 +137,6 @@ class Decoder(TorchDecoder):
                 kernels,
             )
         weights.finish()
-        if loras is not None:
-            loras.finish()
         self._ropes = {
             rope: RotaryEmbedding(rope, max_model_len=max_model_len, dtype=dtype, device=device)
             for rope in {layer.rope for layer in layers if layer.rope is not None}

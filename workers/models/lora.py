@@ -1,6 +1,6 @@
 """Adds LoRA adapters to the products of a decoder. The rows of a step may use different adapters.
 
-Shapes: T tokens of a step, R rank, I input features, O output features.
+Shapes: T tokens of a step, N adapters, R rank, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.errors import CheckpointError
-from ..layers.layers import LayerKernels, Linear
+from ...protocol.lora import LoraAdapter
+from ..layers.layers import LayerKernels
 from ..loaders.peft_adapter import LowRank, PEFTAdapter
 from ..parallel.shard import ModelShard
 
@@ -34,25 +34,73 @@ class AdaptedRows:
     select: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """Rows of a module and the part `columns` of its `num_columns`, None for all: a part of a product."""
+
+    rows: AdaptedRows
+    num_columns: int
+    columns: range | None = None
+
+    def changed(self, low: LowRank) -> LowRank:
+        """Return what the change of the whole module changes here."""
+        down_RI = low.down_RI
+        if self.columns is not None:
+            down_RI = down_RI[:, self.columns.start : self.columns.stop]
+        return LowRank(down_RI.contiguous(), self.rows.select(low.up_OR))
+
+
+class AdaptedProduct(Protocol):
+    """A product of several matrices, each of which adapters may change."""
+
+    @property
+    def parts(self) -> Sequence[AdaptedMatrix]:
+        """The matrices."""
+
+    def pack(self, changes: Sequence[LowRank | None]) -> Any:
+        """Return what an adapter changes of each matrix, as `install` takes it.
+
+        This may run in another thread while the product is in use.
+
+        Raises:
+            ValueError: A number is not finite, or too large.
+        """
+
+    def install(self, number: int, packed: Any) -> None:
+        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
+
+
+class LoadedAdapter:
+    """An adapter with what it changes of each product, in the order of the products."""
+
+    def __init__(self, adapter: LoraAdapter, packed: list[Any]) -> None:
+        self.adapter = adapter
+        self.packed = packed
+
+
 class LoraAdapters:
-    """The adapters of a model, and which of them each slot uses.
+    """The products that adapters change, the adapters that are loaded, and which of them each slot uses.
 
     Args:
-        paths: The directory of each adapter by its name.
+        capacity: The number of adapters that are loaded at a time.
         max_rank: The highest rank of an adapter.
         num_slots: The number of requests that may run at once.
     """
 
-    def __init__(self, paths: dict[str, str], max_rank: int, num_slots: int) -> None:
-        self._adapters = [PEFTAdapter(Path(path), max_rank) for path in paths.values()]
-        self.num_adapters = len(paths)
+    def __init__(self, capacity: int, max_rank: int, num_slots: int) -> None:
+        self.capacity = capacity
+        self.max_rank = max_rank
         self.number_by_slot = np.full(num_slots, _BASE, np.int32)
         """The number of each slot's adapter, -1 for the base model."""
         self.number_T = np.empty(0, np.int32)
         """The number of the adapter of each token of the step."""
-        self._number_by_name = {name: number for number, name in enumerate(paths)}
-        self._modules: list[dict[str, str]] = []
-        self._unread: list[set[str]] = []
+        self.device_number_T = torch.empty(0, dtype=torch.int32)
+        """The same on the device, if products need it there."""
+        self.on_load: Callable[[], None] = lambda: None
+        """Called before the factors of an adapter are packed."""
+        self._products: list[AdaptedProduct] = []
+        self._modules: set[str] = set()
+        self._loaded: dict[int, LoadedAdapter] = {}
         self._rows: list[tuple[int, Tensor]] | None = None
 
     def prepare(
@@ -62,120 +110,61 @@ class LoraAdapters:
         kernels: LayerKernels | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Find the modules of the shard's layers. `tensor_names` is that of `ModelSpec`.
+        """Prepare for the part `shard` of a model. `tensor_names` is that of `ModelSpec`.
 
-        `adapt` multiplies by the factors with `kernels`, in `dtype`.
+        Products in torch multiply by the factors with `kernels`, in `dtype`.
         """
-        self._kernels, self._dtype = kernels or LayerKernels(), dtype
-        for adapter in self._adapters:
-            modules = {}
-            for module in adapter.modules():
-                name = f"{module}.weight"
-                for pattern, replacement in tensor_names:
-                    name = re.sub(pattern, replacement, name)
-                layer = _LAYER.search(name.removesuffix(".weight"))
-                if layer is None or int(layer[1]) >= shard.num_layers:
-                    raise adapter.error(
-                        f"the module {module} cannot be adapted; only those in the model's {shard.num_layers} "
-                        "layers can"
-                    )
-                if int(layer[1]) in shard.layers:
-                    modules[layer[0]] = module
-            self._modules.append(modules)
-            self._unread.append(set(modules))
+        self._tensor_names, self._shard = tensor_names, shard
+        self.kernels, self.dtype = kernels or LayerKernels(), dtype
 
-    def adapt(
-        self,
-        linear: Linear,
-        rows: Sequence[AdaptedRows],
-        num_columns: int,
-        columns: range | None = None,
-    ) -> Linear:
-        """Return `linear`, which multiplies by these rows, or by a part of their columns, with the adapters added."""
-        parts = [self.changes(each, num_columns, columns) for each in rows]
-        heights = [each.select(torch.empty(each.total, 0)).shape[0] for each in rows]
-        changes: dict[int, tuple[Linear, Linear]] = {}
-        for number in {number for part in parts for number in part}:
-            found = [part.get(number) for part in parts]
-            # A module whose rows are divided has its first factor once for each part of them.
-            downs = [low.down_RI for low in found if low is not None]
-            up_OR = torch.zeros(sum(heights), sum(map(len, downs)))
-            row = column = 0
-            for low, height in zip(found, heights, strict=True):
-                if low is not None:
-                    rank = low.up_OR.shape[1]
-                    up_OR[row : row + height, column : column + rank] = low.up_OR
-                    column += rank
-                row += height
-            changes[number] = (
-                self._kernels.linear(torch.cat(downs).to(self._dtype)),
-                self._kernels.linear(up_OR.to(self._dtype)),
-            )
-        if not changes:
-            return linear
+    def add_product(self, product: AdaptedProduct) -> None:
+        """Add a product that adapters may change."""
+        self._products.append(product)
+        self._modules.update(part.rows.name for part in product.parts)
 
-        def forward(x_TI: Tensor) -> Tensor:
-            y_TO = linear(x_TI)
-            for number, rows_T in self._rows_by_adapter():
-                if (change := changes.get(number)) is not None:
-                    down, up = change
-                    y_TO.index_add_(0, rows_T, up(down(x_TI[rows_T])))
-            return y_TO
+    def load(self, adapter: LoraAdapter) -> LoadedAdapter:
+        """Read an adapter, and pack what it changes. This may run in another thread during steps.
 
-        return forward
+        Raises:
+            CheckpointError: The adapter does not fit this model, or its files are missing, damaged or changed.
+        """
+        for loaded in list(self._loaded.values()):
+            if loaded.adapter == adapter:
+                return loaded
+        adapter.verify()
+        file = PEFTAdapter(Path(adapter.path), self.max_rank)
+        modules = self._find_modules(file)
+        packed: list[Any] = []
+        self.on_load()
+        for product in self._products:
+            changes = [self._read(file, modules, part) for part in product.parts]
+            if not any(changes):
+                packed.append(None)
+                continue
+            try:
+                packed.append(product.pack(changes))
+            except ValueError:
+                raise file.error("it has numbers that are not finite, or too large") from None
+        # The files may have changed while they were read.
+        adapter.verify()
+        return LoadedAdapter(adapter, packed)
 
-    def changes(
-        self, rows: AdaptedRows, num_columns: int, columns: range | None = None
-    ) -> dict[int, LowRank]:
-        """Return what each adapter changes of these rows, or of a part of their columns, by the adapter's number."""
-        changes = {}
-        for number, modules in enumerate(self._modules):
-            if (module := modules.get(rows.name)) is not None:
-                low = self._read(number, module, rows, num_columns)
-                down_RI = low.down_RI
-                if columns is not None:
-                    down_RI = down_RI[:, columns.start : columns.stop]
-                changes[number] = LowRank(down_RI.contiguous(), rows.select(low.up_OR))
-        return changes
+    def install(self, number: int, loaded: LoadedAdapter) -> None:
+        """Give a number to a loaded adapter, instead of the adapter that had it. No slot may use that one."""
+        for product, packed in zip(self._products, loaded.packed, strict=True):
+            product.install(number, packed)
+        self._loaded[number] = loaded
 
-    def _read(self, number: int, module: str, rows: AdaptedRows, num_columns: int) -> LowRank:
-        adapter = self._adapters[number]
-        self._unread[number].discard(rows.name)
-        low = adapter.read(module)
-        found = [len(low.up_OR), low.down_RI.shape[1]]
-        if found != [rows.total, num_columns]:
-            raise adapter.error(
-                f"{module} is for a matrix of shape {found}, but the model's has {[rows.total, num_columns]}; "
-                "the adapter is for another model"
-            )
-        return low
-
-    def error(self, number: int, problem: str) -> CheckpointError:
-        """Return an error about an adapter, before `finish`."""
-        return self._adapters[number].error(problem)
-
-    def finish(self) -> None:
-        """Raise an error if an adapter changes a module that cannot be adapted."""
-        for adapter, modules, unread in zip(
-            self._adapters, self._modules, self._unread, strict=True
-        ):
-            if unread:
-                raise adapter.error(
-                    f"the module {modules[min(unread)]} of this model cannot be adapted; only projections of attention "
-                    "and dense MLPs can"
-                )
-        self._adapters = []
-
-    def set_slot(self, slot: int, name: str) -> None:
-        """Use an adapter for a slot, or the base model if `name` is ""."""
-        self.number_by_slot[slot] = self._number_by_name[name] if name else _BASE
+    def set_slot(self, slot: int, number: int) -> None:
+        """Use an adapter for a slot, or the base model if the number is -1."""
+        self.number_by_slot[slot] = number
 
     def begin_step(self, slots_T: Int32Array) -> None:
         """Use the adapters of the slots of a step's tokens."""
         self.number_T = self.number_by_slot[slots_T]
         self._rows = None
 
-    def _rows_by_adapter(self) -> list[tuple[int, Tensor]]:
+    def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
         """Return the number of each adapter of the step, and its rows."""
         if self._rows is None:
             self._rows = [
@@ -184,3 +173,50 @@ class LoraAdapters:
                 if number != _BASE
             ]
         return self._rows
+
+    def _find_modules(self, file: PEFTAdapter) -> dict[str, str]:
+        """Return the adapter's modules by their names in this model, as far as they are in this shard."""
+        modules = {}
+        for module in file.modules():
+            name = f"{module}.weight"
+            for pattern, replacement in self._tensor_names:
+                name = re.sub(pattern, replacement, name)
+            layer = _LAYER.search(name.removesuffix(".weight"))
+            if layer is None or int(layer[1]) >= self._shard.num_layers:
+                raise file.error(
+                    f"the module {module} cannot be adapted; only those in the model's {self._shard.num_layers} layers can"
+                )
+            if int(layer[1]) not in self._shard.layers:
+                continue
+            if layer[0] not in self._modules:
+                raise file.error(
+                    f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
+                    "layers and of dense MLPs can"
+                )
+            modules[layer[0]] = module
+        return modules
+
+    def _read(
+        self, file: PEFTAdapter, modules: dict[str, str], part: AdaptedMatrix
+    ) -> LowRank | None:
+        module = modules.get(part.rows.name)
+        if module is None:
+            return None
+        low = file.read(module)
+        found = [len(low.up_OR), low.down_RI.shape[1]]
+        if found != [part.rows.total, part.num_columns]:
+            raise file.error(
+                f"{module} is for a matrix of shape {found}, but the model's has "
+                f"{[part.rows.total, part.num_columns]}; the adapter is for another model"
+            )
+        return part.changed(low)
+
+
+def load_at_start(loras: LoraAdapters, adapters: Sequence[LoraAdapter]) -> None:
+    """Load adapters, of which as many stay as fit.
+
+    Raises:
+        CheckpointError: One of them cannot be used.
+    """
+    for index, adapter in enumerate(adapters):
+        loras.install(index % loras.capacity, loras.load(adapter))

@@ -18,7 +18,8 @@ from ..loaders.tensor_names import TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
-from .lora import AdaptedRows, LoraAdapters
+from .adapted_linear import adapt
+from .lora import AdaptedMatrix, AdaptedRows, LoraAdapters
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
@@ -206,18 +207,17 @@ class WeightReader:
 
     def adapt_rows(self, linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
         """Return the product with rows of several modules, with the LoRA adapters added."""
-        if self.loras is None:
-            return linear
-        adapted = [AdaptedRows(r.name, r.total, r.select_from_all) for r in rows]
-        return self.loras.adapt(linear, adapted, columns)
+        parts = [
+            AdaptedMatrix(AdaptedRows(r.name, r.total, r.select_from_all), columns) for r in rows
+        ]
+        return adapt(linear, parts, self.loras, self.device)
 
     def adapt_columns(
         self, linear: Linear, name: str, rows: int, columns: int, part: range
     ) -> Linear:
         """Return the product with some columns of a module, with the LoRA adapters added."""
-        if self.loras is None:
-            return linear
-        return self.loras.adapt(linear, [AdaptedRows(name, rows, lambda x: x)], columns, part)
+        matrix = AdaptedMatrix(AdaptedRows(name, rows, lambda x: x), columns, part)
+        return adapt(linear, [matrix], self.loras, self.device)
 
     def read_head_bias(self, vocab_size: int, part: range | None = None) -> Tensor:
         """Return the bias of the output projection, or a part of it. It may be stored as a row."""

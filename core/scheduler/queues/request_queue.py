@@ -33,6 +33,8 @@ class WaitReason(enum.IntEnum):
     """The adapter is loaded, but another adapter has waited too long for a slot."""
     TENANT = 4
     """The tenant runs as many requests as it may."""
+    LORA_LOADING = 5
+    """The workers are loading the adapter, or wait for a place for it."""
 
 
 _MAY_JOIN = frozenset({WaitReason.LONG_PREFILLS, WaitReason.CONNECTOR})

@@ -184,7 +184,7 @@ class Embeddings:
                 "id": f"{kind}-{group.request_id}",
                 "object": "list",
                 "created": int(time.time()),
-                "model": self._serving.find_lora(request.model) or self._serving.served_name,
+                "model": self._serving.answering_model(request.model),
                 "data": encode_list(entries(group), at_once=1),
                 "usage": usage_of(group),
             }

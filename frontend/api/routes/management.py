@@ -38,14 +38,14 @@ class Management:
 
     def _card(self, name: str) -> dict[str, object]:
         model = self._serving.config.model
-        adapter = model.loras.get(name)
+        adapter = None if name in model.served_names else self._serving.loras.find(name)
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "engine",
-            "root": adapter or model.model,
-            "parent": adapter and model.served_names[0],
+            "root": model.model if adapter is None else adapter.path,
+            "parent": None if adapter is None else model.served_names[0],
             "max_model_len": model.max_model_len,
             # Anthropic's names.
             "type": "model",

@@ -160,7 +160,7 @@ class Scores:
         )
 
     def _model_of(self, request: ComparisonFields) -> str:
-        return self._serving.find_lora(request.model) or self._serving.served_name
+        return self._serving.answering_model(request.model)
 
     def _class_scores(self, group: RequestGroup, activate: bool | None) -> list[float]:
         classifier = self._serving.config.model.classifier

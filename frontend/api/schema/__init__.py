@@ -302,6 +302,25 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class LoadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/load_lora_adapter`.
+
+    `lora_path` is a directory on the server, or a repository on the hub. With `load_inplace` it replaces the adapter of
+    this name.
+    """
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/unload_lora_adapter`. `lora_int_id` is ignored."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = None
+
+
 UNLIMITED: Final = -1
 """The `max_tokens` that lets an answer use the rest of the context."""
 

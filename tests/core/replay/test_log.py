@@ -576,7 +576,7 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
     [
         (messages.EngineCoreRequest, 21),
         (worker_messages.ModelRunnerOutput, 12),
-        (worker_messages.SchedulerOutput, 14),
+        (worker_messages.SchedulerOutput, 15),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 15),
         (messages.EncoderInput, 7),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from engine.protocol.config import SchedulingPolicy
-from engine.protocol.messages import EventKind
+from engine.protocol.messages import EventKind, FinishReason
+from support.recorded_harness import RecordedHarness, replay
 from support.scheduler_harness import Harness
 
 
@@ -18,7 +20,10 @@ def test_1_5_at_most_max_loras_adapters_run_and_other_requests_pass():
     names = ("x", "y", "z", "", "x")
     keys = [harness.add([n + 1] * 5, 6, lora_name=name) for n, name in enumerate(names)]
     step = harness.schedule()
-    assert [new.lora_name for new in step.new_requests] == ["x", "y", "", "x"]
+    assert [harness.worker.loras.get(new.lora_number, "") for new in step.new_requests] == [
+        *("x", "y"),
+        *("", "x"),
+    ]
     harness.drain()
     assert start(harness, keys[2]) > start(harness, keys[4])
 
@@ -90,3 +95,92 @@ def test_3_2_adapters_share_no_prefix():
         harness.add([3] * 12, 3, lora_name=name)
         harness.drain()
     assert all(new.num_computed_tokens == 0 for step in harness.steps for new in step.new_requests)
+
+
+def loads(harness: Harness) -> list[tuple[int, str]]:
+    """Return the number and the name of each adapter that the workers were asked to load."""
+    return [(load.number, load.adapter.name) for step in harness.steps for load in step.lora_loads]
+
+
+def test_an_adapter_is_loaded_while_other_requests_run_and_its_own_wait():
+    harness = Harness(max_loras=2, max_in_flight=1)
+    running = harness.add(5, 20)
+    harness.step()
+    key = harness.add([1] * 5, 3, lora_name="new")
+    step = harness.schedule()
+    assert [load.adapter.name for load in step.lora_loads] == ["new"]
+    assert not step.new_requests and step.step == 2
+    harness.update()
+    (new,) = harness.schedule().new_requests
+    assert new.lora_number == harness.steps[1].lora_loads[0].number
+    harness.update()
+    harness.drain()
+    assert harness.received[key].is_over and harness.received[running].is_over
+
+
+def test_the_least_recently_used_adapter_is_replaced_and_loaded_again():
+    harness = Harness(max_loras=1, max_cpu_loras=2)
+    # "w" and "x" are loaded.
+    for name in ("w", "a", "w", "x", "x"):
+        harness.add([1] * 5, 2, lora_name=name)
+        harness.drain()
+    numbers = {name: number for number, name in loads(harness)}
+    assert [name for _, name in loads(harness)] == ["a", "x"]
+    assert numbers["a"] == numbers["x"]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(is_alone):
+    harness = Harness(max_loras=1)
+    others = [] if is_alone else [harness.add([1] * 5, 9), harness.add([1] * 5, 9, lora_name="x")]
+    failed = [harness.add([n] * 5, 9, lora_name="bad") for n in (1, 2)]
+    others.append(harness.add([2] * 5, 9, lora_name="y"))
+    harness.drain()
+    for key in failed:
+        end = harness.received[key].finished
+        assert (end.reason, end.message) == (FinishReason.IGNORED, "bad is damaged")
+    assert all(harness.received[key].reason is FinishReason.LENGTH for key in others)
+
+
+def test_an_adapter_whose_request_was_aborted_while_it_loaded_leaves_no_slot_behind():
+    harness = Harness(max_loras=1, max_cpu_loras=1)
+    aborted = harness.add([1] * 5, 9, lora_name="a")
+    harness.schedule()
+    harness.abort(aborted)
+    key = harness.add([1] * 5, 3, lora_name="b")
+    harness.drain()
+    assert harness.received[key].reason is FinishReason.LENGTH
+    assert [name for _, name in loads(harness)] == ["a", "b"]
+
+
+def test_a_pending_adapter_is_not_replaced_before_its_request_starts():
+    harness = Harness(max_loras=1, max_cpu_loras=1, num_blocks=9, max_in_flight=1)
+    long = harness.add([1] * 20, 10)
+    harness.step()
+    first = harness.add([2] * 20, 3, lora_name="a")
+    second = harness.add([3] * 4, 3, lora_name="b")
+    harness.drain()
+    assert [name for _, name in loads(harness)] == ["a", "b"]
+    assert start(harness, first) < start(harness, second)
+    assert harness.received[long].reason is FinishReason.LENGTH
+
+
+def test_statistics_name_the_adapters_of_running_and_waiting_requests():
+    harness = Harness(max_loras=1)
+    harness.add([1] * 5, 6, lora_name="x")
+    harness.add([1] * 5, 6, lora_name="y")
+    harness.step()
+    assert (harness.stats[-1].running_loras, harness.stats[-1].waiting_loras) == (["x"], ["y"])
+    harness.drain()
+
+
+def test_a_replay_repeats_loads_and_names_no_adapter():
+    harness = RecordedHarness(max_loras=1, max_cpu_loras=2, segment_bytes=2000)
+    for round_ in range(12):
+        for name in ("secret-a", "secret-b", "secret-c", "bad secret", ""):
+            harness.add([round_ + 1] * 5, 3, lora_name=name)
+        harness.drain()
+    dump = harness.dump()
+    assert len(dump.segments) > 1 and dump.segments[-1].snapshot is not None
+    assert b"secret" not in msgspec.msgpack.encode(dump)
+    assert sum(replay(dump)) > 0

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.protocol.lora import LoraAdapter
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.layers.rope import RopeSpec
 from engine.workers.layers.spec import LayerSpec, ModelSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
-from engine.workers.models.lora import LoraAdapters
+from engine.workers.models.lora import LoraAdapters, load_at_start
 from safetensors.torch import save_file
 from support.batches import Scheduled, attention_batch, positions
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
@@ -58,11 +59,19 @@ def write_adapters(directory: Path, checkpoint: Checkpoint) -> dict[str, str]:
     return paths
 
 
-def open_adapters(paths: dict[str, str]) -> LoraAdapters:
-    loras = LoraAdapters(paths, max_rank=64, num_slots=NUM_SLOTS)
+def new_adapters() -> LoraAdapters:
+    return LoraAdapters(capacity=3, max_rank=64, num_slots=NUM_SLOTS)
+
+
+def load(decoder: NativeDecoder | Decoder, paths: dict[str, str]) -> NativeDecoder | Decoder:
+    """Load adapters, numbered from 0, and give each slot one of them or none."""
+    loras = decoder.loras
+    assert loras is not None
+    load_at_start(loras, [LoraAdapter.read(name, Path(path)) for name, path in paths.items()])
     for slot in range(NUM_SLOTS):
-        loras.set_slot(slot, NAMES[slot * 7 % 5 % len(NAMES)])
-    return loras
+        number = slot * 7 % 5 % len(NAMES) - 1
+        loras.set_slot(slot, number if paths else -1)
+    return decoder
 
 
 def logits(decoder: NativeDecoder | Decoder, slots: list[int], length: int) -> torch.Tensor:
@@ -87,9 +96,9 @@ def test_adapters_give_the_logits_of_torch(tmp_path: Path, name: str) -> None:
     spec = SPECS[name]
     checkpoint = random_checkpoint(tmp_path, spec, fused=name == "fused")
     paths = write_adapters(tmp_path, checkpoint)
-    native = native_decoder(spec, checkpoint, loras=open_adapters(paths))
-    in_torch = torch_decoder(spec, checkpoint, loras=open_adapters(paths))
-    base = native_decoder(spec, checkpoint, loras=LoraAdapters({}, 64, NUM_SLOTS))
+    native = load(native_decoder(spec, checkpoint, loras=new_adapters()), paths)
+    in_torch = load(torch_decoder(spec, checkpoint, loras=new_adapters()), paths)
+    base = load(native_decoder(spec, checkpoint, loras=new_adapters()), {})
     slots = list(range(20))
     found, expected = (logits(each, slots, 5) for each in (native, in_torch))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -115,9 +124,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
     spec: ModelSpec = SPECS["biases"]
     checkpoint = random_checkpoint(tmp_path, spec)
     paths = write_adapters(tmp_path, checkpoint)
-    decoder = native_decoder(
-        spec, checkpoint, dtype=dtype, quantization=quantization, loras=open_adapters(paths)
-    )
+    kinds = {"dtype": dtype, "quantization": quantization}
+    decoder = load(native_decoder(spec, checkpoint, **kinds, loras=new_adapters()), paths)
     for length in (1, 9):
         together = logits(decoder, list(range(NUM_SLOTS)), length)
         for slot in (0, 1, 2, 3, 69):
@@ -125,13 +133,30 @@ def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
             assert torch.equal(together[length * slot : length * (slot + 1)], alone)
     errors = []
     for each in (paths, {}):
-        loras = LoraAdapters(each, 64, NUM_SLOTS), LoraAdapters(each, 64, NUM_SLOTS)
-        for slot, name in enumerate(each):
-            loras[0].set_slot(slot, name)
-            loras[1].set_slot(slot, name)
-        exact = logits(torch_decoder(spec, checkpoint, loras=loras[0]), [0, 1, 2], 9)
-        decoder = native_decoder(
-            spec, checkpoint, dtype=dtype, quantization=quantization, loras=loras[1]
-        )
-        errors.append((logits(decoder, [0, 1, 2], 9) - exact).norm() / exact.norm())
+        in_torch = load(torch_decoder(spec, checkpoint, loras=new_adapters()), each)
+        decoder = load(native_decoder(spec, checkpoint, **kinds, loras=new_adapters()), each)
+        exact = logits(in_torch, [1, 2, 3], 9)
+        errors.append((logits(decoder, [1, 2, 3], 9) - exact).norm() / exact.norm())
     assert errors[0] < 3 * errors[1]
+
+
+def test_an_adapter_takes_the_number_of_another(tmp_path: Path) -> None:
+    spec = SPECS["llama"]
+    checkpoint = random_checkpoint(tmp_path, spec)
+    paths = write_adapters(tmp_path, checkpoint)
+    decoder = load(native_decoder(spec, checkpoint, loras=new_adapters()), paths)
+    loras = decoder.loras
+    assert loras is not None
+    loras.number_by_slot[:] = [0, 1, 2, *[-1] * (NUM_SLOTS - 3)]
+    small, large, attention, base = (logits(decoder, [slot], 5) for slot in range(4))
+    loras.number_by_slot[3] = 0
+    # The same adapter twice, then another instead of it.
+    for number, name in ((1, "small"), (0, "attention")):
+        loras.install(number, loras.load(LoraAdapter.read(name, Path(paths[name]))))
+    loras.number_by_slot[:3] = (1, 2, 2)
+    assert torch.equal(logits(decoder, [0], 5), small)
+    loras.number_by_slot[2] = 0
+    assert torch.equal(logits(decoder, [2], 5), attention)
+    loras.number_by_slot[3] = -1
+    assert torch.equal(logits(decoder, [3], 5), base)
+    assert not torch.equal(small, large)

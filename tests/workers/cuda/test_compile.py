@@ -12,11 +12,13 @@ def launch_all() -> None:
     import torch
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
+    from engine.workers.cuda.low_rank import TritonLowRank
     from engine.workers.cuda.norm import rms_norm
     from engine.workers.cuda.quantized_linear import GroupedLinear, QuantizedLinear, combine
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
+    from engine.workers.models.lora import LoraAdapters
     from engine.workers.quantization.matrix import ActivationScheme, QuantizedMatrix
     from engine.workers.sampling import SamplingMetadata
     from engine.workers.sampling.state import SamplingState
@@ -46,6 +48,14 @@ def launch_all() -> None:
             device=torch.device("cpu"),
         )
         rotary_tables(rope, torch.zeros(2, 3, dtype=torch.int32) if axes else indices)
+
+    for max_rank in (16, 64):
+        changes = TritonLowRank((1024, 256), 4096, 2, max_rank, torch.bfloat16, torch.device("cpu"))
+        for num_tokens in (4, 500):
+            adapters = LoraAdapters(2, max_rank, 4)
+            adapters.device_number_T = torch.zeros(num_tokens, dtype=torch.int32)
+            x = torch.zeros(num_tokens, 4096).bfloat16()
+            changes.add(torch.zeros(num_tokens, 1280).bfloat16(), x, adapters)
 
     rows, columns = 1024, 4096
 

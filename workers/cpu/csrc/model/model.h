@@ -138,11 +138,11 @@ enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
 
 constexpr int kMaxParts = 3;
 
-// What a LoRA adapter adds to a product: to each part up * (down * activations). Both factors have `adapter_rank` in
-// common, a multiple of kColumnTile.
+// What a LoRA adapter adds to a product: to each part up * (down * activations). All factors have one rank, a multiple of
+// kColumnTile, which is at most `adapter_rank`.
 struct Adapter {
   const PackedWeight* down;     // of all parts, one after the other; null if the adapter leaves the product alone
-  LowRankFactor up[kMaxParts];  // without data for parts that the adapter leaves alone
+  LowRankFactor up[kMaxParts];  // of rank 0 for parts that the adapter leaves alone
 };
 
 // A layer's mixture of experts. This rank has experts [first, first + count), or its share of their elements; arrays are

@@ -46,9 +46,9 @@ class Rows {
   float* router_logits(int row) const { return router_.floats() + (row - first) * router_size_; }
   // Makes room for this many numbers of each row by which adapters multiply.
   void widen_low_rank(size_t size) { low_rank_size_ = std::max(low_rank_size_, size); }
-  // The activations of the second factors of adapters, for a part of a product. Rows are `rank` apart.
-  float* low_rank(int part, int row, int rank) const {
-    return low_rank_.floats() + (size_t(part) * reserved_ + row - first) * rank;
+  // The activations of the second factors of adapters, for a part of a product. Rows are `stride` apart.
+  float* low_rank(int part, int row, int stride) const {
+    return low_rank_.floats() + (size_t(part) * reserved_ + row - first) * stride;
   }
   // Rows of activations are `row_bytes` apart.
   uint8_t* activations(int source, int row, size_t row_bytes) const {

@@ -143,6 +143,12 @@ void Products::write_product(const Op& op, const Rows& rows, const Columns& colu
   }
 }
 
+bool Products::have_changes(const Op& op, int num_rows) const {
+  for (int row = 0; adapters_ && row < num_rows; row++)
+    if (adapters_[row] >= 0 && op.adapters[adapters_[row]].down) return true;
+  return false;
+}
+
 template <class Run>
 void Products::for_adapters(const Op& op, int first, int end, Run run) const {
   if (!op.adapters || !adapters_) return;
@@ -155,22 +161,24 @@ void Products::for_adapters(const Op& op, int first, int end, Run run) const {
 
 void Products::adapt(const Op& op, const Rows& rows, int first, int end) const {
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
-  const int rank = op.adapter_rank;
+  const int stride = op.adapter_rank;
   Readahead none;
   for_adapters(op, first, end, [&](const Adapter& adapter, int row, int count) {
-    for (int part = 0; part < op.num_parts; part++)
-      if (adapter.up[part].data)
+    for (int part = 0; part < op.num_parts; part++) {
+      const int rank = adapter.up[part].rank;
+      if (rank)
         linear_rows(*adapter.down, op.input_kind, rows.activations(op.source, row, row_bytes), count, part * rank,
-                    (part + 1) * rank, rows.low_rank(part, row, rank), rank, none);
+                    (part + 1) * rank, rows.low_rank(part, row, stride), stride, none);
+    }
   });
 }
 
 void Products::add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const {
   const int end_row = columns.first_row + columns.num_rows;
   for_adapters(op, columns.first_row, end_row, [&](const Adapter& adapter, int row, int count) {
-    if (adapter.up[part].data)
-      model_.rows.add_low_rank(adapter.up[part], rows.low_rank(part, row, op.adapter_rank), count, columns.begin,
-                               columns.end, sums + (row - columns.first_row) * columns.size());
+    if (adapter.up[part].rank)
+      model_.rows.add_low_rank(adapter.up[part], rows.low_rank(part, row, op.adapter_rank), op.adapter_rank, count,
+                               columns.begin, columns.end, sums + (row - columns.first_row) * columns.size());
   });
 }
 

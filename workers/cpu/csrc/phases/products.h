@@ -45,7 +45,8 @@ class Products {
   void add_op() { tiles_.emplace_back(); }
   // Sets the adapters of the slice's rows: their numbers, or -1; null if no row has one.
   void begin_slice(const int32_t* adapters) { adapters_ = adapters; }
-  bool have_adapters() const { return adapters_; }
+  // Returns whether the adapter of one of the slice's first rows changes a product.
+  bool have_changes(const Op& op, int num_rows) const;
   // Divides an operation's first `num_parts` parts into tiles; returns their number. The division lasts until the
   // operation begins again.
   int begin(const Op& op, int rows, int num_parts);

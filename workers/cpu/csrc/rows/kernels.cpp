@@ -239,7 +239,7 @@ void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_
 
 // Adds columns of a block, `count` of them, to kRows rows.
 template <bool kIsBF16, int kRows>
-ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* x, int count, float* out,
+ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* x, int x_stride, int count, float* out,
                                       ptrdiff_t out_stride) {
   const int first = std::min(count, kLanes), second = count - first;
   Floats low[kRows], high[kRows];
@@ -259,7 +259,7 @@ ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* 
       b = load(row + kLanes);
     }
     for (int r = 0; r < kRows; r++) {
-      const Floats factor = broadcast(x[r * rank + k]);
+      const Floats factor = broadcast(x[r * x_stride + k]);
       low[r] = fma(factor, a, low[r]);
       high[r] = fma(factor, b, high[r]);
     }
@@ -271,7 +271,8 @@ ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* 
 }
 
 template <bool kIsBF16>
-void add_low_rank_of(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out) {
+void add_low_rank_of(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
+                     float* out) {
   constexpr int kRows = 2;
   const int size = end - begin, rank = factor.rank;
   const size_t block_bytes = size_t(rank) * kLowRankColumns * (kIsBF16 ? 2 : 4);
@@ -280,14 +281,16 @@ void add_low_rank_of(const LowRankFactor& factor, const float* x, int rows, int 
     const int count = std::min(kLowRankColumns, size - column);
     int row = 0;
     for (; row + kRows <= rows; row += kRows)
-      add_low_rank_block<kIsBF16, kRows>(block, rank, x + row * rank, count, out + ptrdiff_t(row) * size + column, size);
+      add_low_rank_block<kIsBF16, kRows>(block, rank, x + row * x_stride, x_stride, count,
+                                         out + ptrdiff_t(row) * size + column, size);
     for (; row < rows; row++)
-      add_low_rank_block<kIsBF16, 1>(block, rank, x + row * rank, count, out + ptrdiff_t(row) * size + column, size);
+      add_low_rank_block<kIsBF16, 1>(block, rank, x + row * x_stride, x_stride, count,
+                                     out + ptrdiff_t(row) * size + column, size);
   }
 }
 
-void add_low_rank(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out) {
-  (factor.is_bf16 ? add_low_rank_of<true> : add_low_rank_of<false>)(factor, x, rows, begin, end, out);
+void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end, float* out) {
+  (factor.is_bf16 ? add_low_rank_of<true> : add_low_rank_of<false>)(factor, x, x_stride, rows, begin, end, out);
 }
 
 }  // namespace

@@ -72,9 +72,10 @@ struct RowKernels {
   // out += factors * matrix. An element's sum runs over the matrix's rows in order, however many rows `out` has.
   void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                        float* out, ptrdiff_t out_stride);
-  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, for columns [begin, end). Rows of x are `rank`
-  // apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
-  void (*add_low_rank)(const LowRankFactor& factor, const float* x, int rows, int begin, int end, float* out);
+  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, for columns [begin, end). Rows of x are
+  // `x_stride` apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
+  void (*add_low_rank)(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
+                       float* out);
 };
 
 #define ENGINE_ISA(set, linear, attention, rows, ...) \

@@ -1,0 +1,101 @@
+"""Track which LoRA adapters the workers have loaded, and which they must load."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from ....protocol.lora import LoraAdapter
+from ....protocol.worker_messages import LoraLoad
+
+
+class LoraCache:
+    """The adapters that the workers hold, `capacity` of them, by number.
+
+    An adapter that no running request uses stays until its number is needed; the least recently used one goes first.
+    One that was loaded for a waiting request is pending until that request, or another, starts: it is not replaced, and
+    counts as one of `max_loras`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = list(range(capacity))[::-1]
+        self._loaded: OrderedDict[LoraAdapter, int] = OrderedDict()
+        """Numbers by adapter, the least recently used first."""
+        self._loading: dict[LoraAdapter, int] = {}
+        self._pending: dict[LoraAdapter, None] = {}
+        self._unsent: list[LoraLoad] = []
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if loads were begun that no step has reported to the workers."""
+        return bool(self._unsent)
+
+    @property
+    def num_held(self) -> int:
+        """Number of adapters that are loaded, being loaded, or could be loaded at once."""
+        return len(self._loaded) + len(self._loading) + len(self._free)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of adapters that were loaded for requests that have not started."""
+        return len(self._pending)
+
+    def is_pending(self, adapter: LoraAdapter) -> bool:
+        """Return whether an adapter was loaded for requests that have not started."""
+        return adapter in self._pending
+
+    def is_loaded(self, adapter: LoraAdapter) -> bool:
+        """Return whether every worker has loaded an adapter."""
+        return adapter in self._loaded
+
+    def use(self, adapter: LoraAdapter) -> int:
+        """Return the number of a loaded adapter that a request starts to use."""
+        self._pending.pop(adapter, None)
+        self._loaded.move_to_end(adapter)
+        return self._loaded[adapter]
+
+    def begin_load(self, adapter: LoraAdapter, in_use: Collection[LoraAdapter]) -> None:
+        """Begin to load an adapter for a request, unless that was begun before.
+
+        It takes the number of the least recently used adapter that is neither pending nor `in_use`. If there is none,
+        nothing happens.
+        """
+        if adapter in self._loading or adapter in self._loaded:
+            self._pending[adapter] = None
+            return
+        if not self._free:
+            kept = (in_use, self._pending)
+            unused = next((a for a in self._loaded if not any(a in each for each in kept)), None)
+            if unused is None:
+                return
+            self._free.append(self._loaded.pop(unused))
+        self._pending[adapter] = None
+        number = self._loading[adapter] = self._free.pop()
+        self._unsent.append(LoraLoad(number, adapter))
+
+    def take_loads(self) -> list[LoraLoad]:
+        """Return the loads that were begun since the last call."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def end_load(self, number: int, *, is_loaded: bool) -> LoraAdapter | None:
+        """Record that all workers have answered a load. Return its adapter, or None if there is no such load."""
+        adapter = next((each for each, n in self._loading.items() if n == number), None)
+        if adapter is None:
+            return None
+        del self._loading[adapter]
+        if is_loaded:
+            self._loaded[adapter] = number
+        else:
+            self._free.append(number)
+            self._pending.pop(adapter, None)
+        return adapter
+
+    def release_all(self) -> None:
+        """Stop keeping adapters for requests that have not started."""
+        self._pending.clear()
+
+    def release(self, adapter: LoraAdapter) -> None:
+        """Record that no request waits for an adapter anymore."""
+        self._pending.pop(adapter, None)

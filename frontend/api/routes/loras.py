@@ -1,0 +1,128 @@
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....protocol.errors import CheckpointError, ConfigError, ParameterError
+from ....protocol.lora import LoraAdapter
+from ....protocol.sampling_params import SamplingParams
+from ...client.engine_client import ReplicaUnavailable, SequenceRequest
+from ...http.errors import APIError, bad_request, echo, unavailable
+from ...model_source.lora import find_adapter
+from ...supervisor.console import Console
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..generation import translate_refusals, raise_if_failed
+from ..openapi import accepts
+from ..schema import LoadLoraRequest, UnloadLoraRequest
+from ..serving import Serving
+
+LOAD_S: Final = 300.0
+"""Seconds that a load may wait for the replicas."""
+
+
+class Loras:
+    """Routes that add and remove adapters while the server runs."""
+
+    def __init__(self, serving: Serving, intake: Intake) -> None:
+        self._serving = serving
+        self._intake = intake
+        strict = serving.config.frontend.strict
+        self._load_decoder = BodyDecoder(LoadLoraRequest, strict)
+        self._unload_decoder = BodyDecoder(UnloadLoraRequest, strict)
+
+    @accepts(LoadLoraRequest)
+    async def load(self, http: Request) -> Response:
+        """Add an adapter once every replica that is up has loaded it."""
+        with self._intake.lease() as lease:
+            request, _ = await self._intake.receive(
+                http.scope, http.receive, self._load_decoder, lease
+            )
+        name, path = request.lora_name, request.lora_path
+        if not name or not path:
+            raise bad_request(
+                "lora_name" if path else "lora_path", "both lora_name and lora_path are required"
+            )
+        serving = self._serving
+        serving.verify_serving()
+        replaces = bool(request.load_inplace)
+        if name in serving.config.model.served_names:
+            raise bad_request("lora_name", f"lora_name {echo(name)} is the name of the model")
+        if not replaces and serving.loras.find(name) is not None:
+            raise bad_request(
+                "lora_name",
+                f"lora_name {echo(name)} is already served; unload it first, or send load_inplace=true",
+            )
+        adapter = await self._find(name, path)
+        await self._load_everywhere(adapter, http.scope["state"]["request_id"])
+        try:
+            await asyncio.to_thread(serving.loras.add, adapter, replaces=replaces)
+        except ParameterError as error:
+            raise bad_request(error.param, str(error)) from None
+        return Response(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @accepts(UnloadLoraRequest)
+    async def unload(self, http: Request) -> Response:
+        """Remove an adapter. Its running requests are not affected."""
+        with self._intake.lease() as lease:
+            request, _ = await self._intake.receive(
+                http.scope, http.receive, self._unload_decoder, lease
+            )
+        name = request.lora_name
+        if not name:
+            raise bad_request("lora_name", "lora_name is required")
+        if not await asyncio.to_thread(self._serving.loras.remove, name):
+            raise APIError(404, f"The LoRA adapter {echo(name)} does not exist", param="lora_name")
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _find(self, name: str, path: str) -> LoraAdapter:
+        model = self._serving.config.model
+        try:
+            return await asyncio.to_thread(
+                find_adapter, name, path, model.download_dir, Console(), "lora_path"
+            )
+        except (ConfigError, CheckpointError) as error:
+            raise bad_request("lora_path", str(error)) from None
+
+    async def _load_everywhere(self, adapter: LoraAdapter, request_id: str) -> None:
+        """Run a request of one token with the adapter on every replica.
+
+        Raises:
+            APIError: The adapter cannot be used (400), or no replica is up (503).
+        """
+        ranks = range(self._serving.num_replicas)
+        loads = (self._load_on(rank, adapter, request_id) for rank in ranks)
+        if not any(await asyncio.gather(*loads)):
+            raise unavailable(
+                "No replica is up, so the adapter was not loaded", self._serving.retry_after_s
+            )
+
+    async def _load_on(self, rank: int, adapter: LoraAdapter, request_id: str) -> bool:
+        """Load the adapter on a replica. Return False if it is not up."""
+        model = self._serving.config.model
+        request = SequenceRequest(
+            np.zeros(1, np.int32),
+            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
+            deadline=time.monotonic() + LOAD_S,
+            data_parallel_rank=rank,
+            pooling=None if model.generates else model.pooling_params,
+            lora=adapter,
+        )
+        with translate_refusals(self._serving):
+            try:
+                group = await self._serving.engine.submit([request], request_id=request_id)
+            except ReplicaUnavailable:
+                return False
+        try:
+            [output] = await group.result()
+        finally:
+            group.abort()
+        raise_if_failed(output)
+        return True

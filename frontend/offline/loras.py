@@ -1,0 +1,68 @@
+"""The LoRA adapters of an offline engine: those of `lora_modules`, and those that requests bring."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from ...protocol.config import ModelConfig
+from ...protocol.errors import CheckpointError, ConfigError, ParameterError
+from ...protocol.lora import LoraAdapter
+from ..model_source.lora import find_adapter
+from ..supervisor.console import Console
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A LoRA adapter to use, as in vLLM.
+
+    `lora_path` is a directory, or a repository on the hub. The number `lora_int_id` has no effect: adapters with equal
+    files are one.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+
+LoraChoice: TypeAlias = str | LoRARequest | None
+"""The name of an adapter, an adapter, or None for the base model."""
+
+
+class OfflineLoras:
+    """Finds adapters, each of which is read once."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._by_name = {adapter.name: adapter for adapter in config.loras}
+        self._found: dict[LoRARequest, LoraAdapter] = {}
+
+    def find(self, choice: LoraChoice) -> LoraAdapter | None:
+        """Return the chosen adapter.
+
+        Raises:
+            ParameterError: There is no such adapter, or it cannot be read.
+        """
+        if not choice:
+            return None
+        if isinstance(choice, str):
+            if choice not in self._by_name:
+                raise ParameterError(
+                    "lora_request",
+                    f"{choice!r} is not served; adapters: {', '.join(self._by_name) or 'none'}",
+                )
+            return self._by_name[choice]
+        if not self._config.enable_lora:
+            raise ParameterError("lora_request", "needs LLM(..., enable_lora=True)")
+        if choice not in self._found:
+            try:
+                self._found[choice] = find_adapter(
+                    choice.lora_name,
+                    choice.lora_path,
+                    self._config.download_dir,
+                    Console(),
+                    "lora_path",
+                )
+            except (ConfigError, CheckpointError) as error:
+                raise ParameterError("lora_request", str(error)) from None
+        return self._found[choice]
