@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from .lora import LoraAdapter
+from .file_identity import LoraAdapter
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams
 
@@ -76,7 +76,8 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     `num_tokens` is 0 for the input of an encoder-decoder model, which the first token already needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
     (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` cells if there is one. If `row_length`
-    is not 0, a token between each `row_length` embeddings keeps its own embedding.
+    is not 0, a token between each `row_length` embeddings keeps its own embedding. If `embeddings` is a dtype, `data`
+    has the embeddings themselves: [size, hidden size] numbers in row-major order.
     """
 
     position: int
@@ -86,6 +87,7 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data: bytes = b""
     row_length: int = 0
     grid: EncoderGrid | None = None
+    embeddings: str = ""
 
 
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):

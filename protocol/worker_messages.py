@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from .file_identity import LoraAdapter
 from .kv_cache_groups import FULL_ATTENTION, KVCacheGroup
-from .lora import LoraAdapter
 from .messages import F32, I32, EncoderInput
 from .pooling_params import PoolingParams
 from .sampling_params import SamplingParams

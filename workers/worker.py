@@ -37,8 +37,8 @@ from ..protocol.worker_messages import (
 )
 from .execution.device_watch import DeviceWatch
 from .execution.factory import open_runner
-from .execution.lora_loader import LoraLoader
 from .execution.runner import PendingOutput, Runner, StepResult
+from .lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...protocol.arrays import Int32Array, int32_bytes, int32_view
 from ...protocol.block_hash import HASH_BYTES
 from ...protocol.config import KVTransferConfig, SchedulerConfig
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.messages import EngineCoreRequest, FinishedRequest
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.config import SchedulerConfig
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.worker_messages import NewRequestData
 from ..kv_cache.manager import Prefix
 from ..state.batch import ScheduledRow

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.arrays import float32_bytes, int32_bytes
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.messages import (
     EngineCoreRequest,
     EventKind,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from .batch import ScheduledRow
 from .request import Request
 from .slots import SlotArray, Slots, as_array

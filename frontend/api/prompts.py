@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...protocol.messages import EncoderInput
 from ..http.errors import APIError, bad_request, echo
 from ..tokenizer.token_ids import token_id_array
 
@@ -33,6 +34,7 @@ class Prompt:
 
     `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
     pair of texts, `second_param` names the other one, and tokens from `second_segment` on have the second type.
+    `encoder_inputs` are embeddings in place of the tokens.
     """
 
     param: str
@@ -42,6 +44,7 @@ class Prompt:
     second: str | None = None
     second_param: str = ""
     second_segment: int = 0
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:

@@ -13,8 +13,8 @@ from starlette.types import Receive
 
 from ... import __version__
 from ...protocol.config import EngineConfig
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.grammars.process import GrammarProcesses
-from ...protocol.lora import LoraAdapter
 from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from ...protocol.supervisor_messages import Stage
 from ..chat import (

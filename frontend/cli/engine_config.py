@@ -73,6 +73,13 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         )
     _check_cpu_offload(cache, scheduler)
     frontend = make_frontend_config(settings, model.default_sampling)
+    if model.config.enable_prompt_embeds and (
+        model.config.span_kind is not None or model.config.reads_source
+    ):
+        raise ConfigError(
+            "--enable-prompt-embeds is not supported with encoder-decoder models, nor with models in which the tokens of an "
+            "image see one another; remove it"
+        )
     if frontend.allow_runtime_lora_updating and not model.config.enable_lora:
         raise ConfigError("--allow-runtime-lora-updating needs --enable-lora; give both or neither")
     if model.dimensions is not None:
@@ -215,7 +222,9 @@ def _make_scheduler_config(
         kept = max(step, _KEPT_EMBEDDINGS, several * encoder_outputs)
         given.setdefault("encoder_cache_size", kept)
     max_loras = given.get("max_loras", limits.max_loras)
-    max_cpu_loras = given.setdefault("max_cpu_loras", max(max_loras, len(model.loras), _LOADED_LORAS))
+    max_cpu_loras = given.setdefault(
+        "max_cpu_loras", max(max_loras, len(model.loras), _LOADED_LORAS)
+    )
     if max_cpu_loras < max_loras:
         raise ConfigError(
             f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras, which is {max_loras}; raise the first or "

@@ -143,6 +143,8 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             loras=loras,
             download_dir=options.download_dir,
             max_lora_rank=options.max_lora_rank,
+            hidden_size=text.optional_integer("hidden_size") or 0,
+            enable_prompt_embeds=options.enable_prompt_embeds,
             images=None
             if options.model_impl is ModelImpl.TRANSFORMERS
             else read_image_processor(path, config, text, options.mm_processor_kwargs, vision),

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.errors import ConfigError
-from ...protocol.lora import ADAPTER_FILES, LoraAdapter
+from ...protocol.file_identity import ADAPTER_FILES, LoraAdapter
 from ..supervisor.console import Console
 from .options import ModelOptions
 

@@ -16,7 +16,7 @@ import msgspec
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ParameterError
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 
 MAX_ADAPTERS: Final = 10_000
 """Maximum number of adapters, of which only a few are loaded at a time."""

@@ -119,6 +119,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             default_text="the one beside it",
         ),
     ] = ""
+    enable_prompt_embeds: Annotated[bool, option("Accept embeddings as prompts of completions")] = (
+        False
+    )
     max_lora_rank: Annotated[int, option("Highest rank of a LoRA adapter", ge=1, le=1024)] = 16
 
 

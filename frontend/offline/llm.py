@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TypeAlias
 import msgspec
 
 from ...protocol.errors import EngineError, ParameterError
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
 from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard

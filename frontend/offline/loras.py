@@ -8,7 +8,7 @@ import msgspec
 
 from ...protocol.config import ModelConfig
 from ...protocol.errors import CheckpointError, ConfigError, ParameterError
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ..model_source.lora import find_adapter
 from ..supervisor.console import Console
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
+from ..client.prompt_embeds import Embeddings, encoder_inputs_of
 from ..media.chat_media import find_chat_media
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-"""Text, token IDs, or a mapping with `prompt` or `prompt_token_ids`.
+"""Text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
+
+Embeddings are a float array [tokens, hidden size].
 
 A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, `{"video": frames}`
 with an array or a list of Pillow's images, or `{"audio": (samples, rate)}` with an array; or a list of them. The text
@@ -55,6 +60,8 @@ class PromptEncoder:
         """Return a prompt, whose text is put after `instruction`."""
         given: Any = prompt
         media: list[Any] = []
+        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+            return self._encode_embeddings(prompt["prompt_embeds"])
         if isinstance(prompt, Mapping):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
             media = self._prepare_media(prompt.get("multi_modal_data") or {}, given)
@@ -64,6 +71,35 @@ class PromptEncoder:
                 instruction + given, media, lambda text: (text, tokenizer.encode(text))
             )
         return EncodedPrompt(None, list(given))
+
+    def _encode_embeddings(self, given: Any) -> EncodedPrompt:
+        """Return a prompt of embeddings.
+
+        Raises:
+            ParameterError: They do not fit the model.
+        """
+        config = self._engine.config
+        model = config.model
+        if not model.enable_prompt_embeds:
+            raise ParameterError("prompt_embeds", "needs LLM(..., enable_prompt_embeds=True)")
+        try:
+            array = np.asarray(given)
+        except (TypeError, ValueError) as error:
+            raise ParameterError("prompt_embeds", f"must be an array: {error}") from None
+        if array.dtype not in (np.float16, np.float32, np.float64):
+            raise ParameterError("prompt_embeds", f"must have floats, got {array.dtype}")
+        if array.ndim != 2 or array.shape[1] != model.hidden_size or not len(array):
+            raise ParameterError(
+                "prompt_embeds",
+                f"must have the shape [tokens, {model.hidden_size}], got {list(array.shape)}",
+            )
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        embeddings = Embeddings(array.dtype.name, array.shape, little.tobytes())
+        if not embeddings.are_finite():
+            raise ParameterError("prompt_embeds", "has numbers that are not finite")
+        return EncodedPrompt(None, [0] * len(array), encoder_inputs_of(embeddings, config))
 
     def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
         """Return the images, videos or sounds of a prompt as the model reads them."""

@@ -6,8 +6,7 @@ import enum
 
 import msgspec
 
-from ..file_identity import FileIdentity, verify_files
-from ..lora import LoraAdapter
+from ..file_identity import FileIdentity, LoraAdapter, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor, SpanKind
 from .sounds import SoundProcessorConfig
@@ -184,6 +183,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         loras: The LoRA adapters that are served from the start.
         download_dir: Where downloads from the hub are kept; None for the default.
         max_lora_rank: The highest rank of an adapter.
+        hidden_size: The size of the model's embeddings, or 0 if its config has none.
+        enable_prompt_embeds: Whether prompts may be embeddings.
         images: How the model reads images; None if it reads none.
         videos: How the model reads videos; None if it reads none.
         span_kind: Which tokens of a prompt see those behind them.
@@ -218,6 +219,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     loras: tuple[LoraAdapter, ...] = ()
     download_dir: str | None = None
     max_lora_rank: int = 16
+    hidden_size: int = 0
+    enable_prompt_embeds: bool = False
     images: AnyImageProcessor | None = None
     videos: VideoProcessor | None = None
     span_kind: SpanKind | None = None

@@ -23,13 +23,13 @@ from engine.protocol.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.protocol.file_identity import LoraAdapter
 from engine.protocol.kv_cache_groups import (
     FULL_ATTENTION,
     AttentionKind,
     KVCacheGroup,
     max_request_tokens,
 )
-from engine.protocol.lora import LoraAdapter
 from engine.protocol.messages import (
     EncoderInput,
     EngineCoreOutputs,

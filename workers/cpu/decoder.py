@@ -58,6 +58,7 @@ class NativeDecoder:
         keeps_float16: Whether float16 weights stay float16.
         num_threads: The number of threads; by default as many as the process may use.
         loras: The LoRA adapters that requests may use.
+        places_embeddings: Whether embeddings may take the place of tokens in a model without an encoder.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -78,6 +79,7 @@ class NativeDecoder:
         keeps_float16: bool = False,
         num_threads: int | None = None,
         loras: LoraAdapters | None = None,
+        places_embeddings: bool = False,
     ) -> None:
         self.spec = spec
         self.loras = loras
@@ -124,7 +126,15 @@ class NativeDecoder:
             )
             shape = model_shape(store_spec, shard, attention, num_threads)
             self._store = NativeProgram(shape, spec.norm_eps)
-        Recorder(self._program, spec, shard, weights, max_model_len, self._store).record()
+        Recorder(
+            self._program,
+            spec,
+            shard,
+            weights,
+            max_model_len,
+            self._store,
+            places_embeddings=places_embeddings,
+        ).record()
         self._embeds = shard.is_first and spec.has_embedding
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)

@@ -283,6 +283,8 @@ def _load_decoder(
         device=device,
     )
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
+    if config.model.enable_prompt_embeds and foreign is not None:
+        raise ConfigError("--enable-prompt-embeds needs Engine's own layers; remove --model-impl")
     if config.model.enable_lora and foreign is not None:
         raise ConfigError("--enable-lora needs Engine's own layers; remove --model-impl")
     if is_native and foreign is None:
@@ -371,6 +373,7 @@ def _load_native(
             keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
             num_threads=num_threads,
             loras=_new_loras(config),
+            places_embeddings=config.model.enable_prompt_embeds,
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:

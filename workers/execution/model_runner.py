@@ -15,6 +15,7 @@ from ..device.accelerator import Accelerator, CUDAAccelerator
 from ..device.errors import explaining_device_errors
 from ..device.memory_profile import MemoryProfile
 from ..loaders import Checkpoint
+from ..lora_loader import LoraLoader
 from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
@@ -22,7 +23,6 @@ from .host_execution import HostExecution
 from .inputs.alignment import Alignments
 from .inputs.sources import Sources
 from .kv_cache import KVCache
-from .lora_loader import LoraLoader
 from .model_loader import Model, load_model
 from .parallel_state import ParallelState
 from .request_states import RequestStates

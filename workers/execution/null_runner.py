@@ -20,8 +20,8 @@ from ...protocol.arrays import (
     int32_view,
 )
 from ...protocol.config import EngineConfig
+from ...protocol.file_identity import LoraAdapter
 from ...protocol.kv_cache_groups import FULL_ATTENTION, max_request_blocks
-from ...protocol.lora import LoraAdapter
 from ...protocol.worker_messages import (
     HeldRequest,
     ModelRunnerOutput,
@@ -29,7 +29,7 @@ from ...protocol.worker_messages import (
     RowVector,
     SchedulerOutput,
 )
-from .lora_loader import LoraLoader
+from ..lora_loader import LoraLoader
 from .runner import GrammarSource
 
 

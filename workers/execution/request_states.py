@@ -59,7 +59,10 @@ class RequestStates:
         self.pooling = Pooling(model.score_head or DenseLayers.read(config.model, device))
         self._spec = model.spec
         self.loras = model.loras
-        self.encoders = None if model.encoder is None else Encoders(model.encoder)
+        self.encoders: Encoders | None = None
+        accepts_embeddings = config.model.enable_prompt_embeds and self._shard.is_first
+        if model.encoder is not None or accepts_embeddings:
+            self.encoders = Encoders(model.encoder, model.spec, device)
         self._token_feed: TokenFeed | None = None
         if self._shard.is_first and not self._shard.is_last:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)

@@ -12,7 +12,7 @@ from ...protocol.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from .lora_loader import LoraLoader
+from ..lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
 

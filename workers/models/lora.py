@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
-from ...protocol.lora import LoraAdapter
+from ...protocol.file_identity import LoraAdapter
 from ..layers.layers import LayerKernels
 from ..loaders.peft_adapter import LowRank, PEFTAdapter
 from ..parallel.shard import ModelShard

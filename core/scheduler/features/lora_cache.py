@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from ....protocol.lora import LoraAdapter
+from ....protocol.file_identity import LoraAdapter
 from ....protocol.worker_messages import LoraLoad
 
 

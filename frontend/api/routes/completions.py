@@ -22,6 +22,7 @@ from ..generation import (
     PreparedPrompt,
 )
 from ..infill import require_infill
+from ..inputs.prompt_embeds import parse_prompt_embeds
 from ..logprobs import CompletionLogprobs, Json, LogprobsRenderer
 from ..prompts import BYTES_PER_TOKEN_ID, Prompt, fit_context, parse_prompts, verify_num_characters
 from ..sampling import sampling_params
@@ -54,9 +55,7 @@ class Completions(Endpoint[CompletionRequest]):
         serving, model = self._serving, self._serving.config.model
         if not model.has_tokenizer:
             request.return_token_ids = request.return_tokens_as_token_ids = True
-        prompts = await serving.executor.run(
-            body_size // BYTES_PER_TOKEN_ID, parse_prompts, request.prompt, model.vocab_size
-        )
+        prompts = await self._prompts(request, body_size)
         constraint = await serving.grammar_checks.run(body_size, parse_constraint, request)
         if constraint is not None:
             serving.verify_tokenizer(constraint.param, "use allowed_token_ids")
@@ -121,11 +120,35 @@ class Completions(Endpoint[CompletionRequest]):
         size = sum(len(prompt.text or "") + len(suffix) for prompt in prompts)
         await serving.executor.run(size, encode_all)
 
+    async def _prompts(self, request: CompletionRequest, body_size: int) -> list[Prompt]:
+        """Return the prompts, those of `prompt_embeds` first."""
+        executor, config = self._serving.executor, self._serving.config
+        prompts: list[Prompt] = []
+        if request.prompt_embeds is not None:
+            for name in ("echo", "prompt_logprobs"):
+                if getattr(request, name) not in (None, False):
+                    raise bad_request(name, f"{name} is not supported with prompt_embeds")
+            # Hashing and checks release the interpreter.
+            found = await executor.run(
+                body_size, parse_prompt_embeds, request.prompt_embeds, config
+            )
+            prompts = [Prompt(*each[:1], None, each[1], encoder_inputs=each[2]) for each in found]
+        if request.prompt_embeds is None or request.prompt not in (None, "", []):
+            prompts += await executor.run(
+                body_size // BYTES_PER_TOKEN_ID,
+                parse_prompts,
+                request.prompt,
+                config.model.vocab_size,
+            )
+        return prompts
+
     def _fit(
         self, prompt: Prompt, request: CompletionRequest, params: SamplingParams
     ) -> PreparedPrompt:
         source, token_ids = self._serving.config.model.source_text, prompt.token_ids
-        truncate, inputs = request.truncate_prompt_tokens, []
+        truncate, inputs = request.truncate_prompt_tokens, prompt.encoder_inputs
+        if inputs:
+            truncate = None
         if source is not None:
             inputs = [source_input(prompt, source, truncate, request.truncation_side)]
             token_ids, truncate = np.array(source.start_token_ids, np.int32), None

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import CheckpointError, ConfigError, ParameterError
-from ....protocol.lora import LoraAdapter
+from ....protocol.file_identity import LoraAdapter
 from ....protocol.sampling_params import SamplingParams
 from ...client.engine_client import ReplicaUnavailable, SequenceRequest
 from ...http.errors import APIError, bad_request, echo, unavailable
@@ -19,7 +19,7 @@ from ...model_source.lora import find_adapter
 from ...supervisor.console import Console
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
-from ..generation import translate_refusals, raise_if_failed
+from ..generation import raise_if_failed, translate_refusals
 from ..openapi import accepts
 from ..schema import LoadLoraRequest, UnloadLoraRequest
 from ..serving import Serving

@@ -209,7 +209,7 @@ class Transcriptions:
             deadline=deadline,
             data_parallel_rank=find_data_parallel_rank(scope, self._serving.num_replicas),
             trace_headers=read_trace_headers(scope),
-            lora_name=self._serving.find_lora(request.model),
+            lora=self._serving.find_lora(request.model),
         )
 
     async def _stream(

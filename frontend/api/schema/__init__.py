@@ -142,6 +142,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | Int | list[Int]] | None = None
     # The text after the answer, for models that fill in the middle.
     suffix: str | None = None
+    prompt_embeds: str | list[str] | None = None
     echo: bool | None = None
     logprobs: Int | None = None
 
@@ -350,7 +351,7 @@ REFUSED: dict[str, str] = {
     "dynatemp_range": _NOT_SUPPORTED,
     "samplers": "is not supported; the order of samplers is fixed",
     "suffix": "is not supported in chats; use /v1/completions",
-    "prompt_embeds": "is not supported; send text or token ids",
+    "prompt_embeds": "is not supported in chats; use /v1/completions",
     "logprob_token_ids": "is not supported; use logprobs with allowed_token_ids",
     "repetition_detection": "is not supported; use frequency_penalty or max_tokens",
     "chat_template": "is not accepted from requests; start the server with --chat-template",

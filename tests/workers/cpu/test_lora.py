@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine.protocol.lora import LoraAdapter
+from engine.protocol.file_identity import LoraAdapter
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.layers.rope import RopeSpec
 from engine.workers.layers.spec import LayerSpec, ModelSpec

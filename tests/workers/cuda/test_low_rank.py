@@ -72,7 +72,7 @@ def test_adapters_of_all_tokens_at_once(
         if DEVICE.type == "cuda":
             assert torch.equal(alone[0], found[row])
         # The interpreter multiplies with numpy, whose sums depend on the place of a row.
-        torch.testing.assert_close(alone[0], found[row], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(alone[0], found[row], rtol=tolerance, atol=tolerance)
     changes.install(0, None)
     changes.add(again := before.clone(), x, numbers)
     left = numbers.device_number_T == 0

@@ -35,7 +35,10 @@ class Recorder:
         weights: NativeWeightReader,
         max_model_len: int,
         store: NativeProgram | None = None,
+        *,
+        places_embeddings: bool = False,
     ) -> None:
+        self._places_embeddings = places_embeddings
         self._program = program
         self._store = None
         if store is not None and spec.source is not None:
@@ -85,7 +88,7 @@ class Recorder:
                 self._blocks.add_sum(RESIDUAL, scale=scale)
         else:
             program.add_op("embed")
-        if shard.is_first and spec.encoder is not None:
+        if shard.is_first and (spec.encoder is not None or self._places_embeddings):
             program.add_op("place")
         if embeds and spec.has_embedding_norm:
             program.add_op("norm", vectors=self._blocks.hidden_norm("embed_norm"))

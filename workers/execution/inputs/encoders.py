@@ -6,24 +6,40 @@ Shapes: T tokens of a step, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ....protocol.arrays import Int32Array, int32_view
+from ....protocol.errors import EngineError
 from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
 from ...batch import StepPlan
+from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
 from ...vision.placed import Placed
 
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
 
 class Encoders:
-    """Encodes inputs when a step asks for it, and keeps the outputs until one releases them."""
+    """Encodes inputs when a step asks for it, and keeps the outputs until one releases them.
 
-    def __init__(self, encoder: Encoder) -> None:
+    Without an `encoder` all inputs are embeddings, which are moved to `device`.
+    """
+
+    def __init__(self, encoder: Encoder | None, spec: ModelSpec, device: torch.device) -> None:
         self._encoder = encoder
+        self._hidden_size = spec.hidden_size
+        # Nothing is added to embeddings after the first layers.
+        self._padding = spec.num_deepstack_layers * spec.hidden_size
+        self._device = device
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
@@ -53,11 +69,33 @@ class Encoders:
             del self._outputs[content_hash]
         for slot, index in int32_view(work.computed).reshape(-1, 2).tolist():
             item = self._inputs[slot][index]
-            self._outputs[item.content_hash] = self._encoder.encode(item.data)
+            self._outputs[item.content_hash] = self._encode(item)
+
+    def _encode(self, item: EncoderInput) -> torch.Tensor:
+        """Return the embeddings of an input.
+
+        Raises:
+            EngineError: It is damaged, or the model reads none of its kind.
+        """
+        if not item.embeddings:
+            if self._encoder is None:
+                raise EngineError(
+                    "an encoder input has no embeddings, and the model has no encoder"
+                )
+            return self._encoder.encode(item.data)
+        dtype = _DTYPES.get(item.embeddings)
+        if dtype is None or len(item.data) != item.size * self._hidden_size * dtype.itemsize:
+            raise EngineError(
+                f"an encoder input has {len(item.data)} bytes of {item.embeddings} for {item.size} embeddings"
+            )
+        flat = torch.frombuffer(bytearray(item.data), dtype=dtype)
+        rows = flat.view(item.size, self._hidden_size).to(self._device)
+        return torch.nn.functional.pad(rows, (0, self._padding))
 
     def warm_up(self) -> None:
         """Encode an input that no request has, because kernels are prepared on first use."""
-        self._encoder.warm_up()
+        if self._encoder is not None:
+            self._encoder.warm_up()
 
     def output(self, content_hash: bytes) -> torch.Tensor:
         """Return the outputs for an input, which are in the cache."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ...protocol.errors import CheckpointError
-from ...protocol.lora import LoraAdapter
-from ...protocol.worker_messages import LoraLoad
+from ..protocol.errors import CheckpointError
+from ..protocol.file_identity import LoraAdapter
+from ..protocol.worker_messages import LoraLoad
 
 _NICENESS: Final = 10
 """Lowers the thread's priority, so that it takes about a tenth of a core that steps use."""

@@ -1,0 +1,1 @@
+"""Inputs of requests that are neither text nor token ids."""

@@ -1,0 +1,149 @@
+"""Prompts that are embeddings."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.frontend.offline.llm import LLM
+from engine.protocol.errors import ParameterError
+from engine.protocol.sampling_params import SamplingParams
+from safetensors.torch import save
+from support.lora_adapters import write_adapter
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import qwen3_directory
+
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--enable-prompt-embeds")
+ASKED = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def torch_saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def tokens(server: Server, **body: Any) -> list[list[int]]:
+    status, answer = server.post("/v1/completions", {**ASKED, **body})
+    assert status == 200, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
+        ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1"),
+        ("--cpu-backend", "torch", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
+    ],
+)
+def test_embeddings_of_tokens_give_what_the_tokens_give(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    path, model = qwen3_directory(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", model, 1)
+    embedding = model.get_input_embeddings().weight.detach()
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 300) for _ in range(length)] for length in (1, 40, 150)]
+    embeds = [embedding[prompt] for prompt in prompts]
+    lora = ("--enable-lora", "--lora-modules", f"one={tmp_path / 'adapter'}")
+    with Server(str(path), *FLAGS, *lora, "--served-model-name", "tiny", *flags) as server:
+        expected = tokens(server, prompt=prompts)
+        sent = [encoded(save({"x": each})) for each in embeds]
+        for round_ in range(3):
+            # The second time, the blocks are in the prefix cache. Then a worker is lost.
+            if round_ == 2:
+                server.child("worker 0").kill()
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                found = list(pool.map(lambda text: tokens(server, prompt_embeds=text)[0], sent))
+            assert found == expected
+        assert server.metric("engine:prefix_cache_hits_total") > 0
+        # Several prompts of both kinds, bytes of torch.save, and an adapter.
+        both = tokens(server, prompt_embeds=sent[1:], prompt=prompts[0])
+        assert both == [*expected[1:], expected[0]]
+        saved = encoded(torch_saved(embeds[1]))
+        assert tokens(server, prompt_embeds=saved) == [expected[1]]
+        adapted = tokens(server, prompt=prompts[1], model="one")
+        assert tokens(server, prompt_embeds=saved, model="one") == adapted != [expected[1]]
+        assert_nothing_is_held(server)
+
+
+class Evil:
+    """An object whose pickle calls a function."""
+
+    def __reduce__(self) -> Any:
+        return print, ("called",)
+
+
+def test_other_embeddings_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path / "base")
+    size = model.config.hidden_size
+    rows = torch.zeros(3, size)
+    nan = rows.clone()
+    nan[1, 2] = float("nan")
+    cases = {
+        "not valid base64": "?",
+        "not a safetensors file": encoded(b"something else"),
+        "with one tensor": encoded(save({"x": rows, "y": nan})),
+        'has the dtype "I32"': encoded(save({"x": rows.int()})),
+        f"must have the shape [tokens, {size}], got [3, 8]": encoded(
+            save({"x": rows[:, :8].clone()})
+        ),
+        f"must have the shape [tokens, {size}], got [{size}]": encoded(
+            save({"x": rows[0].clone()})
+        ),
+        "must have at least one token": encoded(save({"x": rows[:0].clone()})),
+        "at most 99 fit": encoded(save({"x": torch.zeros(100, size)})),
+        "numbers that are not finite": encoded(save({"x": nan.bfloat16()})),
+        "is not one contiguous float32": encoded(torch_saved(Evil())),
+        "not one contiguous": encoded(torch_saved(torch.zeros(size, 3).T)),
+        "one contiguous float32, float16": encoded(torch_saved([rows])),
+        "damaged zip archive": encoded(torch_saved(rows)[:100]),
+    }
+    with Server(str(path), *FLAGS, "--max-model-len", "100") as server:
+        for problem, text in cases.items():
+            status, answer = server.post("/v1/completions", {**ASKED, "prompt_embeds": text})
+            assert (status, answer["error"]["param"]) == (400, "prompt_embeds"), answer
+            assert problem in answer["error"]["message"], answer
+        good = encoded(torch_saved(rows.half()))
+        for field in ({"echo": True}, {"prompt_logprobs": 1}):
+            body = {**ASKED, "prompt_embeds": good, **field}
+            status, answer = server.post("/v1/completions", body)
+            assert (status, answer["error"]["param"]) == (400, *field), answer
+        # Nothing of this disturbed others.
+        assert len(tokens(server, prompt_embeds=[good, good])) == 2
+    with Server(str(path), *FLAGS[:4]) as server:
+        status, answer = server.post("/v1/completions", {**ASKED, "prompt_embeds": good})
+        assert status == 400 and "--enable-prompt-embeds" in answer["error"]["message"]
+
+
+def test_offline_prompts_may_be_embeddings(tmp_path: Path) -> None:
+    path, model = qwen3_directory(tmp_path / "base")
+    embedding = model.get_input_embeddings().weight.detach()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompt = list(range(5, 25))
+    with LLM(str(path), dtype="float32", enable_prompt_embeds=True) as llm:
+        array = embedding[prompt].numpy()
+        outputs = llm.generate(
+            [prompt, {"prompt_embeds": array}, {"prompt_embeds": embedding[prompt]}], params
+        )
+        first, *others = [output.outputs[0].token_ids for output in outputs]
+        assert all(list(each) == list(first) for each in others)
+        for given, problem in (
+            (array[0], r"shape \[tokens"),
+            (array.astype(np.int32), "must have floats"),
+            (np.full_like(array, np.inf), "not finite"),
+        ):
+            with pytest.raises(ParameterError, match=problem):
+                llm.generate({"prompt_embeds": given}, params)
