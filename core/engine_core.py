@@ -18,7 +18,7 @@ import zmq
 from ..protocol import transport
 from ..protocol.arrays import int32_bytes, int32_view
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import POISON_REQUEST, EngineError
+from ..protocol.errors import POISON_REQUEST, EngineError, PeerLostError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
@@ -74,7 +74,7 @@ class EngineCore:
     """The core of one replica.
 
     `run` returns on SIGTERM and raises EngineError if the replica fails: by an error in the core, or when the
-    supervisor reports a lost worker by SIGUSR2. Peers are greeted when they connect, and their messages are dropped
+    supervisor reports a lost worker by a signal. Peers are greeted when they connect, and their messages are dropped
     until they have answered with the epoch of the greeting: earlier messages may have been meant for a previous core.
     """
 
@@ -90,6 +90,7 @@ class EngineCore:
         self._stop = StopSignal()
         self._stop.add_signal(signal.SIGUSR1)
         self._stop.add_signal(signal.SIGUSR2)
+        self._stop.add_signal(signal.SIGALRM)
         self._context = context
         self._status = status
         self._clients: Hub[ClientMessage] = Hub(
@@ -159,7 +160,7 @@ class EngineCore:
             except Exception as error:
                 # EngineErrors raised by the core itself report worker failures, except for frame sizes.
                 is_own = not isinstance(error, EngineError) or isinstance(error, FrameTooLarge)
-                self._report_loss(is_own=is_own)
+                self._report_loss(is_own=is_own, is_of_peer=isinstance(error, PeerLostError))
                 self._dump_event_log("crash")
                 raise
             self._workers.send(Shutdown())
@@ -381,10 +382,13 @@ class EngineCore:
             self._has_dumped_violations = True
             self._dump_event_log("violation")
 
-    def _report_loss(self, *, is_own: bool) -> None:
-        """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm."""
+    def _report_loss(self, *, is_own: bool, is_of_peer: bool) -> None:
+        """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm.
+
+        None of them is a suspect if the loss `is_of_peer`, another replica's.
+        """
         found = CrashSuspects([], [], [])
-        if not is_own:
+        if not is_own and not is_of_peer:
             try:
                 found = self._scheduler.find_crash_suspects()
                 self._scheduler.finish_requests(

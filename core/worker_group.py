@@ -12,7 +12,7 @@ import zmq
 
 from ..protocol.cluster_key import cluster_key_of
 from ..protocol.config import PROTOCOL_VERSION, EngineConfig
-from ..protocol.errors import EngineError
+from ..protocol.errors import EngineError, PeerLostError
 from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.process import StopSignal
 from ..protocol.step_log import StepLog
@@ -85,7 +85,7 @@ class WorkerGroup:
             The memory that every worker has, or None if a stop was requested.
 
         Raises:
-            EngineError: The supervisor reported a lost worker (SIGUSR2), or workers disagree on the KV-cache groups.
+            EngineError: The supervisor reported a lost worker, or workers disagree on the KV-cache groups.
         """
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
@@ -209,9 +209,16 @@ class WorkerGroup:
 
 
 def raise_if_worker_lost(signals: set[int]) -> None:
-    """Raise EngineError if the supervisor reported a lost worker by SIGUSR2."""
+    """Raise an error if the supervisor reported a lost worker.
+
+    Raises:
+        EngineError: A worker of this core is lost (SIGUSR2).
+        PeerLostError: A worker of another core is lost, with which those of this core divide the experts (SIGALRM).
+    """
     if signal.SIGUSR2 in signals:
         raise EngineError("a worker of this core is lost")
+    if signal.SIGALRM in signals:
+        raise PeerLostError("a worker of another replica is lost, which has some of the experts")
 
 
 def _identity(rank: int) -> bytes:

@@ -1,7 +1,7 @@
 """Errors that are common to all processes of the engine."""
 
 from os import PathLike
-from typing import Final
+from typing import ClassVar, Final
 
 POISON_REQUEST: Final = (
     "this request was running when a process of the engine crashed, and alone when another one crashed; "
@@ -12,6 +12,15 @@ POISON_REQUEST: Final = (
 
 class EngineError(Exception):
     """Base class of errors raised on purpose; the message is meant for users."""
+
+    exit_code: ClassVar = 1
+    """Exit code of a process that ends with this error."""
+
+
+class PeerLostError(EngineError):
+    """Raised if the connection to another worker is lost, which is the cause of this process's end."""
+
+    exit_code: ClassVar = 4
 
 
 class CheckpointError(EngineError, ValueError):

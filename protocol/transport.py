@@ -275,7 +275,7 @@ class StatusReporter:
             work()
         except EngineError as error:
             self.report(Stage.FAILED, str(error))
-            return 1
+            return error.exit_code
         except Exception as error:
             logger.exception("unexpected error")
             self.report(Stage.FAILED, f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -76,6 +77,8 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(self._core.socket, zmq.POLLIN)
         self._poller.register(self._device.fd, zmq.POLLIN)
+        self._invitations_fd: int | None = None
+        self._join_rounds: Callable[[], None] = lambda: None
         self._next_step = 0
         self._epoch = 0
         self._step_log_path = config.step_log_path(core_index)
@@ -92,6 +95,9 @@ class Worker:
 
     def _execute_commands(self, runner: Runner, memory: WorkerMemory) -> None:
         self._status.report(Stage.WARMING)
+        self._invitations_fd, self._join_rounds = runner.invitations_fd, runner.join_rounds
+        if self._invitations_fd is not None:
+            self._poller.register(self._invitations_fd, zmq.POLLIN)
         allocated: AllocateKVCache | None = None
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
@@ -182,7 +188,7 @@ class Worker:
                 self._send(self._computing.popleft().output())
             is_loading = self._loras is not None and self._report_loras(self._loras)
             is_idle = not self._received and not self._computing and not is_loading
-            command = self._core.receive(block=is_idle)
+            command = self._core.receive(block=is_idle and self._invitations_fd is None)
             while command is not None:
                 self._enqueue(command)
                 command = self._core.receive()
@@ -190,8 +196,15 @@ class Worker:
                 return self._received.popleft()
             if self._computing:
                 self._device.watch_output(self._computing[0])
-            if self._device.fd in dict(self._poller.poll()):
-                self._device.clear()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Sleep until a command or an output arrives. Join rounds of other replicas, if they invite this worker."""
+        readable = dict(self._poller.poll())
+        if self._device.fd in readable:
+            self._device.clear()
+        if self._invitations_fd in readable:
+            self._join_rounds()
 
     def _report_loras(self, loras: LoraLoader) -> bool:
         """Report the LoRA adapters that are loaded by now. Return whether others are being loaded."""
@@ -215,9 +228,11 @@ class Worker:
                     return command
                 if isinstance(command, Shutdown | CoreHello):
                     return None
-            received = self._core.receive(block=True)
-            assert received is not None
-            self._enqueue(received)
+            received = self._core.receive()
+            if received is not None:
+                self._enqueue(received)
+            else:
+                self._wait()
 
     def _report_loading(self, done: int, total: int) -> None:
         self._status.report(Stage.LOADING, "weights", done, total)

@@ -114,6 +114,11 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
         ConfigError: The settings for several machines are incomplete or invalid.
     """
     parallel = ParallelConfig(**settings["parallel"])
+    if parallel.divides_experts_among_replicas and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size} does not support "
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}; use --tensor-parallel-size instead"
+        )
     if not parallel.is_distributed:
         return parallel
     if parallel.is_external and parallel.nnodes > 1:

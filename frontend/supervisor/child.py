@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Final
 
+from ...protocol.errors import PeerLostError
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
@@ -74,6 +75,11 @@ class Child:
         """True if a signal ended the process, so that it could not report a final error."""
         code = self._process.poll()
         return code is not None and code < 0
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """True if the process exited because another one did."""
+        return self._process.poll() == PeerLostError.exit_code
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
         """Record a stage that the process reported."""

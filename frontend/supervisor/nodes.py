@@ -271,7 +271,7 @@ class Nodes:
         Return None if the node of that host has not joined yet.
         """
         parallel = self._config.parallel
-        first = parallel.node_of(core_index * parallel.workers_per_core)
+        first = parallel.node_of(parallel.group_of(core_index) * parallel.workers_per_core)
         if first == 0 and not parallel.is_external:
             return parallel.master_addr
         return self._nodes[first].host if first in self._nodes else None

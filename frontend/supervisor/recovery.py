@@ -34,6 +34,12 @@ Otherwise only a generated token resets it.
 """
 
 
+def link_units(units: list[RecoveryUnit]) -> None:
+    """Make units restart together whose followers are connected, because they divide the experts of a model."""
+    for unit in units:
+        unit.peers = [peer for peer in units if peer is not unit]
+
+
 class RecoveryUnit:
     """A leader process and its followers, which are restarted under the next epoch after a crash.
 
@@ -41,8 +47,8 @@ class RecoveryUnit:
 
     When a leader crashes it is restarted alone, so that the workers keep their model loaded. If it crashes again
     without progress, or a follower crashes, all of them are stopped: the leader receives SIGUSR2 and `FINAL_ERROR_S`
-    seconds for its last message. If the leader's program can wait, a spare leader is kept ready, because its start
-    takes longest.
+    seconds for its last message. Units that are linked are then stopped too; their leaders receive SIGALRM. If the
+    leader's program can wait, a spare leader is kept ready, because its start takes longest.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class RecoveryUnit:
         self.num_restarts = dict.fromkeys((spec.name for spec in self._specs), 0)
         self.num_consecutive_failures = 0
         self._num_causes_found = 0
+        self.peers: list[RecoveryUnit] = []
+        self._next_epoch = 0
         self.is_down = False
         self._is_exhausted = False
         self._awaits_ends = False
@@ -123,14 +131,33 @@ class RecoveryUnit:
             child.kill()
 
     def record_exit(self, child: Child, max_restarts: int) -> None:
-        """Record the exit of a process. Above `max_restarts` consecutive failures, restarts become rare."""
+        """Record the exit of a process. Above `max_restarts` consecutive failures, restarts become rare.
+
+        If the followers cannot continue, those of the peers cannot either, and all restart under a common epoch.
+        """
+        is_of_peer = bool(self.peers) and child.has_lost_peer
+        self._record_failure(child, max_restarts, signal.SIGALRM if is_of_peer else signal.SIGUSR2)
+        if self.peers and not self._may_resume and self._next_epoch <= self.epoch:
+            for peer in self.peers:
+                peer._record_failure(None, max_restarts, signal.SIGALRM)
+            units = [self, *self.peers]
+            epoch = 1 + max(unit.epoch for unit in units)
+            for unit in units:
+                unit._next_epoch = epoch
+
+    def _record_failure(
+        self, child: Child | None, max_restarts: int, signum: signal.Signals
+    ) -> None:
+        """Record the exit of a process, or of one of a peer (None)."""
         now = time.monotonic()
         leader = self.children[self.leader.name]
         if self._has_made_progress(leader):
             self.num_consecutive_failures = self._num_causes_found = 0
         if child is not leader and leader.alive and leader.kill_at is None:
-            leader.signal(signal.SIGUSR2)
+            leader.signal(signum)
             leader.kill_at = now + FINAL_ERROR_S
+        # The followers have lost a peer, if they run at all.
+        self._is_renewed |= child is None
         if not self.is_down:
             self.is_down = True
             self.num_consecutive_failures += 1
@@ -175,12 +202,14 @@ class RecoveryUnit:
                 if child.spec is not self.leader:
                     child.kill()
             self._awaits_ends = len(dead) < len(self.children)
-            if self._awaits_ends:
+            if self._awaits_ends or any(
+                peer._has_followers_before(self._next_epoch) for peer in self.peers
+            ):
                 return []
         if now < self._start_at:
             return []
         self.is_down = self._is_renewed = False
-        self.epoch += 1
+        self.epoch = max(self.epoch + 1, self._next_epoch)
         for child in dead:
             child.close()
             del self.children[child.spec.name]
@@ -188,6 +217,14 @@ class RecoveryUnit:
         if self.children:
             self._resumed_at = now
         return self.start()
+
+    def _has_followers_before(self, epoch: int) -> bool:
+        """Return whether followers of an earlier epoch have not exited."""
+        return any(
+            child.epoch < epoch and child.alive
+            for child in self.children.values()
+            if child.spec is not self.leader
+        )
 
     @property
     def _may_resume(self) -> bool:

@@ -134,6 +134,8 @@ class Supervisor:
         self._limits = config.recovery
         self.drain_timeout_s = config.frontend.shutdown_timeout_s
         replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
+        if config.parallel.divides_experts_among_replicas:
+            recovery.link_units(replicas)
         self._rotation = Rotation(replicas, self.drain_timeout_s)
         self._on_status = on_status
         self._on_recovery = on_recovery
@@ -290,10 +292,16 @@ class Supervisor:
         self._read_reports()
         self._kill_hung_processes()
         self._rotation.advance(time.monotonic())
+        exits = [
+            (unit, child)
+            for unit in self._units
+            for child in unit.children.values()
+            if not child.alive and not child.is_known_dead
+        ]
+        # The process that was the cause comes first.
+        for unit, child in sorted(exits, key=lambda exit: exit[1].has_lost_peer):
+            self._on_exit(unit, child)
         for unit in self._units:
-            for child in list(unit.children.values()):
-                if not child.alive and not child.is_known_dead:
-                    self._on_exit(unit, child)
             if unit in recovering:
                 self._watch_exits(unit.recover(time.monotonic()))
             if self._ready_since is not None and not self._ending:

@@ -44,9 +44,10 @@ def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
             f"--pipeline-parallel-size {stages}: the model has only {model.num_layers} layers, and every stage "
             f"needs at least one; use at most {model.num_layers}"
         )
-    if parallel.enable_expert_parallel and model.num_experts < ranks:
+    num_workers = ranks * parallel.data_parallel_size
+    if parallel.enable_expert_parallel and model.num_experts < num_workers:
         raise ConfigError(
-            f"--enable-expert-parallel: {ranks} workers cannot divide the {model.num_experts} experts of a layer; "
+            f"--enable-expert-parallel: {num_workers} workers cannot divide the {model.num_experts} experts of a layer; "
             "remove the option"
             if model.num_experts
             else "--enable-expert-parallel: the model has no experts; remove the option"

@@ -109,18 +109,22 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/status"
 
     def rendezvous_address(self, core_index: int) -> str:
-        """Return the `init_method` of torch.distributed for the workers of one core.
+        """Return the `init_method` of torch.distributed for the workers of one core, or of a group of cores.
 
         Workers must not find the rendezvous of an earlier epoch. On one machine each epoch has its own file. On several
         machines environment variables name the address, and the rendezvous there ends with the first worker.
         """
         if self.parallel.spans_nodes(core_index):
             return "env://"
-        return f"file://{self.run_dir}/core{core_index}.{self.epoch}.rendezvous"
+        group = self.parallel.group_of(core_index)
+        return f"file://{self.run_dir}/core{group}.{self.epoch}.rendezvous"
 
     def rendezvous_port(self, core_index: int) -> int:
         """Return the port on which the first worker of a replica on several machines listens for the others."""
-        return self.parallel.master_port + 1 + self.parallel.data_parallel_size + core_index
+        parallel = self.parallel
+        return (
+            parallel.master_port + 1 + parallel.data_parallel_size + parallel.group_of(core_index)
+        )
 
     def save(self) -> Path:
         """Write this into its run directory, readable only by the owner. Raises RunDirectoryError if that fails."""

@@ -40,7 +40,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     enable_expert_parallel: Annotated[
         bool,
         option(
-            "Divide experts among workers, not each expert",
+            "Divide experts among the workers of all replicas, not each expert",
             "--enable-ep -ep",
         ),
     ] = False
@@ -106,8 +106,19 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         """Return the node of a worker, counted through all replicas."""
         return worker // self.workers_per_node
 
+    @property
+    def divides_experts_among_replicas(self) -> bool:
+        """True if the workers of all replicas divide the experts of each layer, so that they are one group."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    def group_of(self, core_index: int) -> int:
+        """Return the first core whose workers form a group with those of a core."""
+        return 0 if self.divides_experts_among_replicas else core_index
+
     def spans_nodes(self, core_index: int) -> bool:
-        """Return whether the workers of a replica are on several machines, or may be."""
+        """Return whether the workers of a replica's group are on several machines, or may be."""
+        if self.divides_experts_among_replicas:
+            return self.is_distributed
         first = core_index * self.workers_per_core
         return self.is_external or self.node_of(first) != self.node_of(
             first + self.workers_per_core - 1

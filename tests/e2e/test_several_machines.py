@@ -19,7 +19,7 @@ import pytest
 from engine.protocol.cluster_key import ClusterKey
 from support.machines import Machine, client, free_ports, program, two_machines
 from support.program import Program, has_ended, wait_until
-from support.tiny_checkpoints import qwen3_directory
+from support.tiny_checkpoints import mixture_directory
 
 FLAGS = ("--dtype", "float32", "--served-model-name", "tiny")
 REQUEST = {
@@ -37,7 +37,7 @@ class Cluster:
 
     def __init__(self, directory: Path, machines: tuple[Machine, Machine]) -> None:
         self.machines = machines
-        self.model, _ = qwen3_directory(directory)
+        self.model, _ = mixture_directory(directory)
         self.key = directory / "key"
         ClusterKey.generate().save(str(self.key))
         self.uds = directory / "api"
@@ -111,11 +111,13 @@ def tokens_of_one_machine(cluster: Cluster) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("-dp", "2", "-ep")], ids=" ".join)
 def test_a_stream_survives_a_crash_of_a_remote_worker_and_its_machine(
-    cluster: Cluster, tokens_of_one_machine: list[int]
+    cluster: Cluster, tokens_of_one_machine: list[int], flags: tuple[str, ...]
 ) -> None:
+    """Also where the replicas of both machines divide the experts."""
     with (
-        cluster.serve("-tp", "2", "-n", "2") as server,
+        cluster.serve(*flags, "-n", "2") as server,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
         node = cluster.headless()

@@ -12,6 +12,8 @@ from typing import Any
 
 from ...protocol.errors import EngineError
 
+_FUNCTION_POINTER = ctypes.CFUNCTYPE(None).__mro__[1]
+
 Signature = tuple[Any, list[Any]]
 """The type of a function's result, or None, and those of its arguments."""
 
@@ -79,7 +81,8 @@ def _type_name(kind: Any) -> str:
         return "void"
     if issubclass(kind, ctypes.Array):
         return f"{_type_name(kind._type_)}[{kind._length_}]"
-    if issubclass(kind, ctypes._Pointer) or kind in (ctypes.c_char_p, ctypes.c_void_p):
+    pointers = (ctypes._Pointer, _FUNCTION_POINTER, ctypes.c_char_p, ctypes.c_void_p)
+    if issubclass(kind, pointers):
         return "pointer"
     bits = 8 * ctypes.sizeof(kind)
     if issubclass(kind, ctypes.Structure):

@@ -138,6 +138,8 @@ class NativeDecoder:
         self._embeds = shard.is_first and spec.has_embedding
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)
+        if shard.expert_group is not None:
+            self._program.join_experts(shard.expert_group)
         self._output_width = spec.hidden_size
         if not shard.is_last:
             self._output_width = spec.stage_width(shard.layers.stop)
@@ -250,6 +252,10 @@ class NativeDecoder:
         )
         logprobs = None if rows is None else rows.logprobs()
         return SamplerOutput(tokens_S.long(), metadata, logprobs)
+
+    def join_round(self) -> None:
+        """Compute rows of other replicas, which chose experts of this rank."""
+        self._program.join_round()
 
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""

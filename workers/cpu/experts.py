@@ -1,14 +1,18 @@
-"""A layer's mixture of experts, read from a checkpoint for native code."""
+"""Mixtures of experts for native code: those of this rank, and the exchange of rows with ranks that have others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..layers.spec import ExpertsSpec, ModelSpec
+from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from . import library
@@ -137,3 +141,85 @@ def _array(matrices: Sequence[PackedWeight]) -> Any:
 
 def _address(vector: Floats | None) -> int | None:
     return None if vector is None else vector.ctypes.data
+
+
+class NativeExpertExchange(library.ExpertExchange):
+    """Functions that a native program calls in a round; see `csrc/model/expert_exchange.h`.
+
+    Any of the program's threads may call them, one at a time. An exception cannot pass through native code: it ends the
+    exchange, and `raise_if_failed` raises it after the step.
+    """
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self.group = group
+        self._error: BaseException | None = None
+        # Native code reads these until the next exchange.
+        self._received: Tensor | None = None
+        self._collected: Tensor | None = None
+        functions = dict(library.ExpertExchange._fields_[1:])
+        super().__init__(
+            group.size,
+            functions["begin_round"](self._guarded(self._begin_round)),
+            functions["dispatch"](self._guarded(self._dispatch)),
+            functions["collect"](self._guarded(self._collect)),
+        )
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended an exchange."""
+        if self._error is not None:
+            raise self._error
+
+    def _guarded(self, function: Callable[..., int]) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            if self._error is not None:
+                return 0
+            try:
+                return function(*args)
+            except BaseException as error:
+                self._error = error
+                return 0
+
+        return call
+
+    def _begin_round(self) -> int:
+        self.group.continue_step()
+        return 1
+
+    def _dispatch(
+        self,
+        rows: int,
+        row_bytes: int,
+        counts: int,
+        num_experts: int,
+        received: int,
+        num_own: int,
+    ) -> int:
+        counts_E = _view(counts, (num_experts,), np.int64)
+        x_AD = _view(rows, (int(counts_E.sum()), row_bytes), np.uint8)
+        self._received, counts_Ne = self.group.dispatch(x_AD, counts_E)
+        _view(received, (self.group.size, num_own), np.int64).copy_(counts_Ne)
+        return _address_of(self._received)
+
+    def _collect(self, rows: int, row_bytes: int) -> int:
+        assert self._received is not None
+        self._collected = self.group.collect(
+            _view(rows, (len(self._received), row_bytes), np.uint8)
+        )
+        return _address_of(self._collected)
+
+
+_NOTHING = torch.zeros(64, dtype=torch.uint8)
+"""Where no rows begin, because a null pointer means that a rank is lost."""
+
+
+def _address_of(rows: Tensor) -> int:
+    return rows.data_ptr() or _NOTHING.data_ptr()
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """Return a tensor of memory that native code keeps until this exchange ends."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.from_numpy(np.frombuffer(memory, dtype).reshape(shape))

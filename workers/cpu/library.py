@@ -7,7 +7,17 @@ mirrors when it is loaded.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_ssize_t,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 
@@ -141,6 +151,20 @@ class Router(ctypes.Structure):
         ("mixer_noise", c_float),
         ("correction", c_void_p),
         ("scales", c_void_p),
+    )
+
+
+class ExpertExchange(ctypes.Structure):
+    """Functions that exchange rows with other ranks; see `csrc/model/expert_exchange.h`."""
+
+    _fields_ = (
+        ("num_ranks", c_int32),
+        ("begin_round", CFUNCTYPE(c_int32)),
+        (
+            "dispatch",
+            CFUNCTYPE(c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p, c_int32),
+        ),
+        ("collect", CFUNCTYPE(c_void_p, c_void_p, c_int64)),
     )
 
 
@@ -423,6 +447,7 @@ STRUCTS = (
     ModelShape,
     AttentionLayer,
     Router,
+    ExpertExchange,
     ExpertLayer,
     Mixer,
     LowRankFactor,
@@ -459,6 +484,8 @@ FUNCTIONS: dict[str, Signature] = {
     "engine_program_add_rope": (None, [c_void_p, c_void_p, c_int32, c_float, c_void_p]),
     "engine_program_exchange_bytes": (c_size_t, [c_void_p, c_int32]),
     "engine_program_join": (None, [c_void_p, c_void_p, c_int32, c_int32]),
+    "engine_program_join_experts": (None, [c_void_p, POINTER(ExpertExchange)]),
+    "engine_program_join_round": (None, [c_void_p]),
     "engine_program_run": (c_int32, [c_void_p, POINTER(Step)]),
     "engine_program_decode": (c_int32, [c_void_p, POINTER(DecodeBatch)]),
     "engine_program_choose": (c_int32, [c_void_p, POINTER(DecodeBatch)]),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..layers.rope import RopeSpec
+from ..parallel.expert_group import ExpertGroup
 from ..parallel.tensor_parallel import TensorParallel
 from .adapters import NativeAdapters
 from .exchange import share_memory
-from .experts import NativeExperts
+from .experts import NativeExpertExchange, NativeExperts
 from .head_matrices import HeadMatrices
 from .library import (
     MAX_PARTS,
@@ -39,6 +41,7 @@ class NativeProgram:
         self, shape: ModelShape, norm_eps: float, adapters: NativeAdapters | None = None
     ) -> None:
         self._adapters = adapters
+        self._exchange: NativeExpertExchange | None = None
         self._library = native_library()
         self._kept: list[Any] = []
         self._kinds: list[str] = []
@@ -138,16 +141,43 @@ class NativeProgram:
             self._handle, memory.ctypes.data, tensor_parallel.rank, tensor_parallel.size
         )
 
+    def join_experts(self, group: ExpertGroup) -> None:
+        """Divide the experts of every layer among the ranks of a group from now on."""
+        self._exchange = NativeExpertExchange(group)
+        self._library.engine_program_join_experts(self._handle, ctypes.byref(self._exchange))
+
+    def join_round(self) -> None:
+        """Compute rows of other replicas, which chose experts of this rank.
+
+        Raises:
+            RuntimeError: A rank is lost.
+        """
+        assert self._exchange is not None
+        self._library.engine_program_join_round(self._handle)
+        self._exchange.raise_if_failed()
+
     def run(self, step: Step) -> bool:
         """Run a step. Return False without doing anything if a token is not in the vocabulary."""
-        return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
+        with self._round_of(step.num_tokens):
+            return bool(self._library.engine_program_run(self._handle, ctypes.byref(step)))
+
+    @contextmanager
+    def _round_of(self, num_rows: int) -> Iterator[None]:
+        """Begin a round before rows are computed, if replicas divide the experts."""
+        if self._exchange is None or not num_rows:
+            yield
+            return
+        self._exchange.group.begin_round(self.join_round)
+        yield
+        self._exchange.raise_if_failed()
 
     def decode(self, batch: DecodeBatch) -> int:
         """Decode a batch.
 
         Return how many rows could not be sampled, or -1 without doing anything if the batch is invalid.
         """
-        return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
+        with self._round_of(batch.num_slots):
+            return int(self._library.engine_program_decode(self._handle, ctypes.byref(batch)))
 
     def choose_tokens(self, batch: DecodeBatch) -> int:
         """Choose the tokens of a batch that `chooses_later`, after `decode`.

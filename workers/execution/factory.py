@@ -47,6 +47,7 @@ def open_runner(
             rank,
             config.parallel,
             device,
+            core_index=core_index,
             is_batch_invariant=config.device.batch_invariant,
         )
         is_dummy = config.model.load_format is LoadFormat.DUMMY
@@ -55,7 +56,7 @@ def open_runner(
         runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
         # The files may have changed during the minutes of loading.
         verify_files(config.model.weight_files)
-        if workers_per_core > 1:
+        if workers_per_core > 1 or parallel.expert_group is not None:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
         # The checkpoint's memory map would count as memory of this process.
         del checkpoint

@@ -128,6 +128,9 @@ class Model(Protocol):
     def record_queries(self, recorder: QueryRecorder | None) -> None:
         """Give the queries of cross attention in all further steps to a recorder, or to none."""
 
+    def join_round(self) -> None:
+        """Compute rows of other replicas, if these divide the experts."""
+
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return float32 logits [S, V]."""
 
@@ -328,6 +331,10 @@ def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> Transfo
         raise ConfigError(
             "--model-impl transformers runs a model in one worker; remove --tensor-parallel-size and "
             "--pipeline-parallel-size (--data-parallel-size works)"
+        )
+    if config.parallel.enable_expert_parallel:
+        raise ConfigError(
+            "--model-impl transformers does not divide experts; remove --enable-expert-parallel"
         )
     return TransformersModel(
         checkpoint.path,

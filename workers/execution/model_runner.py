@@ -64,12 +64,15 @@ class ModelRunner:
             accelerator = accelerator or CUDAAccelerator(device)
         parallel = parallel or ParallelState()
         pipeline = self._pipeline = parallel.pipeline
+        self._expert_group = parallel.expert_group
+        if self._expert_group is not None:
+            # The size of an exchange is known only on the host, for which a graph cannot wait.
+            config = _without_graphs(config)
         use_graphs = accelerator is not None and not config.device.enforce_eager
         model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
         if isinstance(model, TransformersDecoder):
             # Its module may wait for the device, which a graph cannot.
-            eager = msgspec.structs.replace(config.device, enforce_eager=True)
-            config = msgspec.structs.replace(config, device=eager)
+            config = _without_graphs(config)
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
         self._model, self._kv_cache, self._requests = model, kv_cache, requests
@@ -140,8 +143,24 @@ class ModelRunner:
                 self._sources.store(output.new_requests)
             return self._execution.execute(output, await_grammar)
 
+    @property
+    def invitations_fd(self) -> int | None:
+        """A file descriptor that is readable when another replica needs this worker's experts; None without any."""
+        return None if self._expert_group is None else self._expert_group.fd
+
+    def join_rounds(self) -> None:
+        """Compute rows of other replicas, which chose experts of this rank, until there is no invitation."""
+        assert self._expert_group is not None
+        self._expert_group.join_rounds(self._model.join_round)
+
     def close(self) -> None:
         """Finish all transfers that other workers of the replica wait for."""
         self._requests.close()
         self._pipeline.close()
         self._execution.close()
+
+
+def _without_graphs(config: EngineConfig) -> EngineConfig:
+    """Return the configuration for a model that waits for the device, which a graph cannot."""
+    eager = msgspec.structs.replace(config.device, enforce_eager=True)
+    return msgspec.structs.replace(config, device=eager)

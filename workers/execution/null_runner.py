@@ -88,6 +88,13 @@ class NullRunner:
             self.loras.cancel()
         return []
 
+    @property
+    def invitations_fd(self) -> None:
+        """None: this worker has no experts."""
+
+    def join_rounds(self) -> None:
+        """Do nothing: this worker has no experts."""
+
     def close(self) -> None:
         """Do nothing: no other worker waits for this one."""
 

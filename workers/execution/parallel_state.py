@@ -1,4 +1,4 @@
-"""Connects the workers of one replica."""
+"""Connects the workers of one replica, or of all replicas if these divide the experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ...protocol.config import ParallelConfig
-from ...protocol.errors import EngineError, RunDirectoryError
+from ...protocol.errors import PeerLostError, RunDirectoryError
 from ..layers.spec import ModelSpec
+from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from .pipeline import Pipeline
@@ -37,6 +38,8 @@ class ParallelState:
     """True if this rank sends the sampled tokens to the core."""
     has_whole_experts: bool = False
     """True if the ranks of a stage divide the experts, instead of the elements of each."""
+    expert_group: ExpertGroup | None = None
+    """The ranks of all replicas, if these divide the experts."""
 
     def shard(self, spec: ModelSpec) -> ModelShard:
         """Return this rank's part of the model."""
@@ -47,6 +50,7 @@ class ParallelState:
             pipeline.num_stages,
             self.tensor_parallel,
             has_whole_experts=self.has_whole_experts,
+            expert_group=self.expert_group,
         )
 
 
@@ -56,9 +60,12 @@ def join_replica(
     parallel: ParallelConfig,
     device: torch.device,
     *,
+    core_index: int = 0,
     is_batch_invariant: bool = False,
 ) -> ParallelState:
     """Connect to the other workers of the replica at `address`, and return this worker's place.
+
+    If replicas divide the experts, all of them meet there.
 
     `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. It must
     not hold anything from an earlier start of the replica.
@@ -66,9 +73,12 @@ def join_replica(
     Raises:
         RunDirectoryError: The file cannot be written.
     """
-    if parallel.workers_per_core == 1:
+    if parallel.workers_per_core == 1 and not parallel.divides_experts_among_replicas:
         return ParallelState()
     size = parallel.tensor_parallel_size
+    num_ranks, global_rank = parallel.workers_per_core, rank
+    if parallel.divides_experts_among_replicas:
+        num_ranks, global_rank = parallel.num_workers, core_index * num_ranks + rank
     if address.startswith("file://") and sys.platform == "linux":
         # All ranks are on one machine, so no other machine may connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -78,18 +88,25 @@ def join_replica(
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
             init_method=address,
-            rank=rank,
-            world_size=parallel.workers_per_core,
+            rank=global_rank,
+            world_size=num_ranks,
             device_id=device if on_cuda else None,
             timeout=TIMEOUT,
         )
         group = dist.new_subgroups(size, timeout=TIMEOUT)[0] if size > 1 else None
+        expert_group = None
+        if parallel.divides_experts_among_replicas:
+            control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            world = dist.group.WORLD
+            assert world is not None
+            expert_group = ExpertGroup(global_rank, num_ranks, size, world, control)
     stage, place = divmod(rank, size)
     return ParallelState(
         TensorParallel(place, size, group, sums_in_rank_order=is_batch_invariant or not on_cuda),
-        Pipeline(stage, parallel.pipeline_parallel_size, size, rank),
+        Pipeline(stage, parallel.pipeline_parallel_size, size, global_rank),
         is_output_rank=rank == parallel.output_rank,
         has_whole_experts=parallel.enable_expert_parallel,
+        expert_group=expert_group,
     )
 
 
@@ -114,7 +131,7 @@ def leave_replica() -> None:
 
 @contextmanager
 def explaining_lost_workers() -> Iterator[None]:
-    """Raise EngineError if the connection to another worker of the replica is lost."""
+    """Raise PeerLostError if the connection to another worker is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -122,7 +139,7 @@ def explaining_lost_workers() -> Iterator[None]:
             raise
         # The other lines are a stack trace inside torch.
         reason = str(error).partition("\n")[0]
-        raise EngineError(
-            "the connection to another worker of the replica is lost; see that worker's messages for the cause "
+        raise PeerLostError(
+            "the connection to another worker is lost; see that worker's messages for the cause "
             f"({reason})"
         ) from error

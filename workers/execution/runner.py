@@ -55,5 +55,12 @@ class Runner(Protocol):
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
 
+    @property
+    def invitations_fd(self) -> int | None:
+        """A file descriptor that is readable when another replica needs this worker's experts; None without any."""
+
+    def join_rounds(self) -> None:
+        """Compute rows of other replicas, which chose experts of this rank, until there is no invitation."""
+
     def close(self) -> None:
         """Finish all transfers that other workers of the replica wait for."""

@@ -161,6 +161,8 @@ class Decoder(TorchDecoder):
             kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
             attn_metadata: The attention backend's metadata or the `StateBatch` for each KV-cache group.
         """
+        if self.shard.expert_group is not None:
+            self.shard.expert_group.begin_round(self.join_round)
         x_TD, per_layer = self._split(inputs)
         if self._embeds:
             x_TD = self._embed_tokens(inputs)
@@ -231,6 +233,14 @@ class Decoder(TorchDecoder):
         for index, layer in zip(self.shard.layers, self._layers, strict=True):
             if layer.cross is not None:
                 layer.cross.index, layer.cross.recorder = index, recorder
+
+    @torch.inference_mode()
+    def join_round(self) -> None:
+        """Compute rows of other replicas, which chose experts of this rank."""
+        like = torch.empty(0, dtype=self.hidden_dtype, device=self.attention.device)
+        for layer in self._layers:
+            if isinstance(layer, DecoderLayer) and layer.experts is not None:
+                layer.experts.join_round(like)
 
     def _embed_tokens(self, ids_T: Tensor) -> Tensor:
         if self._first_type_D is None:
@@ -459,6 +469,13 @@ class DecoderLayer:
             self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
             return cross.forward(x_TD, *cache)
         return cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the layer, if it has one."""
+        if self._beside is not None:
+            return self._beside.experts
+        return self._mlp if isinstance(self._mlp, Experts) else None
 
     def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:
         """Add a block's output to the stream, and replace the stream by its norm."""

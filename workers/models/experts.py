@@ -1,7 +1,8 @@
 """A mixture of experts in place of a layer's MLP.
 
 Shapes: T tokens of a step, D hidden size, E experts, e those of this rank, C experts that a token chooses,
-A = T * C choices, ordered by expert, F intermediate size, L size of the experts' inputs, which may be D.
+A = T * C choices, ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. Where replicas
+divide the experts: N ranks, B rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from ..layers.layers import LayerKernels, Linear, RMSNorm
 from ..layers.spec import ExpertsSpec, ModelSpec
+from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import Weight
 from .mlp import MLP
@@ -99,7 +101,8 @@ class Router:
 class Experts:
     """The router, the experts of this rank, and the shared experts.
 
-    Ranks have a part of the intermediate elements of every expert, or with expert parallelism whole experts.
+    Ranks have a part of the intermediate elements of every expert, or with expert parallelism whole experts. If the
+    ranks of several replicas divide the experts, each row visits the ranks of the experts that it chose.
     """
 
     gate_up = None
@@ -117,11 +120,13 @@ class Experts:
         self._spec = experts
         self._kernels = kernels
         self._tensor_parallel = shard.tensor_parallel
+        self._group = shard.expert_group
+        self._num_chosen = experts.num_experts_per_token
         self._router = Router(experts, spec.hidden_size, weights, f"{prefix}gate.", kernels)
         self._placement = placement = shard.placement(experts)
         self._to_latent: Linear | None = None
         self._from_latent: Linear | None = None
-        size = experts.latent_size or spec.hidden_size
+        self._size = size = experts.latent_size or spec.hidden_size
         if experts.latent_size:
             self._to_latent, self._from_latent = (
                 kernels.linear(
@@ -185,6 +190,32 @@ class Experts:
         `router_x_TD` is the router's input, by default that of the experts.
         """
         experts_TC, weights_TC = self._router(x_TD if router_x_TD is None else router_x_TD)
+        x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
+        if self._group is None:
+            y_TL = self._own_outputs(x_TL, experts_TC, weights_TC)
+        else:
+            y_TL = torch.zeros_like(x_TL)
+            rows = self._group.own_rows(len(x_TL))
+            y_TL[rows] = self._exchange(self._group, x_TL[rows], experts_TC[rows], weights_TC[rows])
+        y_TL = self._tensor_parallel.sum(y_TL)
+        y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
+        return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
+
+    def join_round(self, like: Tensor) -> None:
+        """Compute rows of other replicas in a round in which this one has none.
+
+        The hidden states have the dtype and device of `like`.
+        """
+        assert self._group is not None
+        self._exchange(
+            self._group,
+            like.new_empty((0, self._size)),
+            torch.empty((0, self._num_chosen), dtype=torch.int64, device=like.device),
+            torch.empty((0, self._num_chosen), device=like.device),
+        )
+
+    def _own_outputs(self, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return the weighted sums [T, L] of the outputs of this rank's experts."""
         num_own = len(self._placement.experts)
         expert_A = (experts_TC - self._placement.experts.start).flatten()
         if self._placement.elsewhere:
@@ -193,17 +224,40 @@ class Experts:
             expert_A = expert_A.masked_fill(is_elsewhere_A, num_own)
             weights_TC = weights_TC.masked_fill(is_elsewhere_A.view_as(weights_TC), 0.0)
         sorted_A, order_A = expert_A.sort(stable=True)
-        bounds_e = torch.arange(num_own, device=x_TD.device)
-        ends_e = torch.searchsorted(sorted_A, bounds_e, right=True, out_int32=True)
-        x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
-        x_AL = x_TL[order_A // self._spec.num_experts_per_token]
-        if self._spec.scales_inputs:
-            x_AL = (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype)
-            weights_TC = weights_TC.sign()
-        y_AL = self._down(self._activation(self._gate_up(x_AL, ends_e)), ends_e)
-        y_TL = self._tensor_parallel.sum(self._kernels.combine(y_AL, order_A, weights_TC))
-        y_TD = y_TL if self._from_latent is None else self._from_latent(y_TL)
-        return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
+        x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
+        y_AL = self._compute(x_AL, sorted_A)
+        return self._kernels.combine(y_AL, order_A, weights_TC)
+
+    def _exchange(
+        self, group: ExpertGroup, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
+    ) -> Tensor:
+        """Return the weighted sums [T, L] of outputs of all experts, and compute the rows of other ranks."""
+        expert_A, order_A = experts_TC.flatten().sort(stable=True)
+        x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
+        counts_E = torch.bincount(expert_A, minlength=self._spec.num_experts)
+        x_BL, counts_Ne = group.dispatch(x_AL, counts_E)
+        num_own = counts_Ne.shape[1]
+        expert_B = torch.arange(num_own, device=x_BL.device).repeat(group.size)
+        expert_B, order_B = expert_B.repeat_interleave(counts_Ne.flatten()).sort(stable=True)
+        y_BL = torch.empty_like(x_BL)
+        if len(x_BL):
+            y_BL[order_B] = self._compute(x_BL[order_B], expert_B)
+        y_AL = group.collect(y_BL)
+        return self._kernels.combine(y_AL, order_A, weights_TC)
+
+    def _inputs(self, x_TL: Tensor, order_A: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs [A, L] of ordered choices, and the weights of the outputs."""
+        x_AL = x_TL[order_A // self._num_chosen]
+        if not self._spec.scales_inputs:
+            return x_AL, weights_TC
+        return (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype), weights_TC.sign()
+
+    def _compute(self, x_AL: Tensor, expert_A: Tensor) -> Tensor:
+        """Return the outputs of rows, which are ordered by the number of this rank's expert."""
+        bounds_e = torch.arange(len(self._placement.experts), device=x_AL.device)
+        ends_e = torch.searchsorted(expert_A, bounds_e, right=True, out_int32=True)
+        outputs_AL: Tensor = self._down(self._activation(self._gate_up(x_AL, ends_e)), ends_e)
+        return outputs_AL
 
     def _shared_output(self, x_TD: Tensor) -> Tensor:
         assert self._shared is not None
@@ -229,7 +283,7 @@ class ExpertsBesideMLP:
         kernels: LayerKernels,
     ) -> None:
         size = spec.hidden_size
-        self._experts = Experts(spec, experts, weights, f"{prefix}beside.", shard, kernels)
+        self.experts = Experts(spec, experts, weights, f"{prefix}beside.", shard, kernels)
         router_weight_D = weights.read_vector(f"{prefix}beside.router_scale", size)
         self._router_norm = RMSNorm(router_weight_D * size**-0.5, spec.norm_eps)
         self._mlp_output_norm, self._input_norm, self._output_norm = (
@@ -243,6 +297,6 @@ class ExpertsBesideMLP:
 
     def forward(self, mlp_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Return the sum of the MLP's output `mlp_TD` and that of the experts for the hidden states `x_TD`."""
-        y_TD = self._experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
+        y_TD = self.experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
         total_TD: Tensor = self._mlp_output_norm(mlp_TD) + self._output_norm(y_TD)
         return total_TD

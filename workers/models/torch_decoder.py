@@ -86,6 +86,10 @@ class TorchDecoder(ABC):
         """Give the queries of cross attention to a recorder; only decoders with cross attention have any."""
         raise NotImplementedError
 
+    def join_round(self) -> None:
+        """Compute rows of other replicas, if these divide the experts."""
+        raise NotImplementedError
+
     @abstractmethod
     def compute_logits(self, hidden_SD: Tensor) -> Tensor:
         """Return the logits [S, V] in float32."""

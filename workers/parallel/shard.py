@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..layers.spec import ExpertsSpec, ModelSpec
+from .expert_group import ExpertGroup
 from .tensor_parallel import TensorParallel
 
 
@@ -26,13 +27,14 @@ class ModelShard:
     """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel share of each of its layers.
 
     The first stage has the embedding, the last one the final norm and the head. With `has_whole_experts` the ranks
-    divide the experts, otherwise the elements of each expert.
+    divide the experts, otherwise the elements of each expert. With an `expert_group` its ranks divide the experts.
     """
 
     layers: range
     num_layers: int
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     has_whole_experts: bool = False
+    expert_group: ExpertGroup | None = None
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> ModelShard:
@@ -48,6 +50,7 @@ class ModelShard:
         tensor_parallel: TensorParallel,
         *,
         has_whole_experts: bool = False,
+        expert_group: ExpertGroup | None = None,
     ) -> ModelShard:
         """Return the shard of a stage.
 
@@ -60,7 +63,7 @@ class ModelShard:
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
         start, stop = [*starts, num_layers][stage : stage + 2]
-        return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts)
+        return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts, expert_group)
 
     @property
     def is_first(self) -> bool:
@@ -87,6 +90,6 @@ class ModelShard:
         if not self.has_whole_experts:
             elements = parallel.part(experts.intermediate_size)
             return ExpertPlacement(every, (), elements, adds_bias=parallel.rank == 0)
-        own = parallel.part(experts.num_experts)
+        own = (self.expert_group or parallel).part(experts.num_experts)
         elsewhere = tuple(expert for expert in every if expert not in own)
         return ExpertPlacement(own, elsewhere, range(experts.intermediate_size), adds_bias=True)

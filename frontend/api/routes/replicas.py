@@ -32,6 +32,14 @@ class Replicas:
                 f"Unknown replica action {echo(wanted)}; use {', '.join(ReplicaAction)}",
             )
         action = ReplicaAction(wanted)
+        parallel = self._serving.config.parallel
+        if action is ReplicaAction.RESTART and parallel.divides_experts_among_replicas:
+            raise APIError(
+                409,
+                f"Replica {index} cannot restart alone: it divides the experts with the other replicas "
+                "(--enable-expert-parallel with --data-parallel-size); drain it, or restart the server",
+                type="conflict_error",
+            )
         watch = self._watch()
         replicas = watch.status.replicas
         if action is not ReplicaAction.UNDRAIN and not _others_serve(index, replicas):

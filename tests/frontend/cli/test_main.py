@@ -362,6 +362,10 @@ def test_step_limits_are_checked_against_each_other() -> None:
         (["-tp", "8"], ["--tensor-parallel-size 8", "12 attention heads"]),
         (["-pp", "8"], ["--pipeline-parallel-size 8", "7 layers", "use at most 7"]),
         (["-tp", "2", "-ep"], ["--enable-expert-parallel", "no experts"]),
+        (
+            ["-dp", "2", "-pp", "2", "-ep"],
+            ["--enable-expert-parallel", "--data-parallel-size 2", "--pipeline-parallel-size 2"],
+        ),
     ],
 )
 def test_indivisible_model_is_rejected_with_valid_sizes(argv, parts) -> None:

@@ -78,6 +78,7 @@ std::string describe() {
   STRUCT(AttentionLayer, scale, softcap, window)
   STRUCT(Router, num_experts, num_chosen, scoring, renormalizes, num_groups, num_chosen_groups, num_best,
          scale, mixer_noise, correction, scales)
+  STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate, up, down,
          gate_biases, up_biases, down_biases)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
@@ -119,7 +120,8 @@ std::string describe() {
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,
            engine_program_free, engine_program_add, engine_program_add_rope,
-           engine_program_exchange_bytes, engine_program_join, engine_program_run,
+           engine_program_exchange_bytes, engine_program_join, engine_program_join_experts,
+           engine_program_join_round, engine_program_run,
            engine_program_decode, engine_program_choose, engine_program_profile,
            engine_look_up_drafts)
   return text;

@@ -10,6 +10,7 @@ namespace engine {
 class Program;
 struct DecodeBatch;
 struct DraftLookup;
+struct ExpertExchange;
 struct ModelShape;
 struct Op;
 struct PackedWeight;
@@ -46,6 +47,8 @@ ENGINE_API void engine_program_add_rope(engine::Program* program, const float* i
 ENGINE_API size_t engine_program_exchange_bytes(const engine::Program* program, int32_t num_ranks);
 ENGINE_API void engine_program_join(engine::Program* program, void* memory, int32_t rank,
                                     int32_t num_ranks);
+ENGINE_API void engine_program_join_experts(engine::Program* program, const engine::ExpertExchange* exchange);
+ENGINE_API void engine_program_join_round(engine::Program* program);
 ENGINE_API int engine_program_run(engine::Program* program, const engine::Step* step);
 ENGINE_API int engine_program_decode(engine::Program* program, const engine::DecodeBatch* batch);
 ENGINE_API int engine_program_choose(engine::Program* program, const engine::DecodeBatch* batch);

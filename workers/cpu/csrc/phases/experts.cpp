@@ -8,6 +8,8 @@ namespace engine {
 
 namespace {
 
+// A factor follows a row that is sent; the next row is aligned again.
+constexpr size_t kFactorBytes = 64;
 // Rows that a tile has at most.
 constexpr int kRowBlock = 64;
 // With this many choices tiles are cut smaller, so that all threads end at about the same time.
@@ -35,6 +37,7 @@ void Experts::reserve(int rows) {
   places_.resize(choices);
   activations_.reserve(choices * (sizeof(float) * most_elements_ + 64));
   outputs_.reserve(choices * sizeof(float) * largest_output_);
+  own_outputs_ = outputs_.floats();
 }
 
 void Experts::route(const Op& op, const Rows& rows, int row) {
@@ -43,12 +46,23 @@ void Experts::route(const Op& op, const Rows& rows, int row) {
   choose_experts(router, rows.router_logits(row), &chosen_[first], &weights_[first]);
 }
 
-int Experts::begin_gated(const Op& op, int rows) {
-  const ExpertLayer& layer = *op.experts;
+int Experts::begin_gated(const Op& op, const Rows& rows, int num_rows) {
   Division& division = divisions_[op.layer];
-  const int num_chosen = layer.router.num_chosen, choices = rows * num_chosen;
+  if (exchange_)
+    dispatch(op, division, rows, num_rows);
+  else
+    order_own(op, division, num_rows);
   division.serial = next_serial_;
-  next_serial_ += choices;
+  next_serial_ += division.starts.back();
+  divide(op.experts->gate, division, division.gated);
+  divide(op.experts->down, division, division.output);
+  return int(division.gated.size());
+}
+
+// Orders the slice's choices of this rank's experts.
+void Experts::order_own(const Op& op, Division& division, int num_rows) {
+  const ExpertLayer& layer = *op.experts;
+  const int num_chosen = layer.router.num_chosen, choices = num_rows * num_chosen;
   std::vector<int>& starts = division.starts;
   starts.assign(layer.count + 1, 0);
   const auto is_own = [&](int expert) { return expert >= layer.first && expert < layer.first + layer.count; };
@@ -66,9 +80,69 @@ int Experts::begin_gated(const Op& op, int rows) {
     division.factors[places_[i]] = weights_[i];
     weights_[i] = 1.0f;
   }
-  divide(layer.gate, division, division.gated);
-  divide(layer.down, division, division.output);
-  return int(division.gated.size());
+}
+
+size_t Experts::message_bytes(const Op& op) const {
+  const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
+  return row_bytes + (op.experts->scales_inputs ? kFactorBytes : 0);
+}
+
+// Sends the rows of the slice's choices to the ranks with their experts, and orders the received ones by expert. Of the
+// ranks of a replica, which have the same rows, each sends a share.
+void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int num_rows) {
+  const ExpertLayer& layer = *op.experts;
+  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_experts;
+  const int rank = ranks_.are_several() ? ranks_.rank() : 0, num_ranks = ranks_.are_several() ? ranks_.num_ranks() : 1;
+  const int begin = num_rows * rank / num_ranks * num_chosen, end = num_rows * (rank + 1) / num_ranks * num_chosen;
+  sent_counts_.assign(num_experts, 0);
+  for (int i = begin; i < end; i++) sent_counts_[chosen_[i]]++;
+  next_.assign(num_experts, 0);
+  for (int e = 1; e < num_experts; e++) next_[e] = next_[e - 1] + int(sent_counts_[e - 1]);
+  const size_t row_bytes = activation_row_bytes(op.input_kind, layer.size), sent_bytes = message_bytes(op);
+  sent_.reserve(size_t(end - begin) * sent_bytes);
+  for (int i = 0; i < num_rows * num_chosen; i++) {
+    places_[i] = i < begin || i >= end ? -1 : next_[chosen_[i]]++;
+    if (places_[i] < 0) continue;
+    uint8_t* message = sent_.bytes() + places_[i] * sent_bytes;
+    std::memcpy(message, rows.activations(0, i / num_chosen, row_bytes), row_bytes);
+    if (!layer.scales_inputs) continue;
+    std::memcpy(message + row_bytes, &weights_[i], sizeof(float));
+    weights_[i] = 1.0f;
+  }
+  received_counts_.assign(size_t(exchange_->num_ranks) * layer.count, 0);
+  received_ = exchange_->dispatch(sent_.bytes(), sent_bytes, sent_counts_.data(), num_experts, received_counts_.data(),
+                                  layer.count);
+  if (!received_) {
+    have_failed_ = true;
+    std::fill(received_counts_.begin(), received_counts_.end(), 0);
+  }
+  std::vector<int>& starts = division.starts;
+  starts.assign(layer.count + 1, 0);
+  for (size_t i = 0; i < received_counts_.size(); i++) starts[i % layer.count + 1] += int(received_counts_[i]);
+  for (int e = 0; e < layer.count; e++) starts[e + 1] += starts[e];
+  const int choices = starts[layer.count];
+  next_.assign(starts.begin(), starts.end() - 1);
+  division.rows.resize(choices);
+  if (layer.scales_inputs) division.factors.resize(choices);
+  int index = 0;
+  for (size_t i = 0; i < received_counts_.size(); i++)
+    for (int64_t j = 0; j < received_counts_[i]; j++, index++) {
+      const int place = next_[i % layer.count]++;
+      division.rows[place] = index;
+      if (layer.scales_inputs)
+        std::memcpy(&division.factors[place], received_ + index * sent_bytes + row_bytes, sizeof(float));
+    }
+  activations_.reserve(choices * (sizeof(float) * most_elements_ + 64));
+  outputs_.reserve(choices * sizeof(float) * largest_output_);
+}
+
+void Experts::begin_combine(const Op& op) {
+  if (!exchange_) return;
+  own_outputs_ =
+      reinterpret_cast<const float*>(exchange_->collect(outputs_.bytes(), sizeof(float) * largest_output_));
+  if (own_outputs_) return;
+  have_failed_ = true;
+  std::fill(places_.begin(), places_.end(), -1);
 }
 
 // Divides the columns of the experts that have rows.
@@ -115,20 +189,25 @@ const uint8_t* Experts::weights_after(const Op& op, const Tile& tile) const {
   return products_.weights_from(&op + 1, int(index - division.output.size()));
 }
 
+const uint8_t* Experts::input_of(const Op& op, int index, const Rows& rows) const {
+  if (exchange_) return received_ + index * message_bytes(op);
+  return rows.activations(0, index, activation_row_bytes(op.input_kind, op.experts->size));
+}
+
 // Returns the activations of a tile's rows, one after the other.
 const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const {
   const int* of_choices = division_of(op).rows.data() + at.first;
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
-  const uint8_t* first = rows.activations(0, of_choices[0], row_bytes);
   // An expert has each row at most once and in ascending order, so these rows follow each other.
-  if (of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1) return first;
+  if (of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1 && !(exchange_ && op.experts->scales_inputs))
+    return input_of(op, of_choices[0], rows);
   // A thread computes several tiles of the same rows, most of the time one after the other.
   const int64_t serial = division_of(op).serial + at.first;
   if (scratch.gathered_serial == serial) return scratch.gathered.bytes();
   scratch.gathered_serial = serial;
   scratch.gathered.reserve(kRowBlock * row_bytes);
   for (int i = 0; i < at.num_rows; i++)
-    std::memcpy(scratch.gathered.bytes() + i * row_bytes, rows.activations(0, of_choices[i], row_bytes), row_bytes);
+    std::memcpy(scratch.gathered.bytes() + i * row_bytes, input_of(op, of_choices[i], rows), row_bytes);
   return scratch.gathered.bytes();
 }
 
@@ -163,7 +242,10 @@ void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
   scratch.readahead.next_weights = nullptr;
   if (!tile.commit()) return;
   const int size = at.end - at.begin;
-  for (int r = 0; r < at.num_rows; r++, sums += size) std::copy_n(sums, size, output_of(at.first + r) + at.begin);
+  // Outputs for other ranks are in the order in which their rows were received.
+  const int* indices = exchange_ ? division_of(op).rows.data() : nullptr;
+  for (int r = at.first; r < at.first + at.num_rows; r++, sums += size)
+    std::copy_n(sums, size, output_of(indices ? indices[r] : r) + at.begin);
 }
 
 void Experts::combine(const Op& op, const Rows& rows, int row) const {
@@ -178,7 +260,7 @@ void Experts::combine(const Op& op, const Rows& rows, int row) const {
   else if (layer.has_shared_gate)
     model_.rows.scale(sum, shared_factor(layer.router, rows.router_logits(row)), size);
   for (size_t i = size_t(row) * num_chosen; i < size_t(row + 1) * num_chosen; i++)
-    if (places_[i] >= 0) model_.rows.add_scaled(sum, output_of(places_[i]), weights_[i], size);
+    if (places_[i] >= 0) model_.rows.add_scaled(sum, own_outputs_ + size_t(places_[i]) * largest_output_, weights_[i], size);
   if (op.target == LinearTarget::residual)
     model_.rows.add_scaled(rows.residual(row), sum, op.scale, size);
   else if (op.target == LinearTarget::part && !is_own_part)

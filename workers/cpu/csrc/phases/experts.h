@@ -3,11 +3,15 @@
 // The choices of a slice's tokens are ordered by expert, so that the weights of an expert are read once for all its
 // tokens. Threads share tiles of columns of all experts. A token adds up its experts' outputs in the order in which it
 // chose them, so its result does not depend on the other tokens.
+//
+// If the ranks of several replicas divide the experts, a rank sends the rows of its choices to the ranks that have the
+// experts, computes the rows that it received, and sends their outputs back.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "model/expert_exchange.h"
 #include "model/model.h"
 #include "phases/products.h"
 #include "model/ranks.h"
@@ -27,15 +31,22 @@ class Experts {
   // Returns whether any layer has experts.
   bool are_any() const { return most_chosen_ > 0; }
   void reserve(int rows);
+  // Divides the experts among the ranks of several replicas from now on.
+  void join(const ExpertExchange& exchange) { exchange_ = &exchange; }
+  bool are_exchanged() const { return exchange_ != nullptr; }
+  // Returns whether a rank is lost. The program must then end at once: other ranks may wait for this process's end.
+  bool have_failed() const { return have_failed_; }
 
   // Chooses the experts of a row.
   void route(const Op& op, const Rows& rows, int row);
   // Orders the choices of `rows` rows by expert, and divides the layer's products into tiles. Returns the number of
   // tiles of the first ones; it may be 0 if other ranks have all chosen experts.
-  int begin_gated(const Op& op, int rows);
+  int begin_gated(const Op& op, const Rows& rows, int num_rows);
   int begin_output(const Op& op) const { return int(division_of(op).output.size()); }
   void run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) const;
   void run_output(const Op& op, Tile& tile, Scratch& scratch) const;
+  // Receives the outputs that other ranks computed.
+  void begin_combine(const Op& op);
   // Adds up the outputs of a row's experts.
   void combine(const Op& op, const Rows& rows, int row) const;
 
@@ -49,7 +60,7 @@ class Experts {
   struct Division {
     int64_t serial;           // of its first choice; no choice of another division has the same
     std::vector<int> starts;  // of each expert's choices, and the end of the last one's
-    std::vector<int> rows;    // of each choice
+    std::vector<int> rows;    // of each choice, among those of the slice or the received ones
     std::vector<float> factors;  // on the input of each choice, if weights multiply inputs
     std::vector<ExpertTile> gated, output;
   };
@@ -57,8 +68,12 @@ class Experts {
   const Division& division_of(const Op& op) const { return divisions_[op.layer]; }
   void divide(const PackedWeight* weights, const Division& division, std::vector<ExpertTile>& tiles) const;
   const uint8_t* weights_after(const Op& op, const Tile& tile) const;
+  void order_own(const Op& op, Division& division, int num_rows);
+  void dispatch(const Op& op, Division& division, const Rows& rows, int num_rows);
+  const uint8_t* input_of(const Op& op, int index, const Rows& rows) const;
   const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
-  float* output_of(int choice) const { return outputs_.floats() + size_t(choice) * largest_output_; }
+  size_t message_bytes(const Op& op) const;
+  float* output_of(int index) const { return outputs_.floats() + size_t(index) * largest_output_; }
 
   const Model& model_;
   const Ranks& ranks_;
@@ -66,7 +81,7 @@ class Experts {
   const int num_threads_;
   int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // of all layers
   std::vector<Division> divisions_;          // of each layer
-  // Of each row and choice: the expert, its weight, and the choice's place in the order by expert or -1.
+  // Of each row and choice: the expert, its weight, and the place of its output or -1.
   std::vector<int32_t> chosen_;
   std::vector<float> weights_;
   std::vector<int> places_;
@@ -74,6 +89,13 @@ class Experts {
   int64_t next_serial_ = 0;
   // Of the choices, ordered by expert.
   Buffer activations_, outputs_;
+
+  const ExpertExchange* exchange_ = nullptr;
+  bool have_failed_ = false;
+  Buffer sent_;
+  std::vector<int64_t> sent_counts_, received_counts_;
+  const uint8_t* received_ = nullptr;    // of the current layer
+  const float* own_outputs_ = nullptr;  // of the choices of this rank's rows
 };
 
 }  // namespace engine

@@ -24,6 +24,12 @@ ENGINE_API void engine_program_join(Program* program, void* memory, int32_t rank
   program->join(memory, rank, num_ranks);
 }
 
+ENGINE_API void engine_program_join_experts(Program* program, const ExpertExchange* exchange) {
+  program->join_experts(*exchange);
+}
+
+ENGINE_API void engine_program_join_round(Program* program) { program->join_round(); }
+
 ENGINE_API int engine_program_run(Program* program, const Step* step) { return program->run(*step); }
 
 ENGINE_API int engine_program_decode(Program* program, const DecodeBatch* batch) {

@@ -68,6 +68,23 @@ void Program::add(const Op& op) {
   shares_blocks_ |= op.mixer != nullptr;
 }
 
+void Program::join_experts(const ExpertExchange& exchange) {
+  exchange_ = exchange;
+  experts_.join(exchange_);
+  // Ranks meet in the last layer, too.
+  first_unneeded_ = int(model_.ops.size());
+}
+
+void Program::join_round() {
+  is_guest_ = true;
+  num_slices_ = 1;
+  slice_.step = Step{};
+  slice_.num_tokens = 0;
+  profile_.begin_step();
+  pool_.run(*this);
+  is_guest_ = false;
+}
+
 bool Program::run(const Step& step) {
   for (int i = 0; i < step.num_tokens; i++)
     if (step.input_ids[i] < 0 || step.input_ids[i] >= model_.shape.vocab_size) return false;
@@ -100,8 +117,13 @@ int Program::choose(const DecodeBatch& batch) {
 
 int Program::begin(int phase) {
   profile_.end_op();
+  if (experts_.have_failed()) return -1;
   if (phase < head_phase()) {
     const int op = phase % ops_of_slice();
+    if (is_guest_) {
+      profile_.begin_op(op);
+      return begin_guest_op(model_.ops[op]);
+    }
     if (op == 0) begin_slice(phase / ops_of_slice());
     // The pieces go through all operations but the first ones, in a single phase.
     if (op >= pieces_.first_op() && pieces_.count()) {
@@ -112,6 +134,7 @@ int Program::begin(int phase) {
     if (op >= first_unneeded_ && !slice_.is_wanted(0, slice_.num_tokens)) return 0;
     return begin_op(model_.ops[op]);
   }
+  if (is_guest_) return -1;
   const Step& step = slice_.step;
   if (phase == head_phase() && step.num_logit_rows) {
     profile_.begin_op(ops_of_slice());
@@ -127,7 +150,7 @@ void Program::run_tile(int phase, Tile& tile) {
   if (phase == head_phase()) return head_.run_product(slice_.step, tile, scratch);
   if (phase > head_phase()) return head_.choose(slice_.step, tile, scratch);
   const int index = phase % ops_of_slice();
-  if (index >= pieces_.first_op() && pieces_.count()) return run_pieces(tile);
+  if (!is_guest_ && index >= pieces_.first_op() && pieces_.count()) return run_pieces(tile);
   const Op& op = model_.ops[index];
   switch (op.kind) {
     case OpKind::linear:
@@ -156,6 +179,7 @@ void Program::run_tile(int phase, Tile& tile) {
 // it waits for them first.
 void Program::begin_slice(int index) {
   pool_.wait_for_others();
+  if (index && experts_.are_exchanged()) exchange_.begin_round();
   slice_.begin(index);
   products_.begin_slice(slice_.step.adapters ? slice_.step.adapters + slice_.first_token : nullptr);
   attention_.begin_slice();
@@ -216,7 +240,9 @@ int Program::begin_op(const Op& op) {
     case OpKind::latent_values:
       return latent_.begin(op, slice_.num_tokens);
     case OpKind::gated_experts:
-      return experts_.begin_gated(op, slice_.num_tokens);
+      // The exchange replaces what threads of an earlier layer may still read.
+      if (experts_.are_exchanged()) pool_.wait_for_others();
+      return experts_.begin_gated(op, rows_, slice_.num_tokens);
     case OpKind::expert_outputs:
       return experts_.begin_output(op);
     case OpKind::adapt:
@@ -226,6 +252,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::add_placed:
       return slice_.step.placed ? share_rows(op, model_.shape.hidden_size) : 0;
     case OpKind::combine_experts:
+      experts_.begin_combine(op);
       return share_rows(op, op.experts->router.num_chosen * model_.shape.hidden_size);
     case OpKind::share_head_squares:
     case OpKind::rotate_store:
@@ -237,6 +264,13 @@ int Program::begin_op(const Op& op) {
     default:
       return share_rows(op, model_.shape.hidden_size);
   }
+}
+
+// A guest has no rows, so only rows of other ranks pass.
+int Program::begin_guest_op(const Op& op) {
+  const bool is_experts =
+      op.kind == OpKind::gated_experts || op.kind == OpKind::expert_outputs || op.kind == OpKind::combine_experts;
+  return is_experts ? begin_op(op) : 0;
 }
 
 // Returns the number of tiles, or 0 after computing all rows in this thread.

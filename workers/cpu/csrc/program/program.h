@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "model/expert_exchange.h"
 #include "phases/attention.h"
 #include "program/decode.h"
 #include "phases/experts.h"
@@ -45,6 +46,11 @@ class Program final : private Phases {
   size_t exchange_bytes(int num_ranks) const { return ranks_.memory_bytes(num_ranks); }
   // Makes this program one of several ranks, which must run the same steps from then on. The memory must outlive it.
   void join(void* memory, int rank, int num_ranks) { ranks_.join(memory, rank, num_ranks); }
+  // Divides the experts of every layer among the ranks of an exchange. All ranks must run rounds at the same time from
+  // then on.
+  void join_experts(const ExpertExchange& exchange);
+  // Takes part in a round of other ranks, without rows of its own.
+  void join_round();
 
   // With num_tokens = 0 only the head runs, on the given `hidden`. Returns false, having done nothing, if a token is
   // not in the vocabulary.
@@ -66,6 +72,7 @@ class Program final : private Phases {
   int head_phase() const { return num_slices_ * ops_of_slice(); }
   void begin_slice(int index);
   int begin_op(const Op& op);
+  int begin_guest_op(const Op& op);
   void clear_new_blocks();
 
   int share_rows(const Op& op, int width);
@@ -84,6 +91,8 @@ class Program final : private Phases {
   Model model_;
   Slice slice_;
   int num_slices_ = 0;
+  ExpertExchange exchange_{};
+  bool is_guest_ = false;  // in a round of other ranks
   Rows rows_;  // of the slice
   std::vector<int> row_tiles_;  // of each operation, in how many tiles its rows are shared out
   int first_unneeded_ = 1;      // from this operation on, only rows whose results are wanted are computed
