@@ -173,7 +173,7 @@ def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -
     rows_HQ = torch.arange(len(heads) * size).view(len(heads), size)[:, order_Q]
     name = "q_proj" if latent.query_rank is None else "q_b_proj"
     part = range(heads.start * size, heads.stop * size)
-    return Rows(f"{prefix}{name}", spec.num_heads * size, part, rows_HQ.flatten())
+    return Rows(f"{prefix}{name}", spec.num_heads * size, part, rows_HQ.flatten(), has_bias=False)
 
 
 def _multiply_heads(x_THI: Tensor, weight_HIO: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ def _common_config(fields: ModelFields) -> dict[str, Any]:
         ),
         "rope_theta": fields.positive("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(fields),
-        "attention_bias": fields.has_tensor("blk.0.attn_q.bias"),
-        "mlp_bias": fields.has_tensor("blk.0.ffn_up.bias"),
+        "attention_bias": fields.has_tensor_of_a_layer("attn_q.bias"),
+        "mlp_bias": fields.has_tensor_of_a_layer("ffn_up.bias"),
         "tie_word_embeddings": not fields.has_tensor("output.weight"),
         **_special_token_ids(fields),
     }

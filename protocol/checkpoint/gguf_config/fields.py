@@ -43,6 +43,10 @@ class ModelFields(GGUFFields):
         """Return whether the file has a tensor."""
         return name in self.gguf.tensors
 
+    def has_tensor_of_a_layer(self, name: str) -> bool:
+        """Return whether some layer has a tensor of this name."""
+        return any(self.has_tensor(f"blk.{i}.{name}") for i in range(self.num_layers))
+
     def floats(self, tensor_name: str) -> list[float]:
         """Return the numbers of a float32 tensor.
 
@@ -62,7 +66,7 @@ class ModelFields(GGUFFields):
     def of_layers(self, name: str) -> list[int]:
         """Return an integer for each layer; the file has a list of them, or one for all."""
         values = self.config.get(self.prefix + name)
-        if isinstance(values, np.ndarray) and values.size > 1:
+        if isinstance(values, np.ndarray) and values.size in (max(values.size, 2), self.num_layers):
             if values.dtype.kind not in "iub" or len(values) != self.num_layers:
                 raise self.wrong(name, "a list with an integer for each layer", values.tolist())
             return [int(value) for value in values]

@@ -78,9 +78,9 @@ def _hunyuan_moe(fields: ModelFields) -> dict[str, Any]:
 
 def _gpt_oss(fields: ModelFields) -> dict[str, Any]:
     size = expert_fields(fields)["moe_intermediate_size"]
-    scaling = rope_scaling(fields)
-    if scaling is not None:
-        scaling["truncate"] = False
+    # Without one, the family's own scaling would apply.
+    scaling = rope_scaling(fields) or {"rope_type": "default"}
+    scaling["truncate"] = False
     return mixture(
         fields,
         "GptOss",

@@ -61,9 +61,6 @@ def _bamba(fields: ModelFields, attends: list[bool]) -> dict[str, Any]:
         "architectures": ["BambaForCausalLM"],
         "layers_block_type": ["attention" if x else "mamba" for x in attends],
         "partial_rotary_factor": rotary_dim / fields.head_dim,
-        "attention_bias": any(
-            fields.has_tensor(f"blk.{i}.attn_q.bias") for i in range(len(attends))
-        ),
     }
 
 

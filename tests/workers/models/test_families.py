@@ -342,7 +342,11 @@ CONFIGS = {
     "nemotron-h": (
         "NemotronH",
         NEMOTRON_H
-        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            # It has a head of its own nevertheless.
+            "tie_word_embeddings": True,
+        },
     ),
     "nemotron-h-experts": (
         "NemotronH",
@@ -380,6 +384,7 @@ CONFIGS = {
             "moe_intermediate_size": 24,
             "linear_num_heads": 3,
             "linear_head_dim": 16,
+            "tie_word_embeddings": True,
         },
     ),
     "olmo-hybrid": (
@@ -394,6 +399,7 @@ CONFIGS = {
     ),
     "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2}),
     "qwen3.5": ("Qwen3_5Text", DELTA_NET),
+    "qwen3.5-full": ("Qwen3_5Text", DELTA_NET | {"layer_types": ["full_attention"] * 3}),
     "qwen3.5-moe": (
         "Qwen3_5MoeText",
         DELTA_NET
@@ -472,7 +478,19 @@ CONFIGS = {
             },
         },
     ),
-    "nanochat": ("NanoChat", {"final_logit_softcapping": 3.0}),
+    # The factor of yarn vanishes in the norms that follow the rotation.
+    "nanochat": (
+        "NanoChat",
+        {
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 9}),
     "seed-oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
@@ -626,6 +644,7 @@ NATIVE = [
     "phi-moe",
     "qwen3-next",
     "qwen3.5",
+    "qwen3.5-full",
     "qwen3.5-moe",
     "stablelm-parallel",
 ]
@@ -867,6 +886,14 @@ DIFFERENCES_IN_GGUF = {
 def test_logits_from_a_gguf_file_of_an_earlier_converter(name, load, tmp_path):
     reference = make_reference(name, **DIFFERENCES_IN_GGUF[name])
     decoder = load(write_gguf(tmp_path / "m.gguf", reference, splits_heads=False))
+    tokens = prompt(NUM_TOKENS)
+    assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
+
+
+def test_a_gguf_file_without_rope_scaling_has_none(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    reference = make_reference("gpt-oss", rope_parameters=rope)
+    decoder = load_decoder(write_gguf(tmp_path / "m.gguf", reference))
     tokens = prompt(NUM_TOKENS)
     assert_same(Runner(decoder).step({0: tokens})[0], expected_logits(reference, tokens))
 

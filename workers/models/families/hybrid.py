@@ -272,6 +272,8 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
         norms=NormNames(attention_input="norm", mlp_input="norm"),
         has_gate=False,
         mlp_bias=fields.boolean("mlp_bias", False),
+        # Transformers never ties them, whatever the config says.
+        tie_word_embeddings=False,
         tensor_names=(
             (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
             (r"\.mixer\.(up|down)_proj\.", r".mlp.\1_proj."),
@@ -358,6 +360,8 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
     spec = latent_spec(
         fields,
         layers=layers,
+        # As in Nemotron-H.
+        tie_word_embeddings=False,
         tensor_names=(
             (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),
             (r"\.mixer\.o_proj\.", ".mixer.out_proj."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -59,15 +60,20 @@ def _deepseek_v2(fields: ConfigFields) -> ModelSpec:
         num_groups_per_token=fields.integer("topk_group", 1) if is_grouped else 1,
         shared_intermediate_size=size * fields.integer("n_shared_experts", 2, minimum=0),
     )
-    spec = latent_spec(fields, rope_order="interleaved")
+    spec = latent_spec(fields, rope_order="interleaved", mlp_bias=fields.boolean("mlp_bias", False))
     return with_experts(spec, experts, first_dense(fields, 0))
 
 
 def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
+    return _with_sigmoid_experts(fields, first_dense(fields, 3))
+
+
+def _with_sigmoid_experts(fields: ConfigFields, has_experts: Callable[[int], bool]) -> ModelSpec:
+    """Return the spec of DeepSeek-V3 with experts in these layers."""
     is_interleaved = fields.boolean("rope_interleave", True)
     spec = latent_spec(fields, rope_order="interleaved" if is_interleaved else "half")
     return with_experts(
-        spec, deepseek_experts(fields), first_dense(fields, 3), tensor_names=unused_layers(fields)
+        spec, deepseek_experts(fields), has_experts, tensor_names=unused_layers(fields)
     )
 
 
@@ -77,9 +83,8 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
     )
     kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
     if kinds is not None:
-        # The dense layers come first.
-        fields = fields.with_values({"first_k_dense_replace": kinds.count("dense")})
-    return _deepseek_v3(fields.with_defaults(first_k_dense_replace=1))
+        return _with_sigmoid_experts(fields, lambda i: kinds[i] == "sparse")
+    return _with_sigmoid_experts(fields, first_dense(fields, 1))
 
 
 def _minicpm3(fields: ConfigFields) -> ModelSpec:
@@ -93,6 +98,7 @@ def _minicpm3(fields: ConfigFields) -> ModelSpec:
     depth = fields.positive("scale_depth", num_layers**0.5)
     return latent_spec(
         fields,
+        mlp_bias=fields.boolean("mlp_bias", False),
         embedding_scale=fields.positive("scale_emb", 12.0),
         residual_multiplier=depth / num_layers**0.5,
         logits_divisor=hidden_size / fields.integer("dim_model_base", hidden_size),

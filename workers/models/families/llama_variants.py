@@ -132,8 +132,9 @@ def _nanochat(fields: ConfigFields) -> ModelSpec:
         has_gate=False,
         has_norm_weights=False,
         has_embedding_norm=True,
-        # A norm without weights gives the same before and after rotation.
+        # A norm without weights gives the same before and after rotation, except if that scales.
         qk_norm="head",
+        rotates_before_norm=True,
         rope_order="swapped",
         final_softcap=fields.optional_positive("final_logit_softcapping"),
         tensor_names=((r"\.mlp\.fc1\.", ".mlp.up_proj."), (r"\.mlp\.fc2\.", ".mlp.down_proj.")),

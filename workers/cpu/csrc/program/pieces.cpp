@@ -33,6 +33,7 @@ void Pieces::find_segments() {
     const Op& op = model_.ops[i];
     if (op.kind == OpKind::attention) {
       if (!op.reads_source) num_groups_ = std::max(num_groups_, op.group + 1);
+      gates_attention_ |= op.first_column != 0;
       segments_.back().end_op = i;
       segments_.push_back({i, end});
     }
@@ -56,6 +57,8 @@ void Pieces::begin_slice(bool must_share) {
 // Returns 0 where pieces do not pay, or where one that takes long would make the other threads wait.
 int Pieces::best_count() const {
   const int num_tokens = slice_.num_tokens;
+  // Gates are in the projection of the segment before, which another thread may have computed.
+  if (gates_attention_) return 0;
   if (segments_.size() < 3 || num_tokens < kFewestRows * num_threads_) return 0;
   if (kLayersInCache * segments_[1].bytes > last_cache_bytes() / 2) return 0;
   const int rows_of_round = std::max(kMostRows, segments_[1].rows_at_once) * num_threads_;

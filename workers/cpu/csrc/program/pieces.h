@@ -60,6 +60,7 @@ class Pieces {
   std::vector<Segment> segments_;
   int num_groups_ = 0;  // of the KV cache
   int first_unneeded_ = 0;
+  bool gates_attention_ = false;
   int count_ = 0;
   std::vector<int32_t> filled_blocks_;  // of the slice and one group
   PieceQueue queue_;
