@@ -96,14 +96,16 @@ class EngineWatch:
         if age_s > SILENCE_S and self.status.processes:
             return f"supervisor: silent for {age_s:.1f} s"
         degraded, serving = self.find_degraded_replicas(), self._serving()
-        return degraded[min(serving)] if serving and serving == degraded.keys() else ""
+        if not serving or serving != degraded.keys():
+            return ""
+        return next(iter(degraded.values()))
 
     def find_degraded_replicas(self) -> dict[int, str]:
         """Return the replicas that should serve but make no progress, each with the responsible process."""
         age_s, serving = self._read(), self._serving()
         degraded: dict[int, str] = {}
-        # Processes that are not running come first, because the rest of their replica may be waiting for them.
-        for process in sorted(self.status.processes, key=lambda process: process.pid != 0):
+        # Processes that are not running come first, because others may be waiting for them.
+        for process in sorted(self.status.processes, key=lambda p: (p.pid != 0, p.replica or 0)):
             if process.replica in serving and (reason := _why_stalled(process, age_s)):
                 degraded.setdefault(process.replica, reason)
         return degraded

@@ -80,7 +80,9 @@ def write_hybrid(path: Path, model: PreTrainedModel) -> Path:
     writer.add_type("model")
     add_hyperparameters(writer, config)
     for name, weight in tensors_of(model):
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
+        # Two families have a head of their own, whatever the config says.
+        has_own_head = config.model_type in ("nemotron_h", "kimi_linear")
+        if name != "lm_head.weight" or has_own_head or not config.tie_word_embeddings:
             values = converted(name, weight.detach().float(), config)
             writer.add_tensor(gguf_name(name, config), values.contiguous().numpy())
     writer.write_header_to_file()
