@@ -60,10 +60,12 @@ class AttentionSpec:
         of_layers = [model.for_layer(layer) for layer in model.layers if layer.attends]
         heads = frozenset((len(shard.kv_heads(each)), each.head_dim) for each in of_layers)
         is_shared = len({(each.num_kv_heads, each.head_dim) for each in of_layers}) > 1
+        # All layers may differ from the model, as in a Gemma 4 with only full attention.
+        common = of_layers[0] if of_layers and not is_shared else model
         return cls(
-            num_heads=len(shard.heads(model)),
-            num_kv_heads=len(shard.kv_heads(model)),
-            head_dim=model.head_dim,
+            num_heads=len(shard.heads(common)),
+            num_kv_heads=len(shard.kv_heads(common)),
+            head_dim=common.head_dim,
             block_size=block_size,
             dtype=dtype,
             device=device,

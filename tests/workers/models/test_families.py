@@ -184,6 +184,18 @@ CONFIGS = {
             "moe_intermediate_size": 24,
         },
     ),
+    # No layer has the heads that the config names first.
+    "gemma4-full": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 1,
+            "layer_types": ["full_attention"],
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
     "gemma4-unified": (
         "Gemma4Unified",
         {name: value for name, value in GEMMA4.items() if not name.endswith("layer_input")},
@@ -621,6 +633,7 @@ NATIVE = [
     "gemma4-dense",
     "gemma4-moe",
     "gemma4-shared",
+    "gemma4-full",
     "glm4-moe-lite",
     "gpt-neox",
     "gpt2",
