@@ -18,6 +18,19 @@ _PYTHON = re.compile(
 )
 _LONG_ECHO = re.compile(r"(.)\1{250}|\d{250}")
 _ERROR_FIELDS = {"message", "type", "param", "code"}
+_ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
+"""The fields of an error in the Messages API. The type of its body is `error`."""
+
+_OTHER_CAUSES = (
+    # Several fields together are too long.
+    "maximum context length",
+    # The body lacks another field.
+    "model is required",
+    # A text model gets an image.
+    "reads only text",
+    # A form's header does not fit its body.
+    "Content-Type",
+)
 _FINE = range(200, 300)
 # 503 means full or starting; 501 means an unsupported transfer coding.
 _REFUSALS = {400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 421, 422, 426, 429, 431, 501, 503}
@@ -54,11 +67,17 @@ def _find_fault_of_success(answer: Answer) -> str:
 def _find_fault_of_error(answer: Answer, field: str) -> str:
     start = answer.body[:500]
     try:
-        error = answer.json["error"]
-        message, param = error["message"], error["param"]
+        body = answer.json
+        error, fields = body["error"], _ERROR_FIELDS
+        if isinstance(error, str):
+            # An error of Ollama's routes is its message.
+            error = {"message": error, "type": "", "param": None, "code": None}
+        elif body.get("type") == "error":
+            fields = _ERROR_FIELDS_OF_MESSAGES
+        message, param = error["message"], error.get("param")
     except (ValueError, TypeError, KeyError) as problem:
         return f"status {answer.status} without an error object ({problem!r}): {start!r}"
-    if set(error) - {"retry_after"} != _ERROR_FIELDS or not isinstance(message, str):
+    if set(error) - {"retry_after"} != fields or not isinstance(message, str):
         return f"an error object of another shape: {start!r}"
     if not message.strip() or not isinstance(error["type"], str):
         return f"an error without a message or type: {start!r}"
@@ -75,6 +94,6 @@ def _find_fault_of_error(answer: Answer, field: str) -> str:
 
 
 def _names(field: str, message: str, param: str | None) -> bool:
-    """Return whether the error names the field, or the body as a whole."""
-    names = {field, field.partition(".")[0].partition("[")[0]}
-    return any(name in message or name in (param or "") for name in names) or "body" in message
+    """Return whether the error names the field, the body as a whole, or a cause outside the field."""
+    names = {field, field.partition(".")[0].partition("[")[0], "body", *_OTHER_CAUSES}
+    return any(name in message or name in (param or "") for name in names)
