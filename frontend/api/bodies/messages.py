@@ -19,13 +19,20 @@ from ..schema import (
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationRequest,
+    LoadLoraRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadLoraRequest,
 )
 from ..schema.anthropic import MessagesRequest
-from ..schema.ollama import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
+from ..schema.ollama import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+)
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -49,6 +56,9 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaEmbedRequest,
+    OllamaModelRequest,
+    LoadLoraRequest,
+    UnloadLoraRequest,
 )
 
 MAX_CPU_S: Final = 5
