@@ -1,4 +1,4 @@
-"""What a caller wants of a transcription."""
+"""The options of a transcription."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
-    """What a caller wants of a transcription.
+    """The options of a transcription.
 
     Attributes:
         task: What to write.

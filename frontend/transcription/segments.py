@@ -56,7 +56,7 @@ class Segment(msgspec.Struct):
 
 
 class DecodedWindow(msgspec.Struct):
-    """What a model wrote about one window of a sound.
+    """The text that a model wrote for one window of a sound.
 
     Attributes:
         start: The start of the window in seconds.

@@ -21,7 +21,7 @@ class SpanKind(enum.Enum):
 
 
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What all image processors have in common.
+    """The attributes that all image processors have.
 
     Attributes:
         token_id: The token whose embeddings an image's replace.

@@ -36,7 +36,7 @@ class PackedFactors:
 
 
 class AdapterTable:
-    """What each adapter adds to a product of packed matrices.
+    """The matrices by which each adapter adds to a product of packed matrices.
 
     Attributes:
         parts: The matrices.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
@@ -193,9 +194,9 @@ def _head(model: str) -> Json:
 class _OllamaAnswer(ChatAnswer):
     """An answer in Ollama's format, of which a chat and a text differ in one field."""
 
+    @abstractmethod
     def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
         """Return the fields with a part of the answer."""
-        raise NotImplementedError
 
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""

@@ -11,7 +11,7 @@ from ....protocol.messages import EmbeddingPayload, EncoderGrid, ImagePayload
 
 
 class Tile(NamedTuple):
-    """What a vision tower reads at a time, and the number of embeddings that it makes of that.
+    """The pixels that a vision tower reads at a time, and the number of embeddings that it makes of them.
 
     If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt. `grid` is that of the
     encoder input.
@@ -38,7 +38,7 @@ class Video(NamedTuple):
 
 
 Parts: TypeAlias = list[str | Tile]
-"""What takes the place of an image or a video in a prompt: texts and tiles in their order."""
+"""The texts and tiles, in their order, that take the place of an image or a video in a prompt."""
 
 
 def make_tile(image: Image.Image, config: ImageProcessorConfig) -> Tile:
