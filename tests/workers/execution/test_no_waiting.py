@@ -68,6 +68,8 @@ class NoAttention(CapturableAttention):
         assert all(tensor.device == META for tensor in tensors)
         return torch.empty_like(q_THK)
 
+    def store(self, k_TGK, v_TGK, kv_cache, metadata: Any, layer) -> None: ...
+
     def attend(self, q_THK, kv_cache, metadata: Any, layer) -> torch.Tensor:
         return torch.empty_like(q_THK)
 
