@@ -23,6 +23,7 @@ REQUIREMENTS = Requirements(
     splits_prompts=True,
     splits_encoder_inputs=True,
     max_computed_tokens=40,
+    max_source_size=0,
 )
 
 
@@ -47,6 +48,8 @@ def place(position: int, num_tokens: int, size: int = 4) -> EncoderInput:
         ([place(0, 0, 5), place(0, 0, 5)], {}, "make 10 embeddings at once"),
         ([place(0, 5, 5), place(5, 5, 5)], {"splits_prompts": False}, "make 10 embeddings at once"),
         ([place(0, 25)], {"splits_encoder_inputs": False}, "25 tokens, which are not split"),
+        ([], {"max_source_size": 6}, "one source of at most 6 embeddings"),
+        ([place(0, 0, 7)], {"max_source_size": 6}, "one source of at most 6 embeddings"),
     ],
 )
 def test_2_6_encoder_inputs_that_never_fit_end_as_ignored_with_the_sizes(inputs, limits, numbers):
@@ -57,21 +60,18 @@ def test_2_6_encoder_inputs_that_never_fit_end_as_ignored_with_the_sizes(inputs,
 
 
 @pytest.mark.parametrize(
-    ("inputs", "root_hash", "problem"),
+    ("inputs", "problem"),
     [
-        ([place(3, 4)], b"", "4 tokens is at position 3, after 0 and within 5"),
-        ([place(0, 3), place(2, 2)], b"", "position 2, after 3 and within 5"),
-        ([place(-1, 2)], b"", "position -1"),
-        ([place(0, 2, 0)], b"", "num_tokens=2 and size=0"),
-        ([place(0, -1)], b"", "num_tokens=-1 and size=4"),
-        ([place(0, 0)], b"x", "position 0 and no root_hash"),
-        ([place(1, 0)], b"", "position 0 and no root_hash"),
+        ([place(3, 4)], "4 tokens is at position 3, after 0 and within 5"),
+        ([place(0, 3), place(2, 2)], "position 2, after 3 and within 5"),
+        ([place(-1, 2)], "position -1"),
+        ([place(0, 2, 0)], "num_tokens=2 and size=0"),
+        ([place(0, -1)], "num_tokens=-1 and size=4"),
+        ([place(1, 0)], "needs position 0, not 1"),
     ],
 )
-def test_misplaced_encoder_inputs_are_rejected(inputs, root_hash, problem):
-    hashes = b"\0" * 32 if root_hash else b""
-    message = request(5, encoder_inputs=inputs, root_hash=root_hash, block_hashes=hashes)
-    reason, text = refusal(message)
+def test_misplaced_encoder_inputs_are_rejected(inputs, problem):
+    reason, text = refusal(request(5, encoder_inputs=inputs))
     assert reason is FinishReason.ERROR
     assert problem in text
 
