@@ -101,8 +101,12 @@ def _document() -> dict[str, Any]:
     from engine.protocol.config import FrontendConfig
     from engine.protocol.config.model import Activation, ClassifierConfig
 
-    model = SimpleNamespace(classifier=ClassifierConfig((), Activation.SOFTMAX))
-    serving: Any = SimpleNamespace(config=SimpleNamespace(frontend=FrontendConfig(), model=model))
+    model = SimpleNamespace(classifier=ClassifierConfig((), Activation.SOFTMAX), weight_files=())
+    serving: Any = SimpleNamespace(
+        config=SimpleNamespace(frontend=FrontendConfig(), model=model),
+        transcriber=None,
+        fingerprint="",
+    )
     return describe_routes(make_routes(serving))
 
 
@@ -205,6 +209,8 @@ def _models() -> str:
         known = _SAME_CONFIG.get(family.model_type, family.model_type)
         config = AutoConfig.for_model(known).to_dict()
         config |= {"architectures": [family.architecture]} | _USUAL.get(family.model_type, {})
+        # The default tower of transformers is not that of published models, and the table is of decoders.
+        config.pop("vision_config", None)
         spec = model_spec(config, "config.json")
         rows.append((f"`{family.architecture}`", f"`{family.model_type}`", *describe(spec)))
     head = ("architecture", "`model_type`", "on a CPU", "`-ep`", "recurrent layers")
