@@ -27,10 +27,11 @@ class AttentionSpec:
     """The heads and the KV cache of one worker's attention in layers with equal heads.
 
     `dtype` is that of the KV cache; queries, keys and values may have another. `reads_distances` says whether layers
-    have `alibi_slopes_H` or `distance_biases_HE`. If `latent_rank` is not 0, the cache has only keys. Their first
-    `latent_rank` elements are the values. Unless `is_causal`, every token of a sequence sees all of it, and a step
-    has either all its tokens or none. A token has `tensor_elements` in a cache tensor, which layers with the heads
-    `heads_of_layers` share, each with a number of key/value heads and their dimension; 0 if the tensor is of one layer.
+    have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the second. If
+    `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the values. Unless
+    `is_causal`, every token of a sequence sees all of it, and a step has either all its tokens or none. A token has
+    `tensor_elements` in a cache tensor, which layers with the heads `heads_of_layers` share, each with a number of
+    key/value heads and their dimension; 0 if the tensor is of one layer.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class AttentionSpec:
     dtype: torch.dtype
     device: torch.device
     reads_distances: bool = False
+    has_distance_biases: bool = False
     latent_rank: int = 0
     is_causal: bool = True
     tensor_elements: int = 0
@@ -70,6 +72,7 @@ class AttentionSpec:
             dtype=dtype,
             device=device,
             reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
+            has_distance_biases=bool(model.num_distance_buckets),
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
             is_causal=model.is_causal,
             tensor_elements=model.tensor_elements(ranks) if is_shared else 0,

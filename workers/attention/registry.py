@@ -16,8 +16,8 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
         ConfigError: Triton is required but not installed.
     """
     if name is None:
-        # The kernels have no encoders' attention, and no strides between blocks.
-        is_supported = spec.is_causal and not spec.tensor_elements
+        # The kernels have no encoders' attention, no strides between blocks, and no biases by distance.
+        is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
         is_supported = is_supported and spec.device.type == "cuda"
         name = "triton_paged" if is_supported else "torch_paged"
     return _backend_class(name)(spec)

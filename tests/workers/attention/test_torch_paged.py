@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from engine.workers.attention import AttentionLayer, AttentionSpec, attention_backend
+from engine.workers.attention.torch_paged import TorchPagedAttention
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import Scheduled, attention_batch
@@ -188,3 +189,18 @@ def test_nans_of_a_request_do_not_affect_the_next_owner_of_its_block(poison):
         metadata = backend.build(batch, {None})
         out = backend.forward(q, kv, kv, kv_cache, metadata, layer)
     torch.testing.assert_close(out, torch.ones(1, 2, 8))
+
+
+def test_torch_computes_biases_by_distance_on_a_gpu_too() -> None:
+    """The Triton kernels ignore them."""
+    spec = AttentionSpec(
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device("cuda"),
+        reads_distances=True,
+        has_distance_biases=True,
+    )
+    assert isinstance(attention_backend(spec), TorchPagedAttention)
