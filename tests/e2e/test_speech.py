@@ -25,7 +25,7 @@ HEARD = {
     "colors.ogg": "My favorite color is blue and I like green tea.",
     "apples.ogg": "He bought three apples and two models of milk.",
 }
-"""What transformers' Whisper writes about the sentences, which espeak-ng spoke."""
+"""The text that transformers' Whisper writes for the sentences, which espeak-ng spoke."""
 
 
 def find_model() -> Path:
