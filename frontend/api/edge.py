@@ -17,7 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
 from ..http.access import Access, normalize_path
-from ..http.errors import APIError, bad_request, echo, internal_error, json_response
+from ..http.errors import (
+    APIError,
+    bad_request,
+    echo,
+    internal_error,
+    json_response,
+    redact,
+    unavailable,
+)
+from ..store.client import RETRY_S, StoreError, UnknownObject
 from .bodies.body import ClientDisconnected
 
 logger = logging.getLogger(__name__)
@@ -65,7 +74,9 @@ class Edge:
         request_id = _request_id(scope)
         normalize_path(scope, self._root_path)
         scope["app"] = self
-        scope.setdefault("state", {}).update(request_id=request_id, tenant="", cache_owner=b"")
+        scope.setdefault("state", {}).update(
+            request_id=request_id, tenant="", owner="", cache_owner=b""
+        )
         started = False
         has_body_left = not _expects_permission(scope)
 
@@ -93,6 +104,10 @@ class Edge:
             answer = error
         except ParameterError as error:
             answer = bad_request(error.param, str(error))
+        except StoreError as error:
+            answer = unavailable(redact(str(error)), RETRY_S)
+        except UnknownObject as error:
+            answer = bad_request("after", str(error))
         except HTTPException as error:
             answer = _routing_error(error, scope)
         except Exception:

@@ -27,6 +27,7 @@ from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
 from ..http.loop_watch import LoopWatch
 from ..http.server import HTTPServer
+from ..store.client import StoreClient
 from ..supervisor.listener import is_loopback
 from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +43,9 @@ HOLD_BACK_S = 5.0
 
 NO_ROOM_S = 0.5
 """Seconds before the warm-up request is retried if the queue was full."""
+
+STORE_S: Final = 10.0
+"""Maximum seconds that a frontend waits for the store before it serves."""
 
 SWITCH_INTERVAL_S = 0.001
 """Maximum seconds that the event loop waits for a thread running Python code, each time it wakes up."""
@@ -121,7 +125,8 @@ class Frontend:
         if client_index == 0 and config.epoch == FIRST_EPOCH:
             logger.info("chat formats: %s", formats)
             _warn_of_hidden_tools(config, templates)
-        self._serving = Serving(config, tokenizer, templates, formats, self._engine)
+        self._store = StoreClient(config, client_index)
+        self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -156,6 +161,7 @@ class Frontend:
             await http_task
             self._serving.grammar_checks.close()
             self._engine.close()
+            self._store.close()
 
     async def _answer(self, http: HTTPServer, until: set[asyncio.Task[Any]]) -> None:
         if self._config.epoch != FIRST_EPOCH:
@@ -164,7 +170,10 @@ class Frontend:
         await http.serve(sockets=[self._listener])
 
     async def _start(self) -> None:
+        self._store.start()
         await self._engine.start()
+        if not await self._store.wait_until_connected(STORE_S):
+            logger.warning("the store does not answer; requests that need it fail until it does")
         self._enter(Stage.WARMING, "generating the first token")
         await self._warm_up()
         if self._config.epoch != FIRST_EPOCH:
@@ -239,7 +248,8 @@ class Frontend:
 
     def _num_dropped_frames(self) -> int:
         watch = self._engine.watch
-        return 0 if watch is None else watch.num_dropped_frames
+        num_dropped = 0 if watch is None else watch.num_dropped_frames
+        return num_dropped + self._store.num_dropped_frames
 
     def _enter(self, stage: Stage, detail: str) -> None:
         self._serving.enter_stage(stage, detail)

@@ -19,6 +19,7 @@ from ...protocol.sampling_params import GrammarKind, SamplingParams, StructuredO
 from ...protocol.supervisor_messages import Stage
 from ..chat import (
     CallFormat,
+    CallIds,
     CallParser,
     ChatFormats,
     ChatTemplate,
@@ -36,6 +37,7 @@ from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
 from ..media.chat_media import find_chat_media
 from ..model_source.lora_registry import LoraRegistry
+from ..store.client import StoreClient
 from ..tokenizer import NO_TOKENIZER, Tokenizer
 from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
@@ -51,7 +53,7 @@ ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 
 
 class Serving:
-    """The model, its tokenizer, the engine client and the stage of the server.
+    """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
 
     `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for.
     """
@@ -63,18 +65,19 @@ class Serving:
         templates: ModelTemplates,
         formats: ChatFormats,
         engine: EngineClient,
+        store: StoreClient,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self._templates = templates
         self.engine = engine
+        self.store = store
         self._begin_time = time.monotonic()
         self._start_s = 0.0
         self._drain_deadline = 0.0
         self.stage = Stage.STARTING
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
-        self.new_call_id = self._call_format.new_id if self._call_format else openai_call_id
         self._reasoning_parser = formats.reasoning_parser
         policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
@@ -258,13 +261,17 @@ class Serving:
         """True if the model's tool calls have a known format."""
         return self._call_format is not None
 
-    def new_tool_parser(self, functions: Mapping[str, Parameters]) -> CallParser:
+    def call_ids(self, seed: str) -> CallIds:
+        """Return the IDs of the calls in one text; equal seeds give equal IDs."""
+        return CallIds(self._call_format.new_id if self._call_format else openai_call_id, seed)
+
+    def new_tool_parser(self, functions: Mapping[str, Parameters], call_ids: CallIds) -> CallParser:
         """Return a parser for the calls of these functions in one answer.
 
         Raises:
             APIError: The server was started without one (400).
         """
-        return CallParser(self.call_format, functions)
+        return CallParser(self.call_format, functions, call_ids)
 
     def call_rules(self, names: Sequence[str], *, parallel: bool) -> str:
         """Return grammar rules for the model's calls of these functions."""

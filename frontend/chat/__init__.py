@@ -10,6 +10,7 @@ from .template import ChatTemplate, ChatTemplateError, load_chat_template
 from .tool_calls import (
     FORMATS,
     CallFormat,
+    CallIds,
     CallParser,
     Parameters,
     ToolCallDelta,
@@ -23,6 +24,7 @@ from .tool_calls import (
 __all__ = [
     "FORMATS",
     "CallFormat",
+    "CallIds",
     "CallParser",
     "ChatFormats",
     "ChatOutputParser",

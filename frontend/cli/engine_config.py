@@ -28,6 +28,7 @@ from ...protocol.config import (
     RecoveryConfig,
     SchedulerConfig,
     SpeculativeConfig,
+    StoreConfig,
 )
 from ...protocol.config.images import SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
@@ -94,8 +95,17 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         parallel=parallel,
         device=device,
         recovery=RecoveryConfig(**settings["recovery"]),
+        store=_make_store_config(settings),
         frontend=frontend,
     )
+
+
+def _make_store_config(settings: Settings) -> StoreConfig:
+    """Return the configuration of the store, whose path does not depend on the current directory."""
+    store = StoreConfig(**settings["store"])
+    if store.path is None:
+        return store
+    return msgspec.structs.replace(store, path=os.path.abspath(os.path.expanduser(store.path)))
 
 
 def _with_chat_template(model: ModelConfig, template: str | None) -> ModelConfig:

@@ -22,6 +22,7 @@ from ...protocol.config import (
     ParallelConfig,
     RecoveryConfig,
     SchedulerConfig,
+    StoreConfig,
 )
 from ...protocol.config.option import OptionSpec
 from ...protocol.errors import ConfigError
@@ -43,6 +44,7 @@ SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
     "cache": CacheConfig,
     "device": DeviceConfig,
     "recovery": RecoveryConfig,
+    "store": StoreConfig,
     "parallel": ParallelConfig,
     "launch": LaunchOptions,
 }

@@ -39,6 +39,9 @@ LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\
 
 ADMIN_TENANT: Final = "admin"
 """The tenant of requests with the key of `--admin-api-key`."""
+OWNER_CHARACTERS: Final = 32
+"""Length of the name of an owner of stored objects."""
+
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -46,7 +49,8 @@ class Access:
     """Decides from a request's head whether the request is allowed.
 
     With several API keys, each key is a tenant: the state's `tenant` is "key 1" for the first. `cache_owner` differs
-    between keys unless they share the prefix cache.
+    between keys unless they share the prefix cache. `owner` names the key itself, whatever its place among the keys,
+    because what it owns in the store may outlive the server; without keys it is "".
 
     Any web page can make a browser send requests to this server. So a body must have the content type JSON, which a
     page may send only if the server allows its origin. Routes for operators allow no origin.
@@ -122,6 +126,7 @@ class Access:
                 )
             )
         state = scope["state"]
+        state["owner"] = digest.hex()[:OWNER_CHARACTERS]
         if is_admin:
             state["tenant"] = ADMIN_TENANT
         elif len(matches) > 1:

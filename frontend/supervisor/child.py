@@ -111,7 +111,7 @@ class Child:
 
     def process_info(self, now: float, num_restarts: int, num_dropped_frames: int) -> ProcessInfo:
         """Return the state of the process for status reports. `now` is in CLOCK_MONOTONIC seconds."""
-        is_frontend = self.spec.role is Role.FRONTEND
+        is_of_replica = self.spec.role in (Role.CORE, Role.WORKER)
         return ProcessInfo(
             name=self.spec.name,
             pid=self.pid,
@@ -125,7 +125,7 @@ class Child:
             num_running=self.progress.num_running,
             num_waiting=self.progress.num_waiting,
             kv_cache_usage=self.progress.kv_cache_usage,
-            replica=None if is_frontend else self.spec.replica,
+            replica=self.spec.replica if is_of_replica else None,
             num_dropped_frames=num_dropped_frames,
         )
 

@@ -19,11 +19,12 @@ NOT_STARTED: Final = 127
 
 
 class Role(enum.Enum):
-    """The kind of a process."""
+    """The kind of a process. The others can serve without the store, at least for a while."""
 
     FRONTEND = enum.auto()
     CORE = enum.auto()
     WORKER = enum.auto()
+    STORE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Units of processes that are restarted together: a frontend alone, or a replica."""
+"""Units of processes that are restarted together: a frontend alone, the store alone, or a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 8.0
 
 SERVED_BACKOFF_S: Final = 1.0
-"""Maximum seconds before a frontend that had been ready is restarted."""
+"""Maximum seconds before a frontend or store that had been ready is restarted."""
 
 SPARE_DELAY_S: Final = 2.0
 """Seconds from the readiness of the leader and the engine to the start of a spare, whose imports slow down serving."""
@@ -27,7 +27,7 @@ SPARE_DELAY_S: Final = 2.0
 RESUMING_S: Final = 1.0
 """Seconds that streams of a crashed core wait for its replacement before they move to another replica."""
 
-STABLE_S: Final = {Role.FRONTEND: 10.0, Role.CORE: 600.0}
+STABLE_S: Final = {Role.FRONTEND: 10.0, Role.STORE: 10.0, Role.CORE: 600.0}
 """A leader's crash resets the count of consecutive failures if the leader was ready for this many seconds.
 
 Otherwise only a generated token resets it.
@@ -43,7 +43,8 @@ def link_units(units: list[RecoveryUnit]) -> None:
 class RecoveryUnit:
     """A leader process and its followers, which are restarted under the next epoch after a crash.
 
-    The leader of a replica is its core, and the followers are its workers. A frontend is a leader without followers.
+    The leader of a replica is its core, and the followers are its workers. A frontend is a leader without followers, as
+    is the store.
 
     When a leader crashes it is restarted alone, so that the workers keep their model loaded. If it crashes again
     without progress, or a follower crashes, all of them are stopped: the leader receives SIGUSR2 and `FINAL_ERROR_S`
@@ -162,7 +163,7 @@ class RecoveryUnit:
             self.is_down = True
             self.num_consecutive_failures += 1
             # A frontend that was ready may have crashed on hostile input, and its replacement can still serve others.
-            has_served = leader.spec.role is Role.FRONTEND and leader.ready_since is not None
+            has_served = leader.spec.role is not Role.CORE and leader.ready_since is not None
             self._is_exhausted = self.num_consecutive_failures > max_restarts and not has_served
             backoff_s = self._backoff_s()
             self._start_at = now + (min(backoff_s, SERVED_BACKOFF_S) if has_served else backoff_s)

@@ -93,6 +93,7 @@ def engine_processes(
         replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
     ]
     if listen_fd is not None:
+        specs.append(spec("store", Role.STORE, "frontend.store", 0))
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
             # Threads of a product of arrays would only compete with those of the workers.
@@ -212,7 +213,7 @@ class Supervisor:
         self._wait(0.0)
 
     def drain(self, on_frontends_ended: Callable[[], None] = lambda: None) -> None:
-        """Let the frontends finish their streams, then stop cores and workers."""
+        """Let the frontends finish their streams, then stop the store, cores and workers."""
         self._ending.add(Role.FRONTEND)
         for unit in self._units:
             unit.dismiss_spare()
@@ -220,6 +221,7 @@ class Supervisor:
         self._wait_for_exit(frontends, self.drain_timeout_s + DRAIN_GRACE_S)
         on_frontends_ended()
         self._ending.update(Role)
+        self._end(Role.STORE)
         self._wait_for_exit(self._end(Role.CORE), DRAIN_GRACE_S)
         # The final messages of a core may not have reached other machines yet.
         self._wait_for_exit(list(self._children()), FINAL_ERROR_S)
@@ -375,7 +377,7 @@ class Supervisor:
             )
         is_first = not unit.is_down
         unit.record_exit(child, self._limits.max_restarts)
-        if unit.is_lost:
+        if unit.is_lost and child.spec.role is not Role.STORE:
             self._give_up_if_alone(unit, child)
         if is_first:
             self._report_crash(unit, child)
@@ -402,9 +404,11 @@ class Supervisor:
         if num_more < 0:
             self._report(f"{child.exit_summary()}; restarting it")
         elif num_more % REPORT_INTERVAL_CRASHES == 0:
+            is_store = unit.leader.role is Role.STORE
+            others = "nothing is stored meanwhile" if is_store else "others serve"
             self._report(
                 f"{child.exit_summary()}; {unit.leader.name} crashed {unit.num_consecutive_failures} times in a row "
-                f"without generating a token; others serve, and it is restarted every {recovery.MAX_BACKOFF_S:.0f} s"
+                f"without generating a token; {others}, and it is restarted every {recovery.MAX_BACKOFF_S:.0f} s"
             )
 
     def _close_exit_fd(self, child: Child) -> None:

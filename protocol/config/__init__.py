@@ -25,6 +25,7 @@ from .scheduler import (
     SchedulingPolicy,
     SpeculativeConfig,
 )
+from .store import StoreConfig
 
 __all__ = [
     "CONFIG_FILE",
@@ -51,10 +52,11 @@ __all__ = [
     "SchedulerConfig",
     "SchedulingPolicy",
     "SpeculativeConfig",
+    "StoreConfig",
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
@@ -81,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     frontend: FrontendConfig = FrontendConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     kv_transfer: KVTransferConfig | None = None
+    store: StoreConfig = StoreConfig()
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:
@@ -92,6 +95,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         if self.parallel.is_distributed:
             return self.parallel.master_address(1 + core_index)
         return f"ipc://{self.run_dir}/core{core_index}.workers"
+
+    def store_address(self) -> str:
+        """Return the address at which frontends reach the store (ROUTER)."""
+        return f"ipc://{self.run_dir}/store"
 
     def step_log_path(self, core_index: int) -> str | None:
         """Return the file of the messages that a core sends to several workers, if all of them can read it."""

@@ -231,7 +231,7 @@ def test_health_names_a_hanging_process_until_it_is_replaced(server: Server) -> 
     processes = {
         process["name"]: process for process in server.get("/engine/status")[1]["processes"]
     }
-    assert set(processes) == {"frontend 0", "frontend 1", "core 0", "worker 0"}
+    assert set(processes) == {"frontend 0", "frontend 1", "store", "core 0", "worker 0"}
     assert {process["stage"] for process in processes.values()} == {"ready"}
     worker = processes["worker 0"]
     assert worker["pid"] == server.child("worker 0").pid

@@ -46,12 +46,15 @@ def open_stream(
 
 def test_processes_have_titles_and_no_torch_outside_workers(server: Server) -> None:
     # The fork server gets its title after the server is ready.
-    for title in ("core 0", "frontend 0", "worker 0", "grammar fork server"):
+    for title in ("core 0", "frontend 0", "store", "worker 0", "grammar fork server"):
         server.child(title)
     assert psutil.Process(server.process.pid).cmdline()[0] == "engine: supervisor"
-    for title in ("core 0", "frontend 0"):
+    for title in ("core 0", "frontend 0", "store"):
         maps = Path(f"/proc/{server.child(title).pid}/maps").read_text()
         assert "libtorch" not in maps
+    # It runs in every engine, whether or not anything is stored.
+    memory = server.child("store").memory_full_info()
+    assert memory.uss < 18 * 2**20
 
 
 def test_a_loaded_checkpoint_is_not_kept_in_memory(server: Server) -> None:

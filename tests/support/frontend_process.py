@@ -1,4 +1,4 @@
-"""A real frontend process, connected to an echo core."""
+"""A real frontend process, connected to an echo core and a store."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from engine.protocol.supervisor_messages import ProcessStatus, Stage, Supervisor
 from engine.protocol.transport import StatusReceiver
 from support.echo_core import EchoCoreThread
 from support.server import default_model
+from support.store_thread import StoreThread
 
 MODEL = "echo"
 ECHO_TEMPLATE = "{{ messages[-1]['content'] }}"
@@ -83,6 +84,7 @@ class FrontendProcess:
         self._context: zmq.Context[Any] = zmq.Context()
         self._status = StatusReceiver(self._context, self.config)
         self._core_thread = EchoCoreThread(self.config, step_s=step_s) if with_core else None
+        self._store_thread = StoreThread(self.config)
         self.stages: list[tuple[Stage, str]] = []
 
     @property
@@ -112,6 +114,7 @@ class FrontendProcess:
             headers={"content-type": "application/json"},
             timeout=20,
         )
+        self._store_thread.__enter__()
         if self._core_thread is not None:
             self._core_thread.__enter__()
             try:
@@ -172,6 +175,7 @@ class FrontendProcess:
         self.process.stdin.close()
         if self._core_thread is not None:
             self._core_thread.__exit__(kind, error, traceback)
+        self._store_thread.__exit__()
         self._status.close()
         self._context.term()
         shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -16,11 +16,15 @@ def make_config(run_dir: str, *, shutdown_timeout_s: float = 5.0) -> EngineConfi
 
 
 def make_specs(config: EngineConfig, behaviors: dict[str, str]) -> list[ProcessSpec]:
-    """Return one process for each item like "frontend 0": "ready", with the behavior's argument after a colon."""
+    """Return one process for each item like "frontend 0": "ready" or "store": "ready".
+
+    A behavior's argument follows after a colon.
+    """
     path = str(config.save())
     specs = []
     for name, behavior in behaviors.items():
         role = Role[name.split()[0].upper()]
         argv = (sys.executable, str(PROGRAM), path, name, *behavior.split(":", 1))
-        specs.append(ProcessSpec(name, role, argv, replica=int(name.split()[1])))
+        number = name.partition(" ")[2]
+        specs.append(ProcessSpec(name, role, argv, replica=int(number or 0)))
     return specs

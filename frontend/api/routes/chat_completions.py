@@ -274,7 +274,8 @@ class ChatChoice:
         self._token_ids: list[int] = []
 
     def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
-        new_id = self._answer.serving.new_call_id
+        # A stream that another frontend continues must have the same IDs.
+        new_id = self._answer.serving.call_ids(f"{self._answer.envelope['id']} {self.index}")
         match tools.mode:
             case ToolMode.NAMED:
                 call = NamedCall(tools.name, new_id, is_input=tools.writes_input)
@@ -282,7 +283,7 @@ class ChatChoice:
             case ToolMode.REQUIRED:
                 return ForcedCallParser(RequiredCalls(new_id))
             case ToolMode.AUTO:
-                return self._answer.serving.new_tool_parser(tools.functions)
+                return self._answer.serving.new_tool_parser(tools.functions, new_id)
             case ToolMode.NONE:
                 return None
 

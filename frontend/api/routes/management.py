@@ -94,6 +94,8 @@ class Management:
             if dead
             else serving.detail or str(overload or serving.degraded_replicas),
         }
+        if trouble := serving.store.state.trouble:
+            body["store"] = f"not durable: {redact(trouble)}"
         if good:
             return json_response(body)
         retry_after_s = overload.retry_after_s if overload else serving.retry_after_s

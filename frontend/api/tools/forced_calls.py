@@ -6,10 +6,9 @@ Both are parsed as they arrive, so that arguments stream.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Final
 
-from ...chat import ToolCallDelta, ToolDelta
+from ...chat import CallIds, ToolCallDelta, ToolDelta
 
 _FIRST_CHARACTERS_OF_JSON: Final = '{["-0123456789tfn'
 
@@ -47,7 +46,7 @@ class NamedCall:
     Arguments are JSON. Any other text, such as reasoning that was cut off, begins no call.
     """
 
-    def __init__(self, name: str, new_id: Callable[[], str], *, is_input: bool = False) -> None:
+    def __init__(self, name: str, new_id: CallIds, *, is_input: bool = False) -> None:
         self._name = name
         self.new_id = new_id
         self._is_input = is_input
@@ -70,7 +69,7 @@ class NamedCall:
 class RequiredCalls:
     """A text of the form `[{"name": ..., "parameters": {...}}, ...]`, with any white space."""
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    def __init__(self, new_id: CallIds) -> None:
         self.new_id = new_id
         self._index = -1
         self._nesting = 0

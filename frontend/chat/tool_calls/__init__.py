@@ -3,11 +3,12 @@
 from .formats import FORMATS, CallFormat
 from .grammar import call_rules, text_or_calls
 from .parser import CallParser
-from .tools import Parameters, ToolCallDelta, ToolDelta, ToolParser, openai_call_id
+from .tools import CallIds, Parameters, ToolCallDelta, ToolDelta, ToolParser, openai_call_id
 
 __all__ = [
     "FORMATS",
     "CallFormat",
+    "CallIds",
     "CallParser",
     "Parameters",
     "ToolCallDelta",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from random import Random
 from typing import Final, Protocol
 
 from ....protocol.config.frontend import ToolCallParserName
@@ -199,14 +200,14 @@ class CallFormat:
     Attributes:
         closing: The end of a block; None if a block has no marker at its end.
         bare: True if a text that starts with a bracket is a block without an opening.
-        new_id: Creates the IDs of calls to which the model gives none.
+        new_id: Creates the IDs of calls to which the model gives none, from random numbers.
     """
 
     openings: tuple[str, ...]
     calls: tuple[CallSyntax, ...]
     closing: str | None = None
     bare: bool = False
-    new_id: Callable[[], str] = field(default=openai_call_id)
+    new_id: Callable[[Random], str] = field(default=openai_call_id)
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from ..held_text import find_first, may_begin, start_of_held
 from .formats import CallFormat, CallSyntax
-from .tools import CallReader, Parameters, ToolCallDelta, ToolDelta
+from .tools import CallIds, CallReader, Parameters, ToolCallDelta, ToolDelta
 
 
 class _State(Enum):
@@ -24,15 +24,20 @@ class _State(Enum):
 class CallParser:
     """Parses the calls of one text in `format`. `functions` are the parameters of the functions by name.
 
+    `new_id` creates the IDs of calls to which the model gives none; None creates random ones.
+
     A call is emitted once it is certain to be one. Text after an opening marker that is not a call becomes content.
     Whitespace next to a call is dropped.
     """
 
     def __init__(
-        self, format: CallFormat, functions: Mapping[str, Parameters] | None = None
+        self,
+        format: CallFormat,
+        functions: Mapping[str, Parameters] | None = None,
+        new_id: CallIds | None = None,
     ) -> None:
         self.format = format
-        self.new_id = format.new_id
+        self.new_id = new_id or CallIds(format.new_id)
         self._functions = functions or {}
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""

@@ -4,6 +4,8 @@ A parser reads one text in pieces. A whole text is a single piece, so streaming 
 split.
 """
 
+from __future__ import annotations
+
 import random
 import string
 from collections.abc import Callable, Mapping
@@ -38,7 +40,7 @@ class ToolDelta:
 class ToolParser(Protocol):
     """A parser of one text, which must include its special tokens."""
 
-    new_id: Callable[[], str]
+    new_id: CallIds
     """Creates call IDs that the model's template accepts."""
 
     def feed(self, text: str) -> ToolDelta:
@@ -76,11 +78,34 @@ class CallReader(ArgumentsReader, Protocol):
     """The ID that the model writes; None if it writes none."""
 
 
-def openai_call_id() -> str:
+def openai_call_id(source: random.Random) -> str:
     """Return an ID in OpenAI's format."""
-    return f"call_{random.getrandbits(96):024x}"
+    return f"call_{source.getrandbits(96):024x}"
 
 
-def mistral_call_id() -> str:
+def mistral_call_id(source: random.Random) -> str:
     """Return an ID of nine letters and digits, because Mistral's templates reject others."""
-    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+    return "".join(source.choices(string.ascii_letters + string.digits, k=9))
+
+
+class CallIds:
+    """Creates the IDs of the calls in one text.
+
+    With a seed, such as the ID of the answer, the same text has the same IDs wherever it is parsed.
+    """
+
+    def __init__(
+        self,
+        create: Callable[[random.Random], str] = openai_call_id,
+        seed: str | None = None,
+    ) -> None:
+        self._create = create
+        self._seed = seed
+        self._source: random.Random | None = None
+
+    def __call__(self) -> str:
+        """Return the next ID."""
+        if self._source is None:
+            # Most texts have no calls, and the state of a generator takes some time to make.
+            self._source = random.Random(self._seed)
+        return self._create(self._source)

@@ -6,7 +6,7 @@ import itertools
 import json
 
 from engine.frontend.api.tools.forced_calls import NamedCall, RequiredCalls
-from engine.frontend.chat import ToolCallDelta, openai_call_id
+from engine.frontend.chat import CallIds, ToolCallDelta
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +47,7 @@ def test_required_calls_are_parsed_for_any_split(
         indent=indent,
         ensure_ascii=ascii_only,
     )
-    reader = RequiredCalls(openai_call_id)
+    reader = RequiredCalls(CallIds())
     deltas = [delta for piece in pieces_of(text, cuts) for delta in reader.read(piece)]
     assert [(name, json.loads(arguments)) for name, arguments in joined(deltas)] == wanted
 
@@ -55,6 +55,6 @@ def test_required_calls_are_parsed_for_any_split(
 @given(st.dictionaries(st.text(), json_values), st.lists(st.integers(0, 10_000)))
 def test_named_call_is_parsed_for_any_split(arguments: dict, cuts: list[int]) -> None:
     text = json.dumps(arguments)
-    reader = NamedCall("f", openai_call_id)
+    reader = NamedCall("f", CallIds())
     deltas = [delta for piece in pieces_of(text, cuts) for delta in reader.read(piece)]
     assert joined(deltas) == [("f", text)]

@@ -237,6 +237,28 @@ def test_repeated_crashes_stop_the_engine(run_dir: str) -> None:
     assert lives(run_dir, "core 0") == 3
 
 
+def test_an_engine_continues_without_its_store(run_dir: str) -> None:
+    reports: list[str] = []
+    behaviors = ALL_READY | {"store": "crash-on-signal"}
+    limits = RecoveryConfig(max_restarts=1)
+    with supervisor_of(run_dir, behaviors, recovery=limits, on_recovery=reports.append) as engine:
+        engine.start()
+        engine.wait_until_ready()
+        before = engine.pids
+        Path(f"{run_dir}.die store").touch()
+        assert eventually(lambda: engine.poll() or lives(run_dir, "store") >= 4)
+        assert {**engine.pids, "store": 0} == {**before, "store": 0}
+    assert "store was killed by SIGSEGV" in reports[0] and "restarting it" in reports[0]
+
+
+def test_an_engine_does_not_start_without_its_store(run_dir: str) -> None:
+    behaviors = ALL_READY | {"frontend 0": "starting", "store": "fail:the file is in use"}
+    with supervisor_of(run_dir, behaviors) as engine:
+        engine.start()
+        with pytest.raises(ProcessFailed, match="store: the file is in use"):
+            engine.wait_until_ready()
+
+
 TWO_REPLICAS = ALL_READY | {"worker 1": "ready", "core 1": "ready"}
 TWO_OF_ALL = TWO_REPLICAS | {"frontend 1": "ready"}
 
@@ -610,6 +632,7 @@ def test_engine_processes_have_expected_command_lines(run_dir: str) -> None:
     assert [(s.name, s.argv[3:], s.pass_fds) for s in specs] == [
         ("worker 0", ("engine.workers", "/c", "0", "0"), ()),
         ("core 0", ("engine.core", "/c", "0"), ()),
+        ("store", ("engine.frontend.store", "/c", "0"), ()),
         ("frontend 0", ("engine.frontend", "/c", "0", "5"), (5,)),
         ("frontend 1", ("engine.frontend", "/c", "1", "5"), (5,)),
     ]

@@ -1,0 +1,235 @@
+"""The SQLite database of the store: its file, its lock, its versions, and its failures."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ...protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+APPLICATION_ID: Final = 0x454E4731
+"""Marks a file as a database of this program."""
+
+LOCK_S: Final = 10.0
+"""Seconds to wait for another process to release the database, for example a predecessor that is exiting."""
+LOCK_POLL_S: Final = 0.05
+
+RETRY_S: Final = 5.0
+"""Seconds between attempts to write to a file that could not be written."""
+
+WAL_BYTES: Final = 16 * 1024 * 1024
+"""The size to which the write-ahead log is truncated after a checkpoint."""
+
+MEMORY: Final = ":memory:"
+
+MIGRATIONS: Final = (
+    """
+    CREATE TABLE objects (
+        position INTEGER PRIMARY KEY AUTOINCREMENT,
+        kind TEXT NOT NULL,
+        id TEXT NOT NULL,
+        owner TEXT NOT NULL,
+        parent TEXT NOT NULL,
+        created REAL NOT NULL,
+        changed REAL NOT NULL,
+        size INTEGER NOT NULL,
+        data BLOB NOT NULL
+    );
+    CREATE UNIQUE INDEX object_ids ON objects (kind, id, owner);
+    CREATE INDEX object_parents ON objects (kind, owner, parent, position);
+    CREATE INDEX object_ages ON objects (changed);
+    """,
+)
+"""Script i changes a database of version i to version i + 1. A new database has version 0."""
+
+_DAMAGE: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+class Database:
+    """A connection to the database, for the process that owns it.
+
+    Without a path, or if the file is damaged, the database is in memory. If the file cannot be written, `trouble` says
+    why, and writing is tried again every `RETRY_S` seconds.
+
+    Writes are made durable against the death of processes, not of the machine (`synchronous=NORMAL`): a commit is a
+    write to the log without a wait for the disk. After a power failure the last commits may be missing, but the
+    database is consistent.
+
+    Raises:
+        ConfigError: The file cannot be opened, belongs to another program or a newer version, or is in use.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.trouble = ""
+        self._path = path
+        self._lock: int | None = None
+        self._retry_at = 0.0
+        if path is None:
+            self.connection = _connect(MEMORY)
+            _migrate(self.connection, MEMORY)
+            return
+        self._lock = _lock(path)
+        try:
+            self.connection = _open_file(path)
+        except ConfigError:
+            os.close(self._lock)
+            raise
+        except sqlite3.DatabaseError as error:
+            if _code(error) not in _DAMAGE:
+                os.close(self._lock)
+                raise ConfigError(f"cannot open the store {path}: {error}; check --store") from None
+            self._continue_in_memory(error)
+
+    @property
+    def is_file(self) -> bool:
+        """True if the database is in a file, although it may not be writable at the moment."""
+        return self._path is not None
+
+    @property
+    def may_write(self) -> bool:
+        """True if writes are worth an attempt."""
+        return not self.trouble or (self.is_file and time.monotonic() >= self._retry_at)
+
+    def write(self, work: Callable[[], None]) -> bool:
+        """Run `work` in a transaction and commit it. Return False if that failed; then nothing has changed."""
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            try:
+                work()
+                self.connection.execute("COMMIT")
+            except BaseException:
+                if self.connection.in_transaction:
+                    self.connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            self.record_failure(error)
+            return False
+        if self.trouble and self.is_file:
+            logger.warning("the store %s can be written again", self._path)
+            self.trouble = ""
+        return True
+
+    def record_failure(self, error: sqlite3.Error) -> None:
+        """Record that a statement failed. A damaged file is given up."""
+        self._retry_at = time.monotonic() + RETRY_S
+        if _code(error) in _DAMAGE and self.is_file:
+            self.connection.close()
+            self._continue_in_memory(error)
+        elif not self.trouble:
+            self.trouble = f"{self._path or 'the store in memory'} cannot be written: {error}"
+            logger.error("%s; requests continue without durability", self.trouble)
+
+    def close(self) -> None:
+        """Close the connection and release the lock."""
+        self.connection.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _continue_in_memory(self, error: sqlite3.Error) -> None:
+        self.trouble = f"{self._path} is damaged ({error}), and nothing in it is used"
+        logger.error(
+            "%s; requests continue without durability: move the file away and restart the server",
+            self.trouble,
+        )
+        self._path = None
+        self.connection = _connect(MEMORY)
+        _migrate(self.connection, MEMORY)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Return the primary result code of an error; 0 if it has none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, timeout=LOCK_S)
+
+
+def _lock(path: str) -> int:
+    """Return a descriptor that holds the lock of the database.
+
+    Raises:
+        ConfigError: The lock file cannot be created, or another engine holds the lock.
+    """
+    name = f"{path}.lock"
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create {name}: {error.strerror}; set --store to a file in a writable directory"
+        ) from None
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(descriptor)
+                raise ConfigError(
+                    f"the store {path} is in use by process {owner} of another engine; stop that one or set --store "
+                    "to another file"
+                ) from None
+            time.sleep(LOCK_POLL_S)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+    return descriptor
+
+
+def _open_file(path: str) -> sqlite3.Connection:
+    """Return a connection to the file, whose tables are those of this version.
+
+    Raises:
+        ConfigError: The file cannot be created, or belongs to another program or a newer version.
+        sqlite3.DatabaseError: It is damaged or cannot be written.
+    """
+    try:
+        # SQLite gives its other files the same mode.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open the store {path}: {error.strerror}; set --store to a writable file"
+        ) from None
+    connection = _connect(path)
+    try:
+        # No other process may open it, so the index of the log needs no shared memory.
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        _migrate(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _migrate(connection: sqlite3.Connection, path: str) -> None:
+    """Create the tables, or change those of an older version."""
+    [application] = connection.execute("PRAGMA application_id").fetchone()
+    [version] = connection.execute("PRAGMA user_version").fetchone()
+    [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if application != APPLICATION_ID and (application or version or num_tables):
+        raise ConfigError(
+            f"{path} is a database of another program; set --store to a file of its own"
+        )
+    if version > len(MIGRATIONS):
+        raise ConfigError(
+            f"{path} was written by a newer version of Engine (format {version}, this version reads formats up to "
+            f"{len(MIGRATIONS)}); use that version, or set --store to another file"
+        )
+    if version < len(MIGRATIONS):
+        scripts = "".join(MIGRATIONS[version:])
+        connection.executescript(
+            f"PRAGMA auto_vacuum = INCREMENTAL; BEGIN; {scripts} PRAGMA application_id = {APPLICATION_ID}; "
+            f"PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;"
+        )

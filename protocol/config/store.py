@@ -1,0 +1,51 @@
+"""What the store process keeps, where, and for how long."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from .option import option
+
+MEMORY_BYTES: Final = 64 * 1024 * 1024
+"""The size of a store in memory, unless an option sets it."""
+DISK_BYTES: Final = 4 * 1024 * 1024 * 1024
+"""The size of a store in a file, unless an option sets it."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True):
+    """The database of stored objects and of the requests that outlive their clients and processes."""
+
+    path: Annotated[
+        str | None,
+        option(
+            "File in which requests and their tokens survive crashes",
+            name="--store",
+            metavar="PATH",
+            default_text="none: in memory only",
+        ),
+    ] = None
+    max_bytes: (
+        Annotated[
+            int,
+            option(
+                "Maximum size of the store, such as 4GiB",
+                name="--store-max-size",
+                ge=1024 * 1024,
+                default_text="4GiB in a file, 64MiB in memory",
+            ),
+        ]
+        | None
+    ) = None
+    max_age_s: Annotated[
+        float,
+        option("Seconds that stored objects and answers are kept", name="--store-max-age", ge=1),
+    ] = 30 * 86400.0
+
+    @property
+    def size_limit(self) -> int:
+        """The maximum size in bytes."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return MEMORY_BYTES if self.path is None else DISK_BYTES

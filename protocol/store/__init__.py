@@ -1,0 +1,1 @@
+"""Messages between frontends and the store process."""
