@@ -307,6 +307,8 @@ class EngineCore:
             self._handle_step_result(message)
         elif isinstance(message, LoraLoaded):
             self._scheduler.lora_loaded(message.number, message.error or None)
+            if message.error and self._updates is not None:
+                self._updates.drop_adapter(message.number)
         elif message is not None:
             if are_valid_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)
@@ -469,6 +471,8 @@ class EngineCore:
             if step is None:
                 return
             self._workers.send(step)
+            if self._updates is not None:
+                self._updates.begin_loads(step.lora_loads)
             if not self._in_flight:
                 self._waiting_since = time.monotonic()
                 if step.grammar_slots:

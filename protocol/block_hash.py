@@ -79,6 +79,11 @@ def hash_blocks(
     return b"".join(digests)
 
 
+def adapter_key(version: bytes) -> int:
+    """Return the key of a LoRA adapter with this hash of its files, for choosing replicas."""
+    return int.from_bytes(version[:8], "little")
+
+
 def block_keys(hashes: bytes) -> list[int]:
     """Return the first 8 bytes of each of the concatenated `hashes` as little-endian integers: short keys of blocks."""
     keys: list[int] = uint64_view(hashes)[:: HASH_BYTES // 8].tolist()

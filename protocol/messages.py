@@ -433,7 +433,8 @@ class ReplicaLoadUpdate(
     """The load and cache content of a core, by which a frontend chooses between cores.
 
     `num_others` counts the requests of other frontends. `stored` and `removed` are keys of blocks that entered and left
-    the prefix cache (see `block_hash.block_keys`). If `is_whole`, `stored` is the entire content of the cache.
+    the prefix cache, and of LoRA adapters that the workers load and replace (see `block_hash.block_keys` and
+    `adapter_key`). If `is_whole`, `stored` has all keys.
     """
 
     num_others: int

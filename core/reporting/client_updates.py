@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ...protocol.arrays import uint64_bytes
-from ...protocol.block_hash import block_keys
+from ...protocol.block_hash import adapter_key, block_keys
 from ...protocol.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from ...protocol.messages import ReplicaLoadUpdate
+from ...protocol.worker_messages import LoraLoad
 
 
 class ClientUpdates:
-    """The number of requests per client and the keys of the cached blocks, with the changes not sent yet."""
+    """The number of requests per client, and the keys of the cached blocks and of the loaded LoRA adapters.
+
+    It also has the changes not sent yet.
+    """
 
     def __init__(self) -> None:
         self._num_inflight: dict[int, int] = {}
@@ -19,6 +23,8 @@ class ClientUpdates:
         self._new_clients: set[int] = set()
         self._cached: set[int] = set()
         self._changes: dict[int, bool] = {}
+        self._adapters: dict[int, int] = {}
+        """The keys of adapters that are loaded or being loaded, by their numbers."""
 
     def add_client(self, client_index: int) -> None:
         """Add a client without requests. It gets all keys with its first update."""
@@ -47,7 +53,20 @@ class ClientUpdates:
             elif isinstance(event, BlockRemoved):
                 self._record_keys(block_keys(b"".join(event.block_hashes)), is_cached=False)
             else:
-                self._record_keys(list(self._cached), is_cached=False)
+                self._record_keys(list(self._cached - {*self._adapters.values()}), is_cached=False)
+
+    def begin_loads(self, loads: Iterable[LoraLoad]) -> None:
+        """Record that the workers load adapters, each in place of the one that has its number."""
+        for load in loads:
+            self.drop_adapter(load.number)
+            key = self._adapters[load.number] = adapter_key(load.adapter.version)
+            self._record_keys([key], is_cached=True)
+
+    def drop_adapter(self, number: int) -> None:
+        """Record that the workers have no adapter of this number."""
+        key = self._adapters.pop(number, None)
+        if key is not None and key not in self._adapters.values():
+            self._record_keys([key], is_cached=False)
 
     def _record_keys(self, keys: list[int], *, is_cached: bool) -> None:
         if is_cached:

@@ -367,7 +367,7 @@ class EngineClient:
         """Add a sequence to those in flight at this core."""
         request = sequence.request
         request.request_index = self._next_request_index()
-        keys = self._router.block_keys(request)
+        keys = self._router.keys(request)
         sequence.assign(core.core_index, core.load, keys)
         self._output.sequences[request.request_index] = sequence
         core.load.record_submitted(sequence.num_prompt_tokens, keys)
@@ -500,7 +500,7 @@ class EngineClient:
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)
         if self._may_continue(sequence):
-            core = self._router.choose_core(sequence.block_keys)
+            core = self._router.choose_core(sequence.request)
             self._output.move_sequence(sequence, core.core_index, core.load)
             self._resubmit(sequence)
 

@@ -136,7 +136,7 @@ class OutputProcessor:
         sequence.error = error
         sequence.finish_time = time.monotonic()
         self._leave_queue(sequence)
-        sequence.load.record_finished(sequence.block_keys)
+        sequence.load.record_finished(sequence.routing_keys)
         self._metrics.record_finished(sequence, reason if outcome is None else outcome)
         sequence.group.record_sequence_end()
         if not sequence.group.num_unfinished:
@@ -154,8 +154,8 @@ class OutputProcessor:
     def move_sequence(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
         """Assign a sequence to another core."""
         self._leave_queue(sequence)
-        sequence.load.record_moved(sequence.block_keys)
-        load.record_submitted(sequence.num_prompt_tokens, sequence.block_keys)
+        sequence.load.record_moved(sequence.routing_keys)
+        load.record_submitted(sequence.num_prompt_tokens, sequence.routing_keys)
         if sequence.scheduled_time:
             load.record_left_queue(sequence.num_prompt_tokens, was_queued=False)
         else:

@@ -53,7 +53,7 @@ class Sequence:
         token_ids: All generated tokens. The reader is woken when there are `wake_at` of them.
         scheduler_time: Seconds that the scheduler worked while the sequence ran; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
-        block_keys: Keys of the prompt blocks, if there are several replicas.
+        routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: Whether a core has confirmed the sequence.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
@@ -68,7 +68,6 @@ class Sequence:
         "_num_tokens_when_lost",
         "_text",
         "arrival_time",
-        "block_keys",
         "core_index",
         "epoch",
         "error",
@@ -95,6 +94,7 @@ class Sequence:
         "queued_time",
         "request",
         "retry_after_s",
+        "routing_keys",
         "scheduled_time",
         "scheduler_time",
         "stop_reason",
@@ -112,7 +112,7 @@ class Sequence:
         detokenizer: IncrementalDetokenizer | None,
     ) -> None:
         self.request = request
-        self.block_keys: list[int] = []
+        self.routing_keys: list[int] = []
         self.num_losses = 0
         self.num_silent_crashes = 0
         self.epoch = 0
@@ -155,9 +155,9 @@ class Sequence:
         self._text = ""
         self._num_read = 0
 
-    def assign(self, core_index: int, load: CoreLoad, block_keys: list[int]) -> None:
+    def assign(self, core_index: int, load: CoreLoad, routing_keys: list[int]) -> None:
         """Set the core that computes the sequence."""
-        self.core_index, self.load, self.block_keys = core_index, load, block_keys
+        self.core_index, self.load, self.routing_keys = core_index, load, routing_keys
 
     @property
     def request_index(self) -> int:

@@ -35,6 +35,22 @@ def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -
     return tokens[len(prompt) :]
 
 
+def vocabulary_adapters(
+    directory: Path, model: transformers.PreTrainedModel
+) -> dict[str, transformers.PreTrainedModel]:
+    """Write adapters of the embedding and of the output head, which are tied. Return the merged models by name."""
+    models = {
+        "embedding": write_adapter(directory / "embedding", model, 4, r".*(embed_tokens|v_proj)"),
+        "head": write_adapter(directory / "head", model, 5, r"lm_head|.*\.q_proj", r=8),
+        "whole": write_adapter(directory / "whole", model, 6, whole=r"lm_head|.*embed_tokens"),
+        "tied": write_adapter(
+            directory / "tied", model, 7, r".*embed_tokens", ensure_weight_tying=True
+        ),
+    }
+    models["tied"].tie_weights()
+    return models
+
+
 def complete(server: Server, model: str, prompt: list[int]) -> list[int]:
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
@@ -65,12 +81,14 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
         "mlp": write_adapter(
             tmp_path / "mlp", model, 3, r".*\.1\.mlp\.(up|down)_proj", alpha_pattern={"up_proj": 3}
         ),
+        **vocabulary_adapters(tmp_path, model),
     }
     rng = random.Random(5)
     prompt = [rng.randrange(4, 300) for _ in range(40)]
     expected = {name: greedy(each, prompt, 24) for name, each in models.items()}
     assert len(set(map(tuple, expected.values()))) == len(models)
-    modules = (f"all={tmp_path / 'all'}", f"attention={tmp_path / 'attention'}")
+    named = [name for name in models if name not in ("tiny", "mlp")]
+    modules = [f"{name}={tmp_path / name}" for name in named]
     json_form = f'{{"name": "mlp", "path": "{tmp_path / "mlp"}"}}'
     with Server(str(path), *FLAGS, "--lora-modules", *modules, json_form, *flags) as server:
         status, listed = server.get("/v1/models")
@@ -82,7 +100,7 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
             # The second time, prompts are in the prefix cache of their adapter. Then the adapters are loaded again.
             if round_ == 2:
                 server.child("worker 0").kill()
-            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            with concurrent.futures.ThreadPoolExecutor(16) as pool:
                 names = [*models, *models]
                 served = list(pool.map(lambda name: complete(server, name, prompt), names))
             assert served == [expected[name] for name in names]
@@ -95,13 +113,15 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
 def test_prompts_of_one_call_may_use_different_adapters(tmp_path: Path, backend: str) -> None:
     path, model = qwen3_directory(tmp_path / "base")
     merged = write_adapter(tmp_path / "adapter", model, 1)
+    others = vocabulary_adapters(tmp_path, model)
     prompt = list(range(5, 25))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    modules = [f"one={tmp_path / 'adapter'}"]
-    flags = {"dtype": "float32", "cpu_backend": backend}
+    modules = [f"one={tmp_path / 'adapter'}", *(f"{name}={tmp_path / name}" for name in others)]
+    flags = {"dtype": "float32", "cpu_backend": backend, "max_loras": 8}
     with LLM(str(path), enable_lora=True, lora_modules=modules, **flags) as llm:
-        outputs = llm.generate([prompt, prompt], params, lora_request=["one", None])
-        for output, each in zip(outputs, (merged, model), strict=True):
+        names = ["one", None, *others]
+        outputs = llm.generate([prompt] * len(names), params, lora_request=names)
+        for output, each in zip(outputs, (merged, model, *others.values()), strict=True):
             assert list(output.outputs[0].token_ids) == greedy(each, prompt, 16)
         with pytest.raises(ParameterError, match="has 1 entries for 2 prompts"):
             llm.generate([prompt, prompt], params, lora_request=["one"])

@@ -19,25 +19,49 @@ def write_adapter(
     model: transformers.PreTrainedModel,
     seed: int,
     modules: str = r".*_proj",
+    *,
+    whole: str = "",
     **config: Any,
 ) -> transformers.PreTrainedModel:
-    """Write an adapter of all linear modules whose name matches, and return the model with it merged."""
+    """Write an adapter, and return the model with it merged.
+
+    It changes all linear modules and embeddings whose name matches `modules`, and replaces those that match `whole`. A
+    change of the embedding leaves an output projection that is tied to it alone.
+    """
     directory.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     merged, tensors = copy.deepcopy(model), {}
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
     for name, module in merged.named_modules():
-        if not isinstance(module, torch.nn.Linear) or not re.fullmatch(modules, name):
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            continue
+        key = f"base_model.model.{name}"
+        weight = torch.nn.Parameter(module.weight.data.clone())
+        if whole and re.fullmatch(whole, name):
+            for part, stored in module.named_parameters():
+                tensors[f"{key}.{part}"] = stored.data + random(*stored.shape)
+                setattr(module, part, torch.nn.Parameter(tensors[f"{key}.{part}"].clone()))
+        if not re.fullmatch(modules, name):
             continue
         rank = _of(config, "rank_pattern", name, config["r"])
         alpha = _of(config, "alpha_pattern", name, config["lora_alpha"])
-        down = torch.randn(rank, module.in_features, generator=generator) * 0.2
-        up = torch.randn(module.out_features, rank, generator=generator) * 0.2
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        module.weight.data += scale * up @ down
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+        rows, columns = weight.shape
+        down, up = random(rank, columns), random(rows, rank)
+        weight.data += scale * up @ down
+        if isinstance(module, torch.nn.Embedding):
+            tensors[f"{key}.lora_embedding_A"] = up.T.contiguous()
+            tensors[f"{key}.lora_embedding_B"] = down.T.contiguous()
+            tensors[f"{key}.base_layer.weight"] = module.weight.data.clone()
+        else:
+            tensors[f"{key}.lora_A.weight"] = down
+            tensors[f"{key}.lora_B.weight"] = up
+        module.weight = weight
     save_file(tensors, directory / "adapter_model.safetensors")
     return merged
 

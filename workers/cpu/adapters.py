@@ -10,8 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..loaders.peft_adapter import LowRank
-from ..models.lora import AdaptedMatrix, AdaptedRows, LoraAdapters
+from ..layers.spec import ModelSpec
+from ..loaders.peft_adapter import Change, LowRank, Replacement
+from ..models.lora.adapters import LoraAdapters
+from ..models.lora.matrices import EMBEDDING, HEAD, REPLACEABLE, AdaptedMatrix, AdaptedRows
 from ..models.weights import Rows
 from .library import Adapter, LowRankFactor
 from .weights import (
@@ -28,11 +30,15 @@ _RANK_UNIT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFactors:
-    """The factors of an adapter for a product: the first of all matrices together, the second of each."""
+class PackedChange:
+    """What an adapter changes of a product.
 
-    down: PackedWeight
-    ups: list[Tensor | None]
+    It has the first factors of all matrices and the second of each, or a whole matrix.
+    """
+
+    down: PackedWeight | None = None
+    ups: Sequence[Tensor | None] = ()
+    whole: PackedWeight | None = None
 
 
 class AdapterTable:
@@ -50,61 +56,96 @@ class AdapterTable:
         self.parts = parts
         self.entries = (Adapter * adapters.loras.capacity)()
         self.rank = _padded(adapters.loras.max_rank)
-        self._activation_kind, self._num_inputs = weight.activation_kind, weight.k
+        self._num_inputs = weight.k
         self._adapters = adapters
-        self._installed: dict[int, PackedFactors | None] = {}
+        formats = {
+            ActivationKind.INT8: WeightFormat.U8,
+            ActivationKind.BF16: WeightFormat.BF16,
+            ActivationKind.F32: WeightFormat.F32 if adapters.is_float32 else WeightFormat.F16,
+        }
+        self._format = formats[weight.activation_kind]
+        """A format that takes the activations of the product."""
+        self._installed: dict[int, PackedChange | None] = {}
 
-    def pack(self, changes: Sequence[LowRank | None]) -> PackedFactors:
+    def pack(self, changes: Sequence[Change | None]) -> PackedChange:
         """Return the factors of an adapter, padded to one rank.
 
         Raises:
-            ValueError: A number is not finite, or too large.
+            ValueError: A number is too large.
         """
-        rank = _padded(max(len(low.down_RI) for low in changes if low is not None))
-        down = self._pack_downs(changes, rank)
-        ups = [None if low is None else self._pack_up(low, rank) for low in changes]
-        if down is None or not all(up is None or bool(up.isfinite().all()) for up in ups):
-            raise ValueError
-        return PackedFactors(down, ups)
+        lows = [low if isinstance(low, LowRank) else None for low in changes]
+        rank = _padded(max(len(low.down_RI) for low in lows if low is not None))
+        downs = torch.zeros(len(lows), rank, self._num_inputs)
+        for down, low in zip(downs, lows, strict=True):
+            if low is not None:
+                down[: len(low.down_RI)] = low.down_RI
+        ups = [None if low is None else self._pack_up(low.up_OR, rank) for low in lows]
+        return PackedChange(self._pack_matrix(self._format, downs.flatten(0, 1)), ups)
 
-    def install(self, number: int, packed: PackedFactors | None) -> None:
+    def install(self, number: int, packed: PackedChange | None) -> None:
         """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
         entry = Adapter()
-        if packed is not None:
+        if packed is not None and packed.whole is not None:
+            entry.whole = ctypes.addressof(packed.whole)
+        if packed is not None and packed.down is not None:
             entry.down = ctypes.addressof(packed.down)
             for part, up in enumerate(packed.ups):
                 if up is not None:
-                    rank = packed.down.n // len(packed.ups)
+                    rank = up.shape[1]
                     entry.up[part] = LowRankFactor(up.data_ptr(), rank, up.dtype == torch.bfloat16)
         self.entries[number] = entry
         # The memory of the adapter that had the number is free now.
         self._installed[number] = packed
 
-    def _pack_downs(self, changes: Sequence[LowRank | None], rank: int) -> PackedWeight | None:
-        """Return the first factors of all parts, in a format that takes the activations of the product."""
-        downs = torch.zeros(len(changes), rank, self._num_inputs)
-        for down, low in zip(downs, changes, strict=True):
-            if low is not None:
-                down[: len(low.down_RI)] = low.down_RI
-        formats = {
-            ActivationKind.INT8: WeightFormat.U8,
-            ActivationKind.BF16: WeightFormat.BF16,
-            ActivationKind.F32: WeightFormat.F32 if self._adapters.is_float32 else WeightFormat.F16,
-        }
-        weight_format = formats[self._activation_kind]
-        return pack_tensor(weight_format, downs.flatten(0, 1), self._adapters.memory)
+    def _pack_matrix(self, weight_format: WeightFormat, matrix: Tensor) -> PackedWeight:
+        weight = pack_tensor(weight_format, matrix, self._adapters.memory)
+        if weight is None:
+            raise ValueError
+        return weight
 
-    def _pack_up(self, low: LowRank, rank: int) -> Tensor:
-        """Return the second factor of a part as `LowRankFactor` in csrc/rows/kernels.h has it."""
-        num_blocks = -(-len(low.up_OR) // _BLOCK_COLUMNS)
+    def _pack_up(self, up_OR: Tensor, rank: int) -> Tensor:
+        """Return the second factor of a part as `LowRankFactor` in csrc/rows/kernels.h has it, [blocks, rank, ...]."""
+        num_blocks = -(-len(up_OR) // _BLOCK_COLUMNS)
         up = torch.zeros(num_blocks * _BLOCK_COLUMNS, rank)
-        up[: len(low.up_OR), : low.up_OR.shape[1]] = low.up_OR
+        up[: len(up_OR), : up_OR.shape[1]] = up_OR
         blocks = up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2)
         if self._adapters.is_float32:
             return blocks.contiguous()
         # The halves of a word are columns of both halves of the block.
         words = blocks.view(num_blocks, rank, 2, _BLOCK_COLUMNS // 2).transpose(2, 3)
-        return words.to(torch.bfloat16).contiguous()
+        packed = words.to(torch.bfloat16).contiguous()
+        if not packed.isfinite().all():
+            raise ValueError
+        return packed
+
+
+class HeadTable(AdapterTable):
+    """What each adapter adds to the output projection, or has in its place."""
+
+    def pack(self, changes: Sequence[Change | None]) -> PackedChange:
+        """Return the factors of an adapter, or its matrix."""
+        (change,) = changes
+        if isinstance(change, Replacement):
+            return PackedChange(whole=self._pack_matrix(self._format, change.weight.contiguous()))
+        return super().pack(changes)
+
+
+class EmbeddingTable(AdapterTable):
+    """What each adapter adds to rows of the embedding, or has in their place."""
+
+    def pack(self, changes: Sequence[Change | None]) -> PackedChange:
+        """Return the factors of an adapter, of which the first has a row for each token, or its rows."""
+        (change,) = changes
+        weight_format = WeightFormat.F32 if self._adapters.is_float32 else WeightFormat.BF16
+        if isinstance(change, Replacement):
+            return PackedChange(whole=self._pack_matrix(weight_format, change.weight.contiguous()))
+        assert change is not None
+        up_OR = change.up_OR
+        rank = _padded(up_OR.shape[1])
+        rows = torch.zeros(len(up_OR), rank)
+        rows[:, : up_OR.shape[1]] = up_OR
+        up = self._pack_up(change.down_RI.mT, rank)
+        return PackedChange(self._pack_matrix(weight_format, rows), [up])
 
 
 class NativeAdapters:
@@ -112,14 +153,20 @@ class NativeAdapters:
 
     Args:
         loras: The adapters.
+        spec: The model.
+        vocabulary: The part of the vocabulary whose rows of the embedding and the output projection are in the program.
         dtype: The dtype of the model's float weights. With float32, factors are float32 as well.
 
     Attributes:
         memory: Where the factors of the adapter that is being loaded are packed.
     """
 
-    def __init__(self, loras: LoraAdapters, dtype: torch.dtype) -> None:
+    def __init__(
+        self, loras: LoraAdapters, spec: ModelSpec, vocabulary: range, dtype: torch.dtype
+    ) -> None:
         self.loras = loras
+        self._spec = spec
+        self._vocabulary = vocabulary
         self.is_float32 = dtype == torch.float32
         self.memory = WeightMemory()
         self._matrices: dict[int, AdaptedMatrix] = {}
@@ -141,6 +188,30 @@ class NativeAdapters:
         table = AdapterTable(matrices, parts[0], self)
         self.loras.add_product(table)
         return table
+
+    def embedding_table(self, weight: PackedWeight) -> AdapterTable | None:
+        """Return the adapters of the embedding, or None if they cannot change it."""
+        spec = self._spec
+        if spec.tells_segments:
+            # There are rows for both types of tokens.
+            return None
+        # Where rows have the embedding of their type, others cannot replace them.
+        is_plain = not spec.num_token_types or bool(spec.num_positions)
+        matrix = self._vocabulary_matrix(EMBEDDING, REPLACEABLE if is_plain else ())
+        table = EmbeddingTable([matrix], weight, self)
+        self.loras.add_product(table)
+        return table
+
+    def head_table(self, weight: PackedWeight) -> AdapterTable:
+        """Return the adapters of the output projection."""
+        table = HeadTable([self._vocabulary_matrix(HEAD, REPLACEABLE)], weight, self)
+        self.loras.add_product(table)
+        return table
+
+    def _vocabulary_matrix(self, name: str, replaceable: Sequence[str]) -> AdaptedMatrix:
+        part = self._vocabulary
+        rows = AdaptedRows(name, self._spec.vocab_size, lambda x: x[part.start : part.stop])
+        return AdaptedMatrix(rows, self._spec.hidden_size, replaceable=replaceable)
 
     def _begin_load(self) -> None:
         # Its own memory is freed with the adapter.

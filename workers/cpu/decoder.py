@@ -23,7 +23,7 @@ from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.cross_attention import QueryRecorder
 from ..models.encoder import Encoder
-from ..models.lora import LoraAdapters
+from ..models.lora.adapters import LoraAdapters, RowAdapters
 from ..models.score_head import ScoreHead
 from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
@@ -99,8 +99,9 @@ class NativeDecoder:
         num_threads = num_threads or usable_cores()
         adapters = None
         if loras is not None:
-            loras.prepare(spec.tensor_names, shard)
-            adapters = NativeAdapters(loras, dtype)
+            loras.prepare(spec, shard)
+            vocabulary = shard.tensor_parallel.part(spec.vocab_size)
+            adapters = NativeAdapters(loras, spec, vocabulary, dtype)
         weights = NativeWeightReader(
             checkpoint,
             dtype,
@@ -115,7 +116,7 @@ class NativeDecoder:
             on_progress=on_progress,
             on_matrix=None if adapters is None else adapters.add_matrix,
         )
-        self.score_head = ScoreHead.read(spec, weights) if shard.is_last else None
+        self.score_head = ScoreHead.read(spec, weights, loras) if shard.is_last else None
         shape = model_shape(spec, shard, attention, num_threads)
         self._program = NativeProgram(shape, spec.norm_eps, adapters)
         self._recorder: QueryRecorder | None = None
@@ -257,10 +258,13 @@ class NativeDecoder:
         """Compute rows of other replicas, which chose experts of this rank."""
         self._program.join_round()
 
-    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return the logits [S, V] in float32."""
+    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
+        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model."""
         logits_SV = torch.empty((len(hidden_SD), self.spec.num_token_ids), dtype=torch.float32)
-        self._run_head(hidden_SD, logits=logits_SV.data_ptr())
+        adapters = None
+        if self.loras is not None and slots_S is not None:
+            adapters = self.loras.of_slots(slots_S)
+        self._run_head(hidden_SD, _numbers(adapters), logits=logits_SV.data_ptr())
         return logits_SV
 
     def decoding(
@@ -322,9 +326,7 @@ class NativeDecoder:
         step.hidden_stride = hidden_TD.shape[1]
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
         step.tokens, step.sampling = tokens, sampling
-        step.adapters = None
-        if self.loras is not None and (self.loras.number_T >= 0).any():
-            step.adapters = self.loras.number_T.ctypes.data
+        step.adapters = _numbers(None if self.loras is None else self.loras.tokens)
         queries_LTHK: Tensor | None = None
         step.source_queries = None
         if self._cross_group is not None:
@@ -356,7 +358,7 @@ class NativeDecoder:
                 self._recorder.record(layer, q_THK)
         return hidden_TD[:, : self._output_width].contiguous()
 
-    def _run_head(self, hidden_SD: Tensor, **outputs: Any) -> None:
+    def _run_head(self, hidden_SD: Tensor, adapters: int | None, **outputs: Any) -> None:
         hidden_SD = hidden_SD.float().contiguous()
         rows = np.arange(len(hidden_SD), dtype=np.int32)
         step = Step(
@@ -364,9 +366,17 @@ class NativeDecoder:
             logit_rows=rows.ctypes.data,
             hidden=hidden_SD.data_ptr(),
             hidden_stride=hidden_SD.shape[1],
+            adapters=adapters,
             **outputs,
         )
         self._program.run(step)
+
+
+def _numbers(adapters: RowAdapters | None) -> int | None:
+    """Return the address of the number of each row's adapter, or None if no row has one."""
+    if adapters is None or not (adapters.number_T >= 0).any():
+        return None
+    return adapters.number_T.ctypes.data
 
 
 def _int32(tensor: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ class Adapter(ctypes.Structure):
 
     _fields_ = (
         ("down", c_void_p),
+        ("whole", c_void_p),
         ("up", LowRankFactor * MAX_PARTS),
     )
 

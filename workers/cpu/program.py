@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..layers.rope import RopeSpec
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.tensor_parallel import TensorParallel
-from .adapters import NativeAdapters
+from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts
 from .head_matrices import HeadMatrices
@@ -30,6 +30,7 @@ from .library import (
 from .mixers import NativeMixer
 from .weights import PackedWeight
 
+_PRODUCTS = ("linear", "gated_linear")
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}
 Floats = NDArray[np.float32]
 
@@ -91,13 +92,23 @@ class NativeProgram:
             altup: The alternating updates of the layer.
             fields: Values of `Op`'s other fields. By default `scale` is 1 and `eps` the model's.
         """
-        is_product = kind in ("linear", "gated_linear")
-        table = self._adapters.table(parts) if self._adapters and is_product else None
+        table = None if self._adapters is None else self._table(self._adapters, kind, parts)
         if table is not None:
             self._kept.append(table)
             fields |= {"adapter_rank": table.rank, "adapters": ctypes.addressof(table.entries)}
-            self._add("adapt", parts, **fields)
+            if kind in _PRODUCTS:
+                self._add("adapt", parts, **fields)
         self._add(kind, parts, vectors, experts, mixer, heads, altup, **fields)
+
+    def _table(
+        self, adapters: NativeAdapters, kind: str, parts: Sequence[PackedWeight]
+    ) -> AdapterTable | None:
+        """Return the adapters of an operation, or None if they cannot change it."""
+        if kind in _PRODUCTS:
+            return adapters.table(parts)
+        if kind == "embed" and parts:
+            return adapters.embedding_table(parts[0])
+        return adapters.head_table(parts[0]) if kind == "head" and parts else None
 
     def _add(
         self,

@@ -38,6 +38,7 @@ class TritonKernels(LayerKernels):
     """
 
     keeps_quantized = True
+    adapts_vocabulary = False
 
     def __init__(
         self, dtype: torch.dtype, *, has_float8: bool, is_batch_invariant: bool = False

@@ -165,7 +165,8 @@ class HostExecution:
             samples_R = ~self._requests.pooling.find(slots_R)
             slots_R, rows_R = slots_R[samples_R], plan.logit_rows[samples_R]
             if len(slots_R):
-                logits_RV = self._model.compute_logits(hidden_TD[torch.from_numpy(rows_R)])
+                hidden_RD = hidden_TD[torch.from_numpy(rows_R)]
+                logits_RV = self._model.compute_logits(hidden_RD, slots_R)
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         else:
             inputs = self._inputs(plan)

@@ -35,7 +35,7 @@ from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
-from ..models.lora import LoraAdapters, load_at_start
+from ..models.lora.adapters import LoraAdapters, load_at_start
 from ..models.score_head import ScoreHead
 from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import (
@@ -131,8 +131,8 @@ class Model(Protocol):
     def join_round(self) -> None:
         """Compute rows of other replicas, if these divide the experts."""
 
-    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return float32 logits [S, V]."""
+    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
+        """Return float32 logits [S, V], with the adapters of these slots; None for the base model."""
 
     def make_sampler(self, batch: PersistentBatch) -> Sampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""

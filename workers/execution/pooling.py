@@ -57,13 +57,13 @@ class Pooled:
 class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
-    `head` computes what is sent from a pooled vector: the scores of a classification head, or the product with the
-    dense layers of an embedding model. `alignments` are those of a speech model.
+    `head` computes what is sent from a pooled vector of a slot: the scores of a classification head, or the product
+    with the dense layers of an embedding model. `alignments` are those of a speech model.
     """
 
     alignments: Alignments | None = None
 
-    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def __init__(self, head: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self._head = head
         self._kinds: dict[int, PoolingKind] = {}
         self._parts: dict[int, torch.Tensor] = {}
@@ -140,7 +140,7 @@ class Pooling:
             vector_D = vector_D / num_tokens
         self._parts.pop(slot, None)
         vector_D = vector_D.float()
-        return vector_D if self._head is None else self._head(vector_D)
+        return vector_D if self._head is None else self._head(vector_D, slot)
 
 
 def mark_second_segments(new_requests: Sequence[NewRequestData], vocab_size: int) -> None:

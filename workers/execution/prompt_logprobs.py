@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import torch
 
+from ...protocol.arrays import Int32Array
 from ...protocol.worker_messages import RowLogprobs
 from ..batch import PersistentBatch, StepPlan
 from ..sampling import prompt_logprobs
@@ -19,9 +21,12 @@ POSITIONS_AT_ONCE: Final = 64
 
 
 class PromptLogprobs:
-    """Collects log-probabilities. `compute_logits` maps hidden states [n, D] to float32 logits [n, V]."""
+    """Collects log-probabilities.
 
-    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V].
+    """
+
+    def __init__(self, compute_logits: Callable[[torch.Tensor, Int32Array], torch.Tensor]) -> None:
         self._compute_logits = compute_logits
         self._counts: dict[int, int] = {}
         self._parts: dict[int, list[RowLogprobs]] = {}
@@ -54,7 +59,10 @@ class PromptLogprobs:
             offset = int(plan.query_start_loc[row]) - first
             for start in range(first, end, POSITIONS_AT_ONCE):
                 stop = min(start + POSITIONS_AT_ONCE, end)
-                logits_TV = self._compute_logits(hidden_TD[offset + start : offset + stop])
+                logits_TV = self._compute_logits(
+                    hidden_TD[offset + start : offset + stop],
+                    np.full(stop - start, slot, np.int32),
+                )
                 following_T = batch.token_ids_NL[slot, start + 1 : stop + 1].long()
                 self._parts[slot].append(
                     prompt_logprobs(slot, logits_TV, following_T, self._counts[slot])

@@ -5,7 +5,7 @@ Shapes: R rows that sample, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -56,9 +56,9 @@ class RequestStates:
         )
         self.sampler = model.make_sampler(self.batch)
         self.prompt_logprobs = PromptLogprobs(model.compute_logits)
-        self.pooling = Pooling(model.score_head or DenseLayers.read(config.model, device))
         self._spec = model.spec
         self.loras = model.loras
+        self.pooling = Pooling(_pooling_head(model, DenseLayers.read(config.model, device)))
         self.encoders: Encoders | None = None
         accepts_embeddings = config.model.enable_prompt_embeds and self._shard.is_first
         if model.encoder is not None or accepts_embeddings:
@@ -174,3 +174,15 @@ class RequestStates:
         """Receive all tokens that the last stage still sends."""
         if self._token_feed is not None:
             self._token_feed.close()
+
+
+def _pooling_head(
+    model: Model, dense_layers: DenseLayers | None
+) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    """Return what computes the scores, or the embedding, from the pooled vector of a slot; None for nothing."""
+    score_head, loras = model.score_head, model.loras
+    if score_head is None:
+        return None if dense_layers is None else lambda vector_I, _: dense_layers(vector_I)
+    if loras is None:
+        return lambda vector_D, _: score_head(vector_D)
+    return lambda vector_D, slot: score_head(vector_D, int(loras.number_by_slot[slot]))

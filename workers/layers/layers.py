@@ -103,6 +103,9 @@ class LayerKernels:
     keeps_quantized = False
     """True if products accept some quantized matrices without dequantizing them."""
 
+    adapts_vocabulary = True
+    """True if LoRA adapters may change the embedding and the output projection."""
+
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""
         return False

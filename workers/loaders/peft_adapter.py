@@ -1,6 +1,6 @@
 """Reads LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Shapes: R rank, I input features, O output features.
+Shapes: R rank, I input features, O output features. Those of an embedding are the hidden size and the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,12 +18,17 @@ from torch import Tensor
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 
-_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_TENSOR: Final = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)\."
+    r"(?P<part>lora_[AB]\.weight|lora_embedding_[AB]|(?:base_layer\.)?weight|bias)"
+)
+_FACTORS: Final = ("lora_A.weight", "lora_B.weight")
+_EMBEDDING_FACTORS: Final = ("lora_embedding_A", "lora_embedding_B")
+_WHOLE: Final = ("weight", "bias")
 _REFUSED: Final = (
     "use_dora",
     "use_qalora",
     "lora_bias",
-    "modules_to_save",
     "target_parameters",
     "trainable_token_indices",
     "layer_replication",
@@ -37,10 +42,21 @@ _CHANGES_BASE: Final = ("pissa", "olora", "corda")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The change of a module: its output for x [T, I] grows by `x @ down_RI.T @ up_OR.T`."""
+    """The change of a module: its matrix grows by `up_OR @ down_RI`."""
 
     down_RI: Tensor
     up_OR: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A matrix [O, I] or vector [I], and a bias or None, in place of those of a module."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+Change: TypeAlias = LowRank | Replacement
 
 
 class PEFTAdapter:
@@ -55,6 +71,8 @@ class PEFTAdapter:
         self._fields = ConfigFields.read(path / "adapter_config.json")
         self._max_rank = max_rank
         self._verify_kind()
+        self.ties_embeddings = self._fields.boolean("ensure_weight_tying", False)
+        """True if what changes the embedding also changes an output projection that is tied to it."""
         file = path / "adapter_model.safetensors"
         try:
             opened: Any = safe_open(file, framework="pt")
@@ -69,20 +87,34 @@ class PEFTAdapter:
             if match is None:
                 raise CheckpointError(
                     file,
-                    f"the tensor {name!r} is not supported; only lora_A and lora_B of linear modules are",
+                    f"the tensor {name!r} is not supported; only lora_A and lora_B of modules, and whole modules, are",
                 )
-            self._tensors.setdefault(match["module"], {})[match["side"]] = name
+            # PEFT stores a copy of the base model's matrix beside the factors of an embedding.
+            if match["part"] != "base_layer.weight":
+                self._tensors.setdefault(match["module"], {})[match["part"]] = name
 
     def modules(self) -> Collection[str]:
         """Return the names of the changed modules, such as "model.layers.0.mlp.up_proj"."""
         return self._tensors.keys()
 
-    def read(self, module: str) -> LowRank:
+    def read(self, module: str) -> Change:
         """Return the change of a module in float32, with the adapter's scale in `up_OR`."""
-        names = self._tensors[module]
-        if len(names) != 2:
-            raise self.error(f"the module {module} has lora_{min(names)} alone; it needs A and B")
-        down_RI, up_OR = (self._file.get_tensor(names[side]).float() for side in "AB")
+        parts = self._tensors[module].keys()
+        if not parts <= {*_FACTORS} and not parts <= {*_EMBEDDING_FACTORS}:
+            if not parts <= {*_WHOLE} or "weight" not in parts:
+                raise self.error(
+                    f"the tensors {', '.join(sorted(parts))} of {module} do not fit each other"
+                )
+            bias = self._tensor(module, "bias") if "bias" in parts else None
+            return Replacement(self._tensor(module, "weight"), bias)
+        if len(parts) != 2:
+            raise self.error(f"the module {module} has {min(parts)} alone; it needs A and B")
+        if parts == {*_FACTORS}:
+            down_RI, up_OR = (self._tensor(module, part) for part in _FACTORS)
+        else:
+            # Of the transposed matrix.
+            up_RO, down_IR = (self._tensor(module, part) for part in _EMBEDDING_FACTORS)
+            down_RI, up_OR = down_IR.mT, up_RO.mT
         if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
             raise self.error(
                 f"lora_A and lora_B of {module} have shapes {list(down_RI.shape)} and {list(up_OR.shape)}, "
@@ -98,6 +130,10 @@ class PEFTAdapter:
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         is_stabilized = self._fields.boolean("use_rslora", False)
         return LowRank(down_RI, up_OR * (alpha / (math.sqrt(rank) if is_stabilized else rank)))
+
+    def _tensor(self, module: str, part: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(self._tensors[module][part])
+        return tensor.float()
 
     def error(self, problem: str) -> CheckpointError:
         """Return an error about the adapter."""

@@ -5,7 +5,8 @@ Shapes: D hidden size, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch.nn import functional as F
 
 from ..layers.layers import LayerNorm
 from ..layers.spec import ModelSpec
+from ..loaders.peft_adapter import Change, LowRank
+from .lora.adapters import LoraAdapters
+from .lora.matrices import HEAD, AdaptedMatrix, AdaptedRows
 from .weights import WeightReader
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -20,47 +24,93 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
 }
+_NAMES: Final = ("dense", "norm", "output")
+
+_Layer = tuple[Tensor, Tensor | None]
+"""A weight and a bias."""
 
 
 class ScoreHead:
-    """The head of `spec`, in float32. It reads one vector at a time, so scores do not depend on the batch."""
+    """The head of `spec`, in float32. It reads one vector at a time, so scores do not depend on the batch.
 
-    def __init__(self, spec: ModelSpec, weights: WeightReader) -> None:
+    LoRA adapters may change or replace its layers.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: WeightReader, loras: LoraAdapters | None = None
+    ) -> None:
         assert spec.score_head is not None
         head, size = spec.score_head, spec.hidden_size
-        self._dense: tuple[Tensor, Tensor | None] | None = None
-        if head.has_dense:
-            self._dense = (
-                weights.read_score_head("dense.weight", size, size),
-                weights.read_score_head("dense.bias", size) if head.dense_bias else None,
-            )
-        self._norm: LayerNorm | None = None
-        if head.has_norm:
-            norm_bias_D = weights.read_score_head("norm.bias", size) if spec.norm_bias else None
-            weight_D = weights.read_score_head("norm.weight", size)
-            self._norm = LayerNorm(weight_D, spec.norm_eps, norm_bias_D)
-        self._activation = _ACTIVATIONS[head.activation]
+        self._layers: dict[str, _Layer] = {}
+        parts: dict[str, AdaptedMatrix] = {}
+        wanted = (
+            ("dense", head.has_dense, size, size, head.dense_bias),
+            ("norm", head.has_norm, size, None, spec.norm_bias),
+            ("output", not head.token_ids, head.num_labels, size, head.output_bias),
+        )
+        for name, is_there, rows, columns, has_bias in wanted:
+            if not is_there:
+                continue
+            shape = (rows,) if columns is None else (rows, columns)
+            weight = weights.read_score_head(f"{name}.weight", *shape)
+            bias = weights.read_score_head(f"{name}.bias", rows) if has_bias else None
+            self._layers[name] = weight, bias
+            replaceable = ("weight", "bias") if has_bias else ("weight",)
+            module = AdaptedRows(f"score_head.{name}", rows, lambda x: x)
+            parts[name] = AdaptedMatrix(module, columns, replaceable=replaceable)
+        self._takes_difference = len(head.token_ids) == 2
         if head.token_ids:
             rows_LD = weights.read_token_rows(
                 head.token_ids, spec.vocab_size, size, of_embedding=head.reads_embedding
             )
-            self._weight_LD = rows_LD[1:] - rows_LD[:1] if len(rows_LD) == 2 else rows_LD
-        else:
-            self._weight_LD = weights.read_score_head("output.weight", head.num_labels, size)
-        self._bias_L: Tensor | None = None
-        if head.output_bias:
-            self._bias_L = weights.read_score_head("output.bias", head.num_labels)
+            bias = None
+            if head.output_bias:
+                bias = weights.read_score_head("output.bias", head.num_labels)
+            self._layers["output"] = rows_LD, bias
+            module = AdaptedRows(HEAD, spec.vocab_size, lambda x: x[[*head.token_ids]])
+            parts["output"] = AdaptedMatrix(module, size, replaceable=("weight",))
+        self._activation = _ACTIVATIONS[head.activation]
+        self._eps = spec.norm_eps
+        self.parts: Sequence[AdaptedMatrix] = [parts[name] for name in _NAMES if name in parts]
+        self._installed: dict[int, dict[str, _Layer]] = {}
+        if loras is not None:
+            loras.add_product(self)
 
     @classmethod
-    def read(cls, spec: ModelSpec, weights: WeightReader) -> ScoreHead | None:
+    def read(
+        cls, spec: ModelSpec, weights: WeightReader, loras: LoraAdapters | None = None
+    ) -> ScoreHead | None:
         """Return the head of a model, or None if it has none."""
-        return None if spec.score_head is None else cls(spec, weights)
+        return None if spec.score_head is None else cls(spec, weights, loras)
+
+    def pack(self, changes: Sequence[Change | None]) -> dict[str, _Layer]:
+        """Return the layers with an adapter."""
+        names = [name for name in _NAMES if name in self._layers]
+        layers = dict(self._layers)
+        for name, change in zip(names, changes, strict=True):
+            weight, bias = layers[name]
+            if isinstance(change, LowRank):
+                layers[name] = weight + (change.up_OR @ change.down_RI).to(weight.device), bias
+            elif change is not None:
+                new_bias = bias if change.bias is None else change.bias.to(weight.device)
+                layers[name] = change.weight.to(weight.device), new_bias
+        return layers
+
+    def install(self, number: int, packed: dict[str, _Layer] | None) -> None:
+        """Give this number to an adapter."""
+        self._installed.pop(number, None)
+        if packed is not None:
+            self._installed[number] = packed
 
     @torch.inference_mode()
-    def __call__(self, vector_D: Tensor) -> Tensor:
-        """Return the scores [L] of the classes."""
-        if self._dense is not None:
-            vector_D = self._activation(F.linear(vector_D, *self._dense))
-        if self._norm is not None:
-            vector_D = self._norm(vector_D)
-        return F.linear(vector_D, self._weight_LD, self._bias_L)
+    def __call__(self, vector_D: Tensor, adapter: int = -1) -> Tensor:
+        """Return the scores [L] of the classes, with the adapter of this number or that of none."""
+        layers = self._installed.get(adapter, self._layers)
+        if "dense" in layers:
+            vector_D = self._activation(F.linear(vector_D, *layers["dense"]))
+        if "norm" in layers:
+            weight, bias = layers["norm"]
+            vector_D = LayerNorm(weight, self._eps, bias)(vector_D)
+        rows_LD, bias_L = layers["output"]
+        weight_LD = rows_LD[1:] - rows_LD[:1] if self._takes_difference else rows_LD
+        return F.linear(vector_D, weight_LD, bias_L)

@@ -22,7 +22,7 @@ from ..sampling import SamplerOutput, TorchSampler
 from ..vision.placed import Placed
 from .cross_attention import QueryRecorder
 from .encoder import Encoder
-from .lora import LoraAdapters
+from .lora.adapters import LoraAdapters
 from .score_head import ScoreHead
 
 
@@ -91,8 +91,8 @@ class TorchDecoder(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return the logits [S, V] in float32."""
+    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
+        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model."""
 
     def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
         """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
@@ -114,5 +114,5 @@ class TorchDecoder(ABC):
         """Run `forward`, and sample from the logits of its rows `rows_S`."""
         hidden_TD = self.forward(inputs, positions_T, kv_caches, attn_metadata)
         hidden_SD = hidden_TD[torch.from_numpy(rows_S).to(hidden_TD.device)]
-        logits_SV = self.compute_logits(hidden_SD)
+        logits_SV = self.compute_logits(hidden_SD, slots_S)
         return self._sampler.sample(logits_SV, slots_S, self._batch.num_tokens[slots_S])

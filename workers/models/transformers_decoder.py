@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...protocol.arrays import Int32Array
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionBackend, AttentionLayer
 from ..batch import AttentionBatch
@@ -257,7 +258,7 @@ class TransformersDecoder(TorchDecoder):
         return hidden_TD
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_SD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
         """Return the logits [S, V] in float32."""
         self._given.hidden_SD = hidden_SD.to(self.hidden_dtype)
         none = torch.zeros((1, len(hidden_SD)), dtype=torch.long, device=hidden_SD.device)

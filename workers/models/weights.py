@@ -18,8 +18,9 @@ from ..loaders.tensor_names import TensorNames, translate_names
 from ..loaders.upload import PinnedUpload
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
-from .adapted_linear import adapt
-from .lora import AdaptedMatrix, AdaptedRows, LoraAdapters
+from .lora.adapters import LoraAdapters
+from .lora.linear import adapt
+from .lora.matrices import AdaptedMatrix, AdaptedRows
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""

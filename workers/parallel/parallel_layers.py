@@ -47,22 +47,38 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """The embedding, where each rank has the rows of a part of the vocabulary."""
+    """The embedding, where each rank has the rows of a part of the vocabulary.
 
-    def __init__(self, weight_vD: Tensor, vocab_size: int, tensor_parallel: TensorParallel) -> None:
+    `change` changes the outputs of this rank's part for tokens that count from its first one.
+    """
+
+    def __init__(
+        self,
+        weight_vD: Tensor,
+        vocab_size: int,
+        tensor_parallel: TensorParallel,
+        change: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         self.weight_vD = weight_vD
+        self._change = change
         self._vocabulary = tensor_parallel.part(vocab_size)
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, input_ids_T: Tensor) -> Tensor:
         """Return the embeddings [T, D] of tokens, summed over the ranks."""
         if self._tensor_parallel.size == 1:
-            return F.embedding(input_ids_T, self.weight_vD)
+            return self._own_rows(input_ids_T)
         index_T = input_ids_T - self._vocabulary.start
         is_elsewhere_T = (index_T < 0) | (index_T >= len(self._vocabulary))
-        x_TD = F.embedding(index_T.masked_fill_(is_elsewhere_T, 0), self.weight_vD)
+        x_TD = self._own_rows(index_T.masked_fill_(is_elsewhere_T, 0))
         x_TD.masked_fill_(is_elsewhere_T.unsqueeze(1), 0)
         return self._tensor_parallel.sum(x_TD)
+
+    def _own_rows(self, index_T: Tensor) -> Tensor:
+        x_TD = F.embedding(index_T, self.weight_vD)
+        if self._change is not None:
+            self._change(x_TD, index_T)
+        return x_TD
 
 
 class VocabParallelHead:
@@ -81,9 +97,14 @@ class VocabParallelHead:
         self._spec = spec
         self._tensor_parallel = tensor_parallel
 
-    def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Return all logits, float32 [S, V], on every rank."""
-        logits_Sv = self._own_logits(hidden_SD)
+    def logits(
+        self, hidden_SD: Tensor, change: Callable[[Tensor, Tensor], None] | None = None
+    ) -> Tensor:
+        """Return all logits, float32 [S, V], on every rank.
+
+        `change` changes the products of this rank's part with the hidden states.
+        """
+        logits_Sv = self._own_logits(hidden_SD, change)
         if self._tensor_parallel.size == 1:
             return logits_Sv
         sizes = [len(part) for part in self._parts]
@@ -92,8 +113,13 @@ class VocabParallelHead:
         )
         return torch.cat([x_Sv[:, :n] for x_Sv, n in zip(logits_RSv, sizes, strict=True)], 1)
 
-    def _own_logits(self, hidden_SD: Tensor) -> Tensor:
-        logits_Sv = self._multiply(hidden_SD).float()
+    def _own_logits(
+        self, hidden_SD: Tensor, change: Callable[[Tensor, Tensor], None] | None
+    ) -> Tensor:
+        product_Sv = self._multiply(hidden_SD)
+        if change is not None:
+            change(product_Sv, hidden_SD)
+        logits_Sv = product_Sv.float()
         if self._spec.logits_divisor != 1.0:
             logits_Sv /= self._spec.logits_divisor
         if (cap := self._spec.final_softcap) is not None:

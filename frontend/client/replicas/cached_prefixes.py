@@ -1,4 +1,4 @@
-"""Tracks which prompt prefixes a core has cached."""
+"""Tracks which prompt prefixes a core has cached, and which LoRA adapters its workers have loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....protocol.messages import ReplicaLoadUpdate
 
 
 class CachedPrefixes:
-    """The keys of the blocks that a core has cached, or will have after computing its current sequences."""
+    """The keys of the blocks and LoRA adapters that a core has, or will have after computing its current sequences."""
 
     def __init__(self) -> None:
         self._stored: set[int] = set()
@@ -31,11 +31,11 @@ class CachedPrefixes:
         self._stored.clear()
 
     def add_expected(self, keys: Iterable[int]) -> None:
-        """Add the prompt blocks of a sequence that was sent to the core."""
+        """Add the keys of a sequence that was sent to the core."""
         self._expected.update(keys)
 
     def remove_expected(self, keys: Iterable[int]) -> None:
-        """Remove the prompt blocks of a sequence that has left the core."""
+        """Remove the keys of a sequence that has left the core."""
         expected = self._expected
         for key in keys:
             if expected[key] > 1:
@@ -43,11 +43,15 @@ class CachedPrefixes:
             else:
                 del expected[key]
 
+    def has(self, key: int) -> bool:
+        """Return whether a block or an adapter is there or expected."""
+        return key in self._stored or key in self._expected
+
     def count_blocks(self, keys: Iterable[int]) -> int:
         """Return how many of a prompt's first blocks are cached or expected."""
         num_found = 0
         for key in keys:
-            if key not in self._stored and key not in self._expected:
+            if not self.has(key):
                 break
             num_found += 1
         return num_found

@@ -65,13 +65,13 @@ class CoreLoad:
                 self._retry_after_s(max(queued, num_sequences)),
             )
 
-    def record_submitted(self, num_prompt_tokens: int, block_keys: Sequence[int]) -> None:
+    def record_submitted(self, num_prompt_tokens: int, routing_keys: Sequence[int]) -> None:
         """Record that a sequence was sent to the core."""
         if not self.num_inflight:
             # The rate must not include idle time.
             self._last_finish_time = time.monotonic()
         self.num_inflight += 1
-        self.prefixes.add_expected(block_keys)
+        self.prefixes.add_expected(routing_keys)
         self.num_unscheduled_tokens += num_prompt_tokens
 
     def record_queued(self) -> None:
@@ -83,14 +83,14 @@ class CoreLoad:
         self.num_queued -= was_queued
         self.num_unscheduled_tokens -= num_prompt_tokens
 
-    def record_moved(self, block_keys: Sequence[int]) -> None:
+    def record_moved(self, routing_keys: Sequence[int]) -> None:
         """Remove a sequence that continues at another core and has left the queue."""
         self.num_inflight -= 1
-        self.prefixes.remove_expected(block_keys)
+        self.prefixes.remove_expected(routing_keys)
 
-    def record_finished(self, block_keys: Sequence[int]) -> None:
+    def record_finished(self, routing_keys: Sequence[int]) -> None:
         """Remove a sequence that has finished and has left the queue."""
-        self.record_moved(block_keys)
+        self.record_moved(routing_keys)
         now = time.monotonic()
         self._intervals.append(now - self._last_finish_time)
         self._last_finish_time = now

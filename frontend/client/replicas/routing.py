@@ -1,4 +1,4 @@
-"""Prefix routing: choose a replica that has cached the beginning of a prompt, unless its load is too high."""
+"""Routing: choose a replica that has the LoRA adapter and the beginning of a prompt, unless its load is too high."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ....protocol.block_hash import block_keys
+from ....protocol.block_hash import adapter_key, block_keys
 from ....protocol.errors import EngineError
 from ....protocol.messages import EngineCoreRequest
 from ...metrics.metrics import Metrics
@@ -16,7 +16,7 @@ from .core_connection import CoreConnection
 from .core_load import Overloaded
 
 HEADROOM: Final = 4
-"""Extra sequences that a replica may have above the least loaded one for the sake of a cached prefix."""
+"""Extra sequences that a replica may have above the least loaded one for the sake of what it has."""
 
 _NO_SEQUENCES: Final[Mapping[int, int]] = {}
 
@@ -69,8 +69,7 @@ class Router:
                 await asyncio.sleep(0)
             prompt = sequence.prompt_token_ids
             if position == 0 or prompt is not sequences[position - 1].prompt_token_ids:
-                keys = self.block_keys(request)
-                core = self.choose_core(keys, sequence.data_parallel_rank, new_sequences)
+                core = self.choose_core(request, sequence.data_parallel_rank, new_sequences)
             new_sequences[core.core_index] += 1
             new_tokens[core.core_index] += len(request.prompt_token_ids) // 4
             routed.append(core)
@@ -83,9 +82,12 @@ class Router:
         return routed
 
     def choose_core(
-        self, keys: list[int], rank: int | None = None, more: Mapping[int, int] = _NO_SEQUENCES
+        self,
+        request: EngineCoreRequest,
+        rank: int | None = None,
+        more: Mapping[int, int] = _NO_SEQUENCES,
     ) -> CoreConnection:
-        """Return the core for a prompt with these block keys.
+        """Return the core for a request.
 
         `more` is the number of sequences about to be sent to each core.
 
@@ -104,29 +106,46 @@ class Router:
             candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
         if len(candidates) == 1:
             return candidates[0]
+        blocks = block_keys(request.block_hashes)
+        # Frontends agree on a replica for an adapter that none has, and so for each prompt of the base model.
+        home = blocks[0] if blocks else 0
+        has_adapter = [False] * len(candidates)
+        if request.lora is not None:
+            home = adapter_key(request.lora.version)
+            has_adapter = [core.load.prefixes.has(home) for core in candidates]
         return candidates[
             choose_replica(
                 [core.load.total + more.get(core.core_index, 0) for core in candidates],
-                [core.load.prefixes.count_blocks(keys) for core in candidates],
-                len(keys),
-                keys[0] if keys else 0,
+                [core.load.prefixes.count_blocks(blocks) for core in candidates],
+                len(blocks),
+                home,
                 self._max_num_seqs,
+                has_adapter,
             )
         ]
 
-    def block_keys(self, request: EngineCoreRequest) -> list[int]:
-        """Return the keys for prefix routing, or [] if there is only one replica."""
-        return block_keys(request.block_hashes) if len(self._cores) > 1 else []
+    def keys(self, request: EngineCoreRequest) -> list[int]:
+        """Return what a replica will have because of a request, or [] if there is only one replica."""
+        if len(self._cores) == 1:
+            return []
+        keys = block_keys(request.block_hashes)
+        return keys if request.lora is None else [*keys, adapter_key(request.lora.version)]
 
 
 def choose_replica(
-    loads: Sequence[int], num_cached: Sequence[int], num_blocks: int, home: int, max_num_seqs: int
+    loads: Sequence[int],
+    num_cached: Sequence[int],
+    num_blocks: int,
+    home: int,
+    max_num_seqs: int,
+    has_adapter: Sequence[bool],
 ) -> int:
     """Choose a replica for a prompt.
 
-    A replica that has at least half of the prompt's blocks, and the most, is preferred over a lower load, within
-    limits: its load must be at most twice the lowest and below `max_num_seqs`, or at most `HEADROOM` above the
-    lowest. Ties go to the first replica from `home` on, so that all frontends choose the same one.
+    A replica that has the prompt's LoRA adapter, and then one that has at least half of the prompt's blocks, and the
+    most, is preferred over a lower load, within limits: its load must be at most twice the lowest and below
+    `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so that all
+    frontends choose the same one.
 
     Args:
         loads: Number of sequences at each replica.
@@ -134,14 +153,15 @@ def choose_replica(
         num_blocks: Number of full blocks of the prompt.
         home: Preferred replica for ties, modulo the number of replicas.
         max_num_seqs: Sequences that a replica runs at once.
+        has_adapter: Whether each replica has the adapter; all are False for the base model.
     """
     least = min(loads)
     bound = max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
     count = len(loads)
 
-    def preference(index: int) -> tuple[int, int, int, int]:
+    def preference(index: int) -> tuple[bool, int, int, int, int]:
         found = num_cached[index]
         worth_a_wait = found if 2 * found >= num_blocks else 0
-        return -worth_a_wait, loads[index], -found, (index - home) % count
+        return not has_adapter[index], -worth_a_wait, loads[index], -found, (index - home) % count
 
     return min((index for index in range(count) if loads[index] <= bound), key=preference)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from engine.core.reporting.client_updates import ClientUpdates
 from engine.frontend.client.replicas.cached_prefixes import CachedPrefixes
-from engine.protocol.block_hash import block_keys, hash_blocks
+from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks
+from engine.protocol.file_identity import LoraAdapter
 from engine.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.protocol.messages import ReplicaLoadUpdate
+from engine.protocol.worker_messages import LoraLoad
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +56,31 @@ def test_a_frontend_mirrors_the_cached_blocks_whenever_it_connects(
     for prefixes in frontends.values():
         found = {digest for digest in HASHES if prefixes.count_blocks(block_keys(digest))}
         assert found == cached
+
+
+def test_frontends_receive_which_adapters_the_workers_have() -> None:
+    update, prefixes = ClientUpdates(), CachedPrefixes()
+    update.add_client(0)
+    adapters = [LoraAdapter(name, "", name.encode() * HASH_BYTES) for name in "abc"]
+
+    def held() -> str:
+        for _, message in update.take_updates():
+            prefixes.apply_update(message)
+        return "".join(each.name for each in adapters if prefixes.has(adapter_key(each.version)))
+
+    assert held() == ""
+    a, b, c = adapters
+    update.begin_loads([LoraLoad(0, a), LoraLoad(1, b)])
+    assert held() == "ab"
+    # It takes the place of another, and a load fails.
+    update.begin_loads([LoraLoad(0, c)])
+    update.drop_adapter(1)
+    assert held() == "c"
+    update.apply_events([AllBlocksCleared()])
+    assert held() == "c"
+    prefixes.clear()
+    update.add_client(0)
+    assert held() == "c"
 
 
 def test_each_frontend_receives_the_request_counts_of_the_others() -> None:

@@ -16,8 +16,9 @@ from engine.frontend.client.engine_client import (
     RequestGroup,
     SequenceRequest,
 )
+from engine.frontend.client.replicas.routing import HEADROOM
 from engine.protocol.arrays import int32_bytes, int32_view, uint64_bytes
-from engine.protocol.block_hash import HASH_BYTES, block_keys, hash_blocks, root_hash
+from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks, root_hash
 from engine.protocol.config import (
     FIRST_EPOCH,
     PROTOCOL_VERSION,
@@ -27,6 +28,7 @@ from engine.protocol.config import (
     SchedulerConfig,
 )
 from engine.protocol.errors import POISON_REQUEST, EngineError, ParameterError
+from engine.protocol.file_identity import LoraAdapter
 from engine.protocol.messages import (
     AbortRequests,
     AddRequests,
@@ -859,6 +861,40 @@ async def test_a_restarted_frontend_serves_with_the_replicas_that_are_up(
     late = replace(request(3), data_parallel_rank=0)
     [delta] = await drive(cores[1], (await client.submit([late], request_id="late")).result())
     assert delta.token_ids == PROMPT[:3]
+
+
+@on_event_loop
+async def test_requests_go_to_a_replica_with_their_adapter_until_it_is_too_busy(
+    tmp_path: Path,
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
+    cores = [opened(EchoCore(config, 0)), opened(EchoCore(config, 1))]
+    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
+    held, new = (
+        LoraAdapter(name, "", bytes([number] * HASH_BYTES)) for name, number in (("a", 2), ("b", 3))
+    )
+
+    def receive() -> None:
+        for core in cores:
+            core.receive()
+
+    async def submit(lora: LoraAdapter, count: int, *expected: int) -> None:
+        for _ in range(count):
+            await client.submit([replace(request(), lora=lora)], request_id=lora.name)
+        await until(lambda: tuple(len(core.requests) for core in cores) == expected, receive)
+
+    starting = asyncio.ensure_future(client.start())
+    await until(starting.done, receive)
+    # Without a report, a would go to the first replica and b to the second.
+    cores[1].hub.send(
+        b"client0", ReplicaLoadUpdate(0, stored=uint64_bytes([adapter_key(held.version)]))
+    )
+    answer = asyncio.ensure_future(client.reset_prefix_cache())
+    await until(answer.done, receive)
+    await submit(held, HEADROOM, 0, HEADROOM)
+    await submit(new, 1, 1, HEADROOM)
+    await submit(held, 3, 2, HEADROOM + 2)
 
 
 @on_event_loop

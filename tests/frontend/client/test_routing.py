@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 MAX_NUM_SEQS = 64
 
 
-def chosen(loads: list[int], num_cached: list[int], num_blocks: int = 10, home: int = 0) -> int:
-    return choose_replica(loads, num_cached, num_blocks, home, MAX_NUM_SEQS)
+def chosen(
+    loads: list[int],
+    num_cached: list[int],
+    num_blocks: int = 10,
+    home: int = 0,
+    has_adapter: list[bool] | None = None,
+) -> int:
+    has_adapter = has_adapter or [False] * len(loads)
+    return choose_replica(loads, num_cached, num_blocks, home, MAX_NUM_SEQS, has_adapter)
 
 
 def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
@@ -46,12 +53,31 @@ def test_a_prefix_is_recomputed_on_an_idle_replica() -> None:
     assert chosen([MAX_NUM_SEQS, 50], [9, 0]) == 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10)), min_size=1), st.integers())
+def test_an_adapter_outweighs_the_least_load_and_a_prefix() -> None:
+    assert chosen([5, 3, 2], [9, 9, 0], has_adapter=[False, True, False]) == 1
+    assert chosen([3, 3, 2], [9, 0, 0], has_adapter=[True, True, False]) == 0
+    assert chosen([HEADROOM, 0], [0, 0], has_adapter=[True, False]) == 0
+
+
+def test_an_adapter_is_loaded_on_an_idle_replica() -> None:
+    assert chosen([HEADROOM + 1, 0], [0, 9], has_adapter=[True, False]) == 1
+    assert chosen([41, 20], [9, 0], has_adapter=[True, False]) == 1
+    # Ties go to the adapter's own replica, so that all frontends choose the same one.
+    assert chosen([0, 0], [0, 0], home=7, has_adapter=[False, False]) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200), st.integers(0, 10), st.booleans()),
+        min_size=1,
+    ),
+    st.integers(),
+)
 def test_replicas_are_balanced_whatever_is_cached(
-    replicas: list[tuple[int, int]], home: int
+    replicas: list[tuple[int, int, bool]], home: int
 ) -> None:
-    loads = [load for load, _ in replicas]
-    load = loads[chosen(loads, [cached for _, cached in replicas], home=home)]
+    loads, cached, has_adapter = (list(each) for each in zip(*replicas, strict=True))
+    load = loads[chosen(loads, cached, home=home, has_adapter=has_adapter)]
     assert load <= max(min(loads) + HEADROOM, 2 * min(loads))
 
 

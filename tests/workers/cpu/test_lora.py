@@ -12,7 +12,7 @@ from engine.workers.layers.rope import RopeSpec
 from engine.workers.layers.spec import LayerSpec, ModelSpec
 from engine.workers.loaders.checkpoint import Checkpoint
 from engine.workers.models.decoder import Decoder
-from engine.workers.models.lora import LoraAdapters, load_at_start
+from engine.workers.models.lora.adapters import LoraAdapters, load_at_start
 from safetensors.torch import save_file
 from support.batches import Scheduled, attention_batch, positions
 from support.native_decoders import BLOCK_SIZE, native_decoder, small_spec, torch_decoder
@@ -50,6 +50,20 @@ def write_adapters(directory: Path, checkpoint: Checkpoint) -> dict[str, str]:
             for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 values = torch.randn(shape, generator=generator) * 0.3
                 tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
+        embedding = "base_model.model.model.embed_tokens"
+        size, width = checkpoint.shape("model.embed_tokens.weight")
+
+        def random(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * 0.1
+
+        if name == "large":
+            tensors[f"{embedding}.lora_embedding_A"] = random(rank, size)
+            tensors[f"{embedding}.lora_embedding_B"] = random(width, rank)
+            tensors["base_model.model.lm_head.lora_A.weight"] = random(rank, width)
+            tensors["base_model.model.lm_head.lora_B.weight"] = random(size, rank)
+        if name == "attention":
+            tensors[f"{embedding}.weight"] = random(size, width)
+            tensors["base_model.model.lm_head.weight"] = random(size, width)
         path = directory / name
         path.mkdir()
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
@@ -86,9 +100,10 @@ def logits(decoder: NativeDecoder | Decoder, slots: list[int], length: int) -> t
     caches = [torch.zeros(shape, dtype=decoder.attention.dtype) for _ in decoder.spec.layers]
     metadata = [decoder.attention.build(batch, each) for each in decoder.spec.windows_by_group]
     assert decoder.loras is not None
-    decoder.loras.begin_step(np.repeat(np.array(slots, np.int32), length))
+    slots_T = np.repeat(np.array(slots, np.int32), length)
+    decoder.loras.begin_step(slots_T)
     hidden = decoder.forward(torch.tensor(tokens), positions(scheduled), caches, metadata)
-    return decoder.compute_logits(hidden)
+    return decoder.compute_logits(hidden, slots_T)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -137,7 +152,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_adapters_of_others(
         decoder = load(native_decoder(spec, checkpoint, **kinds, loras=new_adapters()), each)
         exact = logits(in_torch, [1, 2, 3], 9)
         errors.append((logits(decoder, [1, 2, 3], 9) - exact).norm() / exact.norm())
-    assert errors[0] < 3 * errors[1]
+    assert errors[0] < 5 * errors[1]
 
 
 def test_an_adapter_takes_the_number_of_another(tmp_path: Path) -> None:

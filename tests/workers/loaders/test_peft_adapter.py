@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.protocol.errors import CheckpointError
-from engine.workers.loaders.peft_adapter import PEFTAdapter
+from engine.workers.loaders.peft_adapter import LowRank, PEFTAdapter, Replacement
 from safetensors.torch import save_file
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -42,6 +42,7 @@ def test_the_scale_is_that_of_the_module(
     adapter = PEFTAdapter(write(tmp_path, **config), 16)
     assert list(adapter.modules()) == [MODULE]
     low = adapter.read(MODULE)
+    assert isinstance(low, LowRank)
     assert low.down_RI.shape == (4, 6)
     assert torch.equal(low.up_OR, torch.full((5, 4), scale))
 
@@ -52,13 +53,22 @@ def test_the_scale_is_that_of_the_module(
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"bias": "all"}, "bias 'all' is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        (
+            {"target_parameters": ["mlp.experts.gate_up_proj"]},
+            "target_parameters .* is not supported",
+        ),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"r": 8}, "has rank 4, but the config says 8"),
         ({"down_rank": 3}, r"shapes \[3, 6\] and \[5, 4\], which do not fit"),
         ({"alpha_pattern": {"(": 1}}, r"alpha_pattern '\('"),
-        ({"suffix": "lora_embedding_A"}, "lora_embedding_A' is not supported"),
+        (
+            {"suffix": "lora_embedding_A"},
+            "lora_B.weight, lora_embedding_A of .* do not fit each other",
+        ),
+        ({"suffix": "bias"}, "bias, lora_B.weight of .* do not fit each other"),
         ({"suffix": "lora_B.bias"}, "lora_B.bias' is not supported"),
+        ({"suffix": "lora_magnitude_vector"}, "lora_magnitude_vector' is not supported"),
     ],
 )
 def test_other_adapters_are_refused_with_the_reason(
@@ -66,6 +76,25 @@ def test_other_adapters_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         PEFTAdapter(write(tmp_path, **config), 16).read(MODULE)
+
+
+def test_factors_of_an_embedding_are_those_of_its_matrix(tmp_path: Path) -> None:
+    name = "base_model.model.model.embed_tokens"
+    down, up = torch.randn(4, 9), torch.randn(6, 4)
+    tensors = {
+        f"{name}.lora_embedding_A": down,
+        f"{name}.lora_embedding_B": up,
+        f"{name}.base_layer.weight": torch.zeros(9, 6),
+        "base_model.model.lm_head.weight": torch.ones(9, 6),
+    }
+    write(tmp_path, modules_to_save=["lm_head"])
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    adapter = PEFTAdapter(tmp_path, 16)
+    assert set(adapter.modules()) == {"model.embed_tokens", "lm_head"}
+    low, whole = adapter.read("model.embed_tokens"), adapter.read("lm_head")
+    assert isinstance(low, LowRank) and isinstance(whole, Replacement)
+    torch.testing.assert_close(low.up_OR @ low.down_RI, 2 * (up @ down).T)
+    assert torch.equal(whole.weight, torch.ones(9, 6)) and whole.bias is None
 
 
 def test_the_rank_has_a_limit(tmp_path: Path) -> None:

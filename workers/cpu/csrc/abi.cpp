@@ -85,7 +85,7 @@ std::string describe() {
          norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, taps, bias, multipliers, decay, skip,
          step_bias, norm)
   STRUCT(LowRankFactor, data, rank, is_bf16)
-  STRUCT(Adapter, down, up)
+  STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
          rotates_before_norm, reads_source, num_kv_heads, head_dim, num_stored, norms_values, num_parts,

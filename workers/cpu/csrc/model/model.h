@@ -140,8 +140,11 @@ constexpr int kMaxParts = 3;
 
 // What a LoRA adapter adds to a product: to each part up * (down * activations). All factors have one rank, a multiple of
 // kColumnTile, which is at most `adapter_rank`.
+//
+// An embedding is a product with vectors that have a single 1, which selects a row: it adds up * (row of down).
 struct Adapter {
-  const PackedWeight* down;     // of all parts, one after the other; null if the adapter leaves the product alone
+  const PackedWeight* down;     // of all parts, one after the other; null if the adapter adds nothing
+  const PackedWeight* whole;    // of an embedding or a head: in place of the matrix; or null
   LowRankFactor up[kMaxParts];  // of rank 0 for parts that the adapter leaves alone
 };
 

@@ -20,6 +20,22 @@ void Head::begin_step(Step& step) {
   }
 }
 
+const Adapter* Head::adapter_of(const Step& step, int row) const {
+  const Op& op = model_.ops.back();
+  const int number = op.adapters && step.adapters ? step.adapters[step.logit_rows[row]] : -1;
+  return number < 0 ? nullptr : &op.adapters[number];
+}
+
+template <class Run>
+void Head::for_adapters(const Step& step, int first, int end, Run run) const {
+  for (int row = first; row < end;) {
+    const Adapter* const adapter = adapter_of(step, row);
+    const int start = row++;
+    while (row < end && adapter_of(step, row) == adapter) row++;
+    if (adapter) run(*adapter, start, row - start);
+  }
+}
+
 int Head::begin_product(const Step& step) {
   const Op& op = model_.ops.back();
   const int rows = step.num_logit_rows, hidden_size = model_.shape.hidden_size;
@@ -27,6 +43,13 @@ int Head::begin_product(const Step& step) {
   for (int r = 0; r < rows; r++)
     quantize_rows(op.input_kind, step.hidden + step.logit_rows[r] * step.hidden_stride, hidden_size, 1, hidden_size,
                   activations_.bytes() + r * row_bytes);
+  if (op.adapters && step.adapters) low_rank_.reserve(sizeof(float) * rows * op.adapter_rank);
+  for_adapters(step, 0, rows, [&](const Adapter& adapter, int row, int count) {
+    Readahead none;
+    if (adapter.down)
+      linear_rows(*adapter.down, op.input_kind, activations_.bytes() + row * row_bytes, count, 0, adapter.up[0].rank,
+                  low_rank(row), op.adapter_rank, none);
+  });
   const int tiles = products_.begin(op, rows, 1);
   if (step.tokens && !step.sampling) best_.reserve(size_t(rows) * products_.column_tiles(op) * sizeof(Best));
   return tiles;
@@ -44,6 +67,17 @@ void Head::run_product(const Step& step, Tile& tile, Scratch& scratch) {
     linear_rows(weight, op.input_kind, activations_.bytes() + columns.first_row * row_bytes, columns.num_rows, begin,
                 columns.end, out, size, scratch.readahead);
   scratch.readahead.next_weights = nullptr;
+  for_adapters(step, columns.first_row, columns.first_row + columns.num_rows,
+               [&](const Adapter& adapter, int row, int count) {
+                 float* const sums = out + size_t(row - columns.first_row) * size;
+                 Readahead none;
+                 if (adapter.whole && size)
+                   linear_rows(*adapter.whole, op.input_kind, activations_.bytes() + row * row_bytes, count, begin,
+                               columns.end, sums, size, none);
+                 if (adapter.down)
+                   model_.rows.add_low_rank(adapter.up[0], low_rank(row), op.adapter_rank, count, begin, columns.end,
+                                            sums);
+               });
   if (!tile.commit()) return;
   const int column_tiles = products_.column_tiles(op);
   for (int row = columns.first_row; row < columns.first_row + columns.num_rows; row++, out += size) {

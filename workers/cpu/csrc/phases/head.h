@@ -43,6 +43,12 @@ class Head {
   float* logit_maxima(int row) const {
     return logit_maxima_.floats() + size_t(row) * logit_blocks(model_.shape.vocab_size);
   }
+  // Returns the adapter of a row to compute, or null.
+  const Adapter* adapter_of(const Step& step, int row) const;
+  // Calls run(adapter, first, count) for rows of [first, end) that follow one another and have the same adapter.
+  template <class Run>
+  void for_adapters(const Step& step, int first, int end, Run run) const;
+  float* low_rank(int row) const { return low_rank_.floats() + size_t(row) * model_.ops.back().adapter_rank; }
   Best* bests() const { return reinterpret_cast<Best*>(best_.bytes()); }
   Best most_likely(int row) const;
   void take_most_likely(const Step& step);
@@ -53,6 +59,7 @@ class Head {
   Products& products_;
   Ranks& ranks_;
   Buffer activations_;
+  Buffer low_rank_;      // of each row, by which the second factors of adapters are multiplied
   Buffer logits_;        // of all rows, where the step has no room for them
   Buffer logit_maxima_;  // of the blocks of each row that is sampled
   Buffer own_logits_;    // of this rank's share of the vocabulary

@@ -392,12 +392,12 @@ void Program::embed(const Op& op, int row) {
   if (op.num_parts && ranks_.are_several()) {
     const int index = step.input_ids[token] - ranks_.first_token_of(ranks_.rank());
     if (index >= 0 && index < op.parts[0]->n)
-      unpack_weight_row(*op.parts[0], index, ranks_.own_part(row));
+      unpack_token(op, row, index, ranks_.own_part(row));
     else
       std::fill_n(ranks_.own_part(row), hidden_size, 0.0f);
     std::fill_n(residual, hidden_size, 0.0f);
   } else if (op.num_parts) {
-    unpack_weight_row(*op.parts[0], step.input_ids[token], residual);
+    unpack_token(op, row, step.input_ids[token], residual);
   } else {
     const ModelShape& shape = model_.shape;
     const float* hidden = step.hidden + token * step.hidden_stride;
@@ -412,6 +412,18 @@ void Program::embed(const Op& op, int row) {
     model_.rows.add_scaled(residual, other, 1.0f, hidden_size);
   }
   ropes_.fill(row, step.positions[token], step.rotary ? step.rotary + 3 * token : nullptr);
+}
+
+// Writes a row of this rank's share of the embedding, with what the adapter of a row of the slice changes of it.
+void Program::unpack_token(const Op& op, int row, int index, float* out) {
+  const int32_t* numbers = slice_.step.adapters;
+  const int number = op.adapters && numbers ? numbers[slice_.first_token + row] : -1;
+  const Adapter none{}, &adapter = number < 0 ? none : op.adapters[number];
+  unpack_weight_row(adapter.whole ? *adapter.whole : *op.parts[0], index, out);
+  if (!adapter.down) return;
+  float* const low = rows_.low_rank(0, row, op.adapter_rank);
+  unpack_weight_row(*adapter.down, index, low);
+  model_.rows.add_low_rank(adapter.up[0], low, op.adapter_rank, 1, 0, model_.shape.hidden_size, out);
 }
 
 void Program::place(const Op& op, const Rows& rows, int row) {

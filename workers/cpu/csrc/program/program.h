@@ -79,6 +79,7 @@ class Program final : private Phases {
   void run_rows(const Op& op, Tile& tile);
   void run_row(const Op& op, const Rows& rows, int row);
   void embed(const Op& op, int row);
+  void unpack_token(const Op& op, int row, int index, float* out);
   void place(const Op& op, const Rows& rows, int row);
   void write_hidden(const Op& op, const Rows& rows, int row);
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.layers import Linear
-from ..layers.low_rank import LowRankChanges
-from ..loaders.peft_adapter import LowRank
-from .lora import AdaptedMatrix, LoraAdapters
+from ...layers.layers import Linear
+from ...layers.low_rank import LowRankChanges
+from ...loaders.peft_adapter import Change, LowRank
+from .adapters import LoraAdapters
+from .matrices import AdaptedMatrix
 
 
 class AdaptedLinear:
@@ -38,20 +39,12 @@ class AdaptedLinear:
         self._changes.add(y_TO, x_TI, self._loras)
         return y_TO
 
-    def pack(self, changes: Sequence[LowRank | None]) -> Any:
-        """Return what an adapter changes.
-
-        Raises:
-            ValueError: A number is not finite.
-        """
-        for low in changes:
-            if low is not None and not (
-                low.down_RI.isfinite().all() and low.up_OR.isfinite().all()
-            ):
-                raise ValueError
-        return self._changes.pack(
-            [None if low is None else (low.down_RI, low.up_OR) for low in changes]
-        )
+    def pack(self, changes: Sequence[Change | None]) -> Any:
+        """Return what an adapter changes."""
+        factors = [
+            (low.down_RI, low.up_OR) if isinstance(low, LowRank) else None for low in changes
+        ]
+        return self._changes.pack(factors)
 
     def install(self, number: int, packed: Any) -> None:
         """Give this number to an adapter."""
@@ -68,9 +61,11 @@ def adapt(
     if loras is None:
         return linear
     heights = [len(part.rows.select(torch.empty(part.rows.total, 0))) for part in parts]
-    columns = parts[0].columns or range(parts[0].num_columns)
+    columns = parts[0].columns
+    num_columns = parts[0].num_columns if columns is None else len(columns)
+    assert num_columns is not None
     changes = loras.kernels.low_rank(
-        heights, len(columns), loras.capacity, loras.max_rank, loras.dtype, device
+        heights, num_columns, loras.capacity, loras.max_rank, loras.dtype, device
     )
     product = AdaptedLinear(linear, parts, changes, loras)
     loras.add_product(product)

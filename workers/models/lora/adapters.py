@@ -1,73 +1,30 @@
-"""Adds LoRA adapters to the products of a decoder. The rows of a step may use different adapters.
+"""The LoRA adapters of a decoder. The rows of a step may use different adapters.
 
-Shapes: T tokens of a step, N adapters, R rank, I input features, O output features.
+Shapes: T tokens of a step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...protocol.arrays import Int32Array
-from ...protocol.file_identity import LoraAdapter
-from ..layers.layers import LayerKernels
-from ..loaders.peft_adapter import LowRank, PEFTAdapter
-from ..parallel.shard import ModelShard
+from ....protocol.arrays import Int32Array
+from ....protocol.file_identity import LoraAdapter
+from ...layers.layers import LayerKernels
+from ...layers.spec import ModelSpec
+from ...loaders.peft_adapter import Change, PEFTAdapter, Replacement
+from ...parallel.shard import ModelShard
+from .matrices import EMBEDDING, HEAD, AdaptedMatrix, AdaptedProduct
 
 _BASE: Final = -1
 _LAYER: Final = re.compile(r"layers\.(\d+)\..+")
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedRows:
-    """Some of the `total` rows of the module `name`, which `select` takes from all of them."""
-
-    name: str
-    total: int
-    select: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedMatrix:
-    """Rows of a module and the part `columns` of its `num_columns`, None for all: a part of a product."""
-
-    rows: AdaptedRows
-    num_columns: int
-    columns: range | None = None
-
-    def changed(self, low: LowRank) -> LowRank:
-        """Return what the change of the whole module changes here."""
-        down_RI = low.down_RI
-        if self.columns is not None:
-            down_RI = down_RI[:, self.columns.start : self.columns.stop]
-        return LowRank(down_RI.contiguous(), self.rows.select(low.up_OR))
-
-
-class AdaptedProduct(Protocol):
-    """A product of several matrices, each of which adapters may change."""
-
-    @property
-    def parts(self) -> Sequence[AdaptedMatrix]:
-        """The matrices."""
-
-    def pack(self, changes: Sequence[LowRank | None]) -> Any:
-        """Return what an adapter changes of each matrix, as `install` takes it.
-
-        This may run in another thread while the product is in use.
-
-        Raises:
-            ValueError: A number is not finite, or too large.
-        """
-
-    def install(self, number: int, packed: Any) -> None:
-        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
+_OUTSIDE_LAYERS: Final = re.compile(r"(?:^|\.)(embed_tokens|lm_head|score_head\.\w+)$")
 
 
 class LoadedAdapter:
@@ -76,6 +33,24 @@ class LoadedAdapter:
     def __init__(self, adapter: LoraAdapter, packed: list[Any]) -> None:
         self.adapter = adapter
         self.packed = packed
+
+
+class RowAdapters:
+    """The number of the adapter of each row, -1 for the base model."""
+
+    def __init__(self, number_T: Int32Array) -> None:
+        self.number_T = number_T
+        self._rows: list[tuple[int, Tensor]] | None = None
+
+    def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
+        """Return the number of each adapter, and its rows."""
+        if self._rows is None:
+            self._rows = [
+                (int(number), torch.from_numpy(np.flatnonzero(self.number_T == number)))
+                for number in np.unique(self.number_T)
+                if number != _BASE
+            ]
+        return self._rows
 
 
 class LoraAdapters:
@@ -92,29 +67,28 @@ class LoraAdapters:
         self.max_rank = max_rank
         self.number_by_slot = np.full(num_slots, _BASE, np.int32)
         """The number of each slot's adapter, -1 for the base model."""
-        self.number_T = np.empty(0, np.int32)
-        """The number of the adapter of each token of the step."""
+        self.tokens = RowAdapters(np.empty(0, np.int32))
+        """The adapters of the tokens of the step."""
         self.device_number_T = torch.empty(0, dtype=torch.int32)
-        """The same on the device, if products need it there."""
+        """Their numbers on the device, if products need them there."""
         self.on_load: Callable[[], None] = lambda: None
         """Called before the factors of an adapter are packed."""
         self._products: list[AdaptedProduct] = []
         self._modules: set[str] = set()
         self._loaded: dict[int, LoadedAdapter] = {}
-        self._rows: list[tuple[int, Tensor]] | None = None
 
     def prepare(
         self,
-        tensor_names: Sequence[tuple[str, str]],
+        spec: ModelSpec,
         shard: ModelShard,
         kernels: LayerKernels | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Prepare for the part `shard` of a model. `tensor_names` is that of `ModelSpec`.
+        """Prepare for the part `shard` of the model `spec`.
 
         Products in torch multiply by the factors with `kernels`, in `dtype`.
         """
-        self._tensor_names, self._shard = tensor_names, shard
+        self._spec, self._shard = spec, shard
         self.kernels, self.dtype = kernels or LayerKernels(), dtype
 
     def add_product(self, product: AdaptedProduct) -> None:
@@ -144,7 +118,7 @@ class LoraAdapters:
             try:
                 packed.append(product.pack(changes))
             except ValueError:
-                raise file.error("it has numbers that are not finite, or too large") from None
+                raise file.error("it has numbers that are too large") from None
         # The files may have changed while they were read.
         adapter.verify()
         return LoadedAdapter(adapter, packed)
@@ -161,55 +135,82 @@ class LoraAdapters:
 
     def begin_step(self, slots_T: Int32Array) -> None:
         """Use the adapters of the slots of a step's tokens."""
-        self.number_T = self.number_by_slot[slots_T]
-        self._rows = None
+        self.tokens = self.of_slots(slots_T)
+
+    def of_slots(self, slots_T: Int32Array) -> RowAdapters:
+        """Return the adapters of rows of these slots."""
+        return RowAdapters(self.number_by_slot[slots_T])
 
     def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
         """Return the number of each adapter of the step, and its rows."""
-        if self._rows is None:
-            self._rows = [
-                (int(number), torch.from_numpy(np.flatnonzero(self.number_T == number)))
-                for number in np.unique(self.number_T)
-                if number != _BASE
-            ]
-        return self._rows
+        return self.tokens.rows_by_adapter()
 
     def _find_modules(self, file: PEFTAdapter) -> dict[str, str]:
         """Return the adapter's modules by their names in this model, as far as they are in this shard."""
-        modules = {}
-        for module in file.modules():
-            name = f"{module}.weight"
-            for pattern, replacement in self._tensor_names:
-                name = re.sub(pattern, replacement, name)
-            layer = _LAYER.search(name.removesuffix(".weight"))
-            if layer is None or int(layer[1]) >= self._shard.num_layers:
-                raise file.error(
-                    f"the module {module} cannot be adapted; only those in the model's {self._shard.num_layers} layers can"
-                )
-            if int(layer[1]) not in self._shard.layers:
-                continue
-            if layer[0] not in self._modules:
+        modules = {self._name_of(file, module): module for module in file.modules()}
+        if file.ties_embeddings and self._spec.tie_word_embeddings and EMBEDDING in modules:
+            modules.setdefault(HEAD, modules[EMBEDDING])
+        own = {name: module for name, module in modules.items() if self._is_own(name)}
+        for name, module in own.items():
+            if name not in self._modules:
                 raise file.error(
                     f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
-                    "layers and of dense MLPs can"
+                    "layers and of dense MLPs can, and on a CPU the embedding and the output head"
                 )
-            modules[layer[0]] = module
-        return modules
+        return own
+
+    def _name_of(self, file: PEFTAdapter, module: str) -> str:
+        """Return the name of an adapter's module in this model."""
+        name = f"{module}.weight"
+        for pattern, replacement in self._spec.tensor_names:
+            name = re.sub(pattern, replacement, name)
+        name = name.removesuffix(".weight")
+        if (outside := _OUTSIDE_LAYERS.search(name)) is not None:
+            return outside[1]
+        layer = _LAYER.search(name)
+        if layer is None or int(layer[1]) >= self._shard.num_layers:
+            raise file.error(
+                f"the module {module} cannot be adapted; only those in the model's {self._shard.num_layers} layers, "
+                "the embedding and the heads can"
+            )
+        return layer[0]
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a module is in this shard."""
+        if (layer := _LAYER.search(name)) is not None:
+            return int(layer[1]) in self._shard.layers
+        return self._shard.is_first if name == EMBEDDING else self._shard.is_last
 
     def _read(
         self, file: PEFTAdapter, modules: dict[str, str], part: AdaptedMatrix
-    ) -> LowRank | None:
+    ) -> Change | None:
         module = modules.get(part.rows.name)
         if module is None:
             return None
-        low = file.read(module)
-        found = [len(low.up_OR), low.down_RI.shape[1]]
-        if found != [part.rows.total, part.num_columns]:
-            raise file.error(
-                f"{module} is for a matrix of shape {found}, but the model's has "
-                f"{[part.rows.total, part.num_columns]}; the adapter is for another model"
+        change = file.read(module)
+        if isinstance(change, Replacement):
+            found, tensors = list(change.weight.shape), [change.weight, change.bias]
+            for name, tensor in (("weight", change.weight), ("bias", change.bias)):
+                if tensor is not None and name not in part.replaceable:
+                    raise file.error(
+                        f"the {name} of the module {module} cannot be replaced (modules_to_save); merge the adapter "
+                        "into the model"
+                    )
+            if change.bias is not None and list(change.bias.shape) != [part.rows.total]:
+                found = list(change.bias.shape)
+        else:
+            found, tensors = (
+                [len(change.up_OR), change.down_RI.shape[1]],
+                [change.up_OR, change.down_RI],
             )
-        return part.changed(low)
+        if found != part.shape:
+            raise file.error(
+                f"{module} is for a matrix of shape {found}, but the model's has {part.shape}; "
+                "the adapter is for another model"
+            )
+        if not all(tensor is None or bool(tensor.isfinite().all()) for tensor in tensors):
+            raise file.error(f"{module} has numbers that are not finite")
+        return part.changed(change)
 
 
 def load_at_start(loras: LoraAdapters, adapters: Sequence[LoraAdapter]) -> None:

@@ -1,0 +1,224 @@
+"""A layer of a decoder.
+
+Shapes: T tokens of a step, D hidden size, P the size of a layer's own inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend
+from ..layers.layers import LayerKernels, LayerNorm, Linear, RMSNorm
+from ..layers.rope import RotaryTables
+from ..layers.spec import LayerSpec, ModelSpec
+from ..parallel.shard import ModelShard
+from .attention import Attention
+from .cross_attention import CrossAttention
+from .experts import Experts, ExpertsBesideMLP
+from .latent_attention import LatentAttention
+from .mixers import Mixer, make_mixer
+from .mlp import MLP
+from .per_layer_inputs import PerLayerBlock
+from .weights import WeightReader
+
+
+def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
+    """Add a block's output to the residual stream in place, and return the stream, normed if there is a norm."""
+    if block_TD is None:
+        return x_TD if norm is None else norm(x_TD)
+    if norm is None:
+        return x_TD.add_(block_TD, alpha=spec.residual_multiplier)
+    return norm.add_and_norm(x_TD, block_TD, spec.residual_multiplier)
+
+
+def read_norm(
+    spec: ModelSpec,
+    weights: WeightReader,
+    name: str,
+    kernels: LayerKernels,
+    consumer: Linear | None = None,
+) -> RMSNorm:
+    """Return the norm `name` over the hidden size."""
+    size = spec.hidden_size
+    if spec.has_norm_weights:
+        weight_D = weights.read_vector(f"{name}.weight", size) + spec.norm_weight_offset
+    else:
+        weight_D = torch.ones(size, device=weights.device)
+    if spec.norm_kind == "rms":
+        return kernels.norm(weight_D, spec.norm_eps, consumer)
+    bias_D = weights.read_vector(f"{name}.bias", size) if spec.norm_bias else None
+    return LayerNorm(weight_D, spec.norm_eps, bias_D)
+
+
+def _attention(
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: WeightReader,
+    prefix: str,
+    backend: AttentionBackend,
+    shard: ModelShard,
+    kernels: LayerKernels,
+) -> Attention | LatentAttention:
+    if spec.latent is None:
+        return Attention(spec, layer, weights, prefix, backend, shard, kernels)
+    return LatentAttention(spec, spec.latent, layer, weights, prefix, backend, shard, kernels)
+
+
+class DecoderLayer:
+    """Attention or a recurrent part, or both, and MLP or experts, each between its norms, on the residual stream."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        weights: WeightReader,
+        prefix: str,
+        attention: AttentionBackend,
+        shard: ModelShard,
+        kernels: LayerKernels,
+    ) -> None:
+        def norm(name: str | None, consumer: Linear | None = None) -> RMSNorm | None:
+            if name is None:
+                return None
+            return read_norm(spec, weights, f"{prefix}{name}", kernels, consumer)
+
+        norms = layer.norms or spec.norms
+        self.rope = layer.rope
+        self.cache_groups = layer.cache_groups
+        self._spec = spec
+        self._attention: Attention | LatentAttention | None = None
+        self._mixer: Mixer | None = None
+        self.cross: CrossAttention | None = None
+        consumer = None
+        if layer.attends:
+            self._attention = _attention(
+                spec, layer, weights, f"{prefix}self_attn.", attention, shard, kernels
+            )
+            consumer = self._attention.qkv
+        if layer.recurrent is not None:
+            self._mixer = make_mixer(
+                spec, layer.recurrent, weights, f"{prefix}mixer.", shard, kernels
+            )
+        if layer.reads_source:
+            self.cross = CrossAttention(
+                spec, weights, f"{prefix}cross_attn.", attention, shard, kernels
+            )
+            self._cross_input_norm = norm(norms.cross_input, self.cross.queries)
+            self._cross_output_norm = norm(norms.cross_output)
+        is_shared = spec.is_parallel and norms.mlp_input is None
+        self._attention_input_norm = self._attention_output_norm = None
+        if layer.cache_groups:
+            self._attention_input_norm = norm(
+                norms.attention_input,
+                None if is_shared or self._mixer is not None else consumer,
+            )
+            self._attention_output_norm = norm(norms.attention_output)
+        self._per_layer: PerLayerBlock | None = None
+        if spec.per_layer_inputs is not None:
+            self._per_layer = PerLayerBlock(spec, spec.per_layer_inputs, weights, prefix, kernels)
+        self._scale_1: Tensor | None = None
+        if spec.has_layer_scales:
+            self._scale_1 = weights.read(f"{prefix}layer_scalar", 1)
+        self._beside: ExpertsBesideMLP | None = None
+        self._mlp: MLP | Experts | None = None
+        if not layer.has_mlp:
+            return
+        experts = layer.experts
+        if experts is not None and experts.has_own_norms:
+            self._beside = ExpertsBesideMLP(spec, experts, weights, prefix, shard, kernels)
+            experts = None
+        if experts is None:
+            self._mlp = MLP(spec, weights, f"{prefix}mlp.", shard, kernels, spec.intermediate_size)
+        else:
+            self._mlp = Experts(spec, experts, weights, f"{prefix}mlp.", shard, kernels)
+        self._mlp_input_norm = norm(norms.mlp_input, self._mlp.gate_up)
+        self._mlp_output_norm = norm(norms.mlp_output)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        block_TD: Tensor | None,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+        inputs_TP: Tensor | None,
+    ) -> Tensor | None:
+        """Add the previous block's output to the stream `x_TD`, and return the output to be added next, if any.
+
+        `caches` are the tensors and the metadata of the layer's `cache_groups`, and `inputs_TP` the layer's own input.
+        """
+        if self.cache_groups:
+            x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
+            block_TD = self._mixed(x, positions_T, tables, caches)
+            if self._attention_output_norm is not None and not self._spec.norms_stream:
+                block_TD = self._attention_output_norm(block_TD)
+            if self.cross is not None:
+                block_TD = self._read_source(self.cross, x_TD, block_TD, caches[-1])
+        if self._mlp is None:
+            assert block_TD is not None
+            return block_TD
+        if self._spec.norms_stream:
+            norm = self._attention_output_norm if self.cross is None else self._cross_output_norm
+            self._add_and_norm(x_TD, block_TD, norm)
+            self._add_and_norm(x_TD, self._mlp.forward(x_TD), self._mlp_output_norm)
+            return None
+        if self._spec.is_parallel:
+            assert block_TD is not None
+            if self._mlp_input_norm is not None:
+                x = self._mlp_input_norm(x_TD)
+            return block_TD.add_(self._mlp.forward(x))
+        block_TD = self._mlp.forward(added(x_TD, block_TD, self._spec, self._mlp_input_norm))
+        if self._beside is not None:
+            block_TD = self._beside.forward(block_TD, x_TD)
+        if self._mlp_output_norm is not None:
+            block_TD = self._mlp_output_norm(block_TD)
+        if self._per_layer is not None and inputs_TP is not None:
+            added(x_TD, block_TD, self._spec, None)
+            block_TD = self._per_layer.forward(x_TD, inputs_TP)
+        if self._scale_1 is None:
+            return block_TD
+        added(x_TD, block_TD, self._spec, None).mul_(self._scale_1)
+        return None
+
+    def _read_source(
+        self, cross: CrossAttention, x_TD: Tensor, block_TD: Tensor, cache: tuple[Tensor, Any]
+    ) -> Tensor:
+        """Add the attention's output to the stream, and return that of the cross attention."""
+        if self._spec.norms_stream:
+            self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
+            return cross.forward(x_TD, *cache)
+        return cross.forward(added(x_TD, block_TD, self._spec, self._cross_input_norm), *cache)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the layer, if it has one."""
+        if self._beside is not None:
+            return self._beside.experts
+        return self._mlp if isinstance(self._mlp, Experts) else None
+
+    def _add_and_norm(self, x_TD: Tensor, block_TD: Tensor | None, norm: RMSNorm | None) -> None:
+        """Add a block's output to the stream, and replace the stream by its norm."""
+        assert block_TD is not None and norm is not None
+        x_TD.copy_(norm.add_and_norm(x_TD, block_TD, self._spec.residual_multiplier))
+
+    def _mixed(
+        self,
+        x: Any,
+        positions_T: Tensor,
+        tables: RotaryTables | None,
+        caches: Sequence[tuple[Tensor, Any]],
+    ) -> Tensor:
+        """Return the output of the attention and of the recurrent part."""
+        outputs = []
+        if self._attention is not None:
+            attended_TD = self._attention.forward(x, positions_T, tables, *caches[0])
+            outputs.append((attended_TD, self._spec.attention_multiplier))
+        if self._mixer is not None:
+            mixed_TD = self._mixer.forward(x, *caches[-1])
+            outputs.append((mixed_TD, self._spec.recurrent_multiplier))
+        scaled = [y_TD if factor == 1.0 else y_TD * factor for y_TD, factor in outputs]
+        return scaled[0] if len(scaled) == 1 else scaled[0] + scaled[1]

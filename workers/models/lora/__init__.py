@@ -1,0 +1,1 @@
+"""LoRA adapters, and the products and tables in torch that they change."""

@@ -1,0 +1,79 @@
+"""The matrices of a decoder that LoRA adapters change.
+
+Shapes: R rank, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from ...loaders.peft_adapter import Change, LowRank, Replacement
+
+EMBEDDING: Final = "embed_tokens"
+HEAD: Final = "lm_head"
+"""The names of the embedding and of the output projection."""
+
+REPLACEABLE: Final = ("weight",)
+"""What adapters may replace of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Some of the `total` rows of the module `name`, which `select` takes from all of them."""
+
+    name: str
+    total: int
+    select: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """Rows of a module and the part `columns` of its `num_columns`, None for all: a part of a product.
+
+    A vector has no columns. Adapters may replace the tensors `replaceable` of the module, "weight" and "bias".
+    """
+
+    rows: AdaptedRows
+    num_columns: int | None
+    columns: range | None = None
+    replaceable: Collection[str] = ()
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the whole module's weight."""
+        return (
+            [self.rows.total] if self.num_columns is None else [self.rows.total, self.num_columns]
+        )
+
+    def changed(self, change: Change) -> Change:
+        """Return what the change of the whole module changes here."""
+        if isinstance(change, Replacement):
+            return Replacement(self.rows.select(change.weight), change.bias)
+        down_RI = change.down_RI
+        if self.columns is not None:
+            down_RI = down_RI[:, self.columns.start : self.columns.stop]
+        return LowRank(down_RI.contiguous(), self.rows.select(change.up_OR))
+
+
+class AdaptedProduct(Protocol):
+    """A product of several matrices, or a table, each of which adapters may change."""
+
+    @property
+    def parts(self) -> Sequence[AdaptedMatrix]:
+        """The matrices."""
+
+    def pack(self, changes: Sequence[Change | None]) -> Any:
+        """Return what an adapter changes of each matrix, as `install` takes it.
+
+        Numbers are finite. This may run in another thread while the product is in use.
+
+        Raises:
+            ValueError: A number is too large.
+        """
+
+    def install(self, number: int, packed: Any) -> None:
+        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
