@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from PIL import Image
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
-QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -48,6 +49,13 @@ _VISION = {
     "spatial_merge_size": MERGE,
     "temporal_patch_size": FRAMES,
 }
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_DELTA_NET = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {
@@ -66,17 +74,30 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
         "deepstack_visual_indexes": [0, 2, 1],
     },
+    "qwen3_5": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+    },
 }
 _NAMES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 
 
-def qwen_directory(directory: Path, kind: str) -> tuple[Path, Any]:
-    """Write a model of one of `QWEN_MODELS`. Return its directory and transformers' model."""
+def qwen_directory(
+    directory: Path, kind: str, tower: Mapping[str, Any] | None = None
+) -> tuple[Path, Any]:
+    """Write a model of one of `QWEN_MODELS`. Return its directory and transformers' model.
+
+    `tower` replaces fields of its vision_config.
+    """
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, VIDEO, START, END]})
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -88,9 +109,12 @@ def qwen_directory(directory: Path, kind: str) -> tuple[Path, Any]:
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3] if is_sectioned else [4, 2, 2]}
     rope["rope_theta"] = _TEXT["rope_theta"]
     text = _TEXT | ids | {"vocab_size": len(tokenizer), "rope_parameters": rope}
-    if kind == "qwen3_vl_moe":
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    vision = _VISION | _VISION_BY_FAMILY[kind.removesuffix("_moe")]
+    if kind.endswith("_moe"):
+        text |= _MIXTURE
+    if kind.startswith("qwen3_5"):
+        text |= _DELTA_NET | {"shared_expert_intermediate_size": 48}
+        rope["partial_rotary_factor"] = 1.0
+    vision = _VISION | _VISION_BY_FAMILY[kind.removesuffix("_moe")] | dict(tower or {})
     tokens = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in (
@@ -115,7 +139,7 @@ def qwen_directory(directory: Path, kind: str) -> tuple[Path, Any]:
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": PATCH,
+        "patch_size": vision["patch_size"],
         "merge_size": MERGE,
         "temporal_patch_size": FRAMES,
         "min_pixels": 4 * UNIT**2,

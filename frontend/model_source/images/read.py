@@ -96,6 +96,8 @@ _READERS: Final[dict[str, _Reader]] = {
     "paligemma": paligemma,
     "qwen2_vl": resize,
     "qwen2_5_vl": resize,
+    "qwen3_5": resize,
+    "qwen3_5_moe": resize,
     "qwen3_vl": resize,
     "qwen3_vl_moe": resize,
     "smolvlm": grid,

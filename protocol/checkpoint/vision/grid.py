@@ -109,6 +109,12 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Qwen3.5, which is that of Qwen3-VL without DeepStack."""
+    without = vision.with_values({"deepstack_visual_indexes": []})
+    return qwen3_vl(fields, without, output_size)
+
+
 _NAMES: Final = (
     (r"\.ln_q\.", ".norm."),
     (r"\.merger\.mlp\.0\.", ".merger.fc1."),

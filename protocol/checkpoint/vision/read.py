@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .gemma import gemma3, gemma4, paligemma
-from .grid import GridVisionSpec, qwen2_5_vl, qwen2_vl, qwen3_vl
+from .grid import GridVisionSpec, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llava import llava, llava_next, llava_onevision
@@ -49,6 +49,8 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "paligemma": paligemma,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl,
 }

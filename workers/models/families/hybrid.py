@@ -26,11 +26,13 @@ from .experts import (
     with_experts,
 )
 from .latent import latent_spec
+from .llama import interleaved_axes
 from .rope import read_rope
 
 _RECURRENT = ("conv", "linear_attention", "mamba")
 _ATTENDING = ("attention", "full_attention")
 _MIXER = (r"\.(mamba|linear_attn)\.", ".mixer.")
+_QWEN3_5_AXES = 11, 11, 10
 _LFM2_NAMES = (
     (r"\.conv\.conv\.", ".mixer.conv1d."),
     (r"\.conv\.", ".mixer."),
@@ -161,6 +163,10 @@ def _qwen3_5(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _qwen3_5_vl(fields: ConfigFields) -> ModelSpec:
+    return _qwen3_5(interleaved_axes(fields, _QWEN3_5_AXES))
+
+
 def _lfm2_moe(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_values({"block_auto_adjust_ff_dim": False})
     first = fields.integer("num_dense_layers", 2, minimum=0)
@@ -209,6 +215,10 @@ def _qwen3_next(fields: ConfigFields, num_experts: int = 512, num_chosen: int = 
 
 def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
     return _qwen3_next(fields.with_defaults(intermediate_size=512), 256, 8)
+
+
+def _qwen3_5_vl_moe(fields: ConfigFields) -> ModelSpec:
+    return _qwen3_5_moe(interleaved_axes(fields, _QWEN3_5_AXES))
 
 
 def _falcon_h1(fields: ConfigFields) -> ModelSpec:
@@ -384,9 +394,9 @@ FAMILIES = (
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),
-    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5),
+    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", _qwen3_5_vl),
     Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen3_5_moe),
-    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_moe),
+    Family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", _qwen3_5_vl_moe),
     Family("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
 )

@@ -73,13 +73,22 @@ def qwen3(fields: ConfigFields) -> ModelSpec:
     return base_spec(fields, qwen_layers(fields), qk_norm="head", **attention_biases(fields))
 
 
-def interleaved_axes(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a model whose rotary axes always alternate, whether or not its config says so."""
+def interleaved_axes(
+    fields: ConfigFields, default: tuple[int, int, int] | None = None
+) -> ConfigFields:
+    """Return the fields of a model whose rotary axes always alternate, whether or not its config says so.
+
+    `default` is its mrope_section if the config has none.
+    """
     values = {}
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.section(name)
         if section is not None and section.get("mrope_section") is not None:
             values[name] = {**section.config, "mrope_interleaved": True}
+    if not values and default is not None:
+        section = fields.first_section("rope_parameters")
+        axes = {"mrope_section": list(default), "mrope_interleaved": True}
+        values["rope_parameters"] = {**section.config, **axes}
     return fields.with_values(values)
 
 
