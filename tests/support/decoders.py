@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,12 +11,14 @@ from engine.protocol.config.images import SpanKind
 from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
+from engine.workers.cpu.tower_layers import NativeLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.decoder import Decoder
 from engine.workers.models.families import model_spec
 from engine.workers.models.kv_cache_groups import group_layers
 from engine.workers.models.mixers import StateBatch
 from engine.workers.parallel.shard import ModelShard
+from engine.workers.vision.layers import TorchLayers
 from support.batches import Scheduled, attention_batch, positions
 
 CPU = torch.device("cpu")
@@ -70,6 +73,13 @@ def load_native_decoder(
         max_model_len=max_model_len,
         **options,
     )
+
+
+TOWER_LAYERS = {
+    load_decoder: TorchLayers,
+    load_native_decoder: partial(NativeLayers, num_threads=1),
+}
+"""The layers of towers that belong to each kind of decoder."""
 
 
 class Runner:

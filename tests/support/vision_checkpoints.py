@@ -250,7 +250,9 @@ def _gemma4(
     text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
     text["use_bidirectional_attention"] = "vision"
     vision = {name: tower[name] for name in tower if name != "image_size"}
-    vision |= {"head_dim": 12, "num_key_value_heads": 4, "pooling_kernel_size": 2}
+    num_heads = tower["num_attention_heads"]
+    vision |= {"head_dim": tower["hidden_size"] // num_heads, "num_key_value_heads": num_heads}
+    vision |= {"pooling_kernel_size": 2}
     vision |= {"position_embedding_size": 64, "standardize": True, "use_clipped_linears": True}
     marks = {
         f"{each}_token_id": tokenizer.convert_tokens_to_ids(GEMMA_MARKS[each])

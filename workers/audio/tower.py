@@ -17,14 +17,15 @@ from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
 from ..loaders import Checkpoint
-from ..vision.weights import VisionWeights, find_activation
+from ..vision.layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
+from ..vision.weights import Linear, VisionWeights, check_activation, find_activation
 
 _NORM_EPS = 1e-5
 _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
 class AudioTower:
-    """The tower of `spec` and its projection, in torch.
+    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
 
     It computes one window at a time, so its numbers do not depend on other sounds.
 
@@ -39,6 +40,7 @@ class AudioTower:
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 1,
+        make_layers: MakeLayers = TorchLayers,
     ) -> None:
         self.spec = spec
         self._device, self._dtype = device, dtype
@@ -56,11 +58,14 @@ class AudioTower:
         self._positions_PD = tensors.read(
             "audio_tower.embed_positions.weight", spec.num_positions, size
         )
-        activation = find_activation(checkpoint, spec.activation)
-        self._layers = [
-            _Layer(spec, tensors, f"audio_tower.layers.{index}.", activation)
-            for index in range(spec.num_layers)
-        ]
+        check_activation(checkpoint, spec.activation)
+        self._layers = make_layers(
+            _layers_spec(spec),
+            (
+                _read_layer(spec, tensors, f"audio_tower.layers.{index}.")
+                for index in range(spec.num_layers)
+            ),
+        )
         self._norm = tensors.read_layer_norm("audio_tower.layer_norm", size, _NORM_EPS)
         self._project = _read_projection(spec, tensors, checkpoint)
 
@@ -113,8 +118,7 @@ class AudioTower:
             x_DN = F.gelu(F.conv1d(x_DN, weight, bias, stride=stride, padding=1))
         num_rows = x_DN.shape[2] - self.spec.frames_after // 2
         x_PD = x_DN[0].T[:num_rows] + self._positions_PD[:num_rows]
-        for layer in self._layers:
-            x_PD = layer(x_PD)
+        x_PD = self._layers(x_PD, Patches())[self.spec.num_layers]
         joined = self.spec.rows_per_output
         if self.spec.join == "stack":
             return self._project(self._norm(x_PD).reshape(len(x_PD) // joined, -1))
@@ -136,35 +140,33 @@ def _read_projection(
     return lambda x_KD: second(activation(first(x_KD)))
 
 
-class _Layer:
-    """A layer of attention and an MLP, each after its norm. Keys have no bias."""
+def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
+    return LayersSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        head_dim=spec.hidden_size // spec.num_heads,
+        feature_layers=(spec.num_layers,),
+        activation=spec.activation,
+        norm_eps=_NORM_EPS,
+    )
 
-    def __init__(
-        self,
-        spec: AudioTowerSpec,
-        tensors: VisionWeights,
-        prefix: str,
-        activation: Callable[[Tensor], Tensor],
-    ) -> None:
-        size = spec.hidden_size
-        self._num_heads = spec.num_heads
-        self._activation = activation
-        self._norms = [
-            tensors.read_layer_norm(f"{prefix}{name}_layer_norm", size, _NORM_EPS)
-            for name in ("self_attn", "final")
-        ]
-        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
-        self._qkv = torch.cat([tensors.read(f"{name}.weight", size, size) for name in names])
-        biases = [tensors.read(f"{name}.bias", size) for name in names[::2]]
-        self._qkv_bias = torch.cat((biases[0], torch.zeros_like(biases[0]), biases[1]))
-        self._output = tensors.read_linear(f"{prefix}self_attn.out_proj", size, size)
-        self._up = tensors.read_linear(f"{prefix}fc1", spec.intermediate_size, size)
-        self._down = tensors.read_linear(f"{prefix}fc2", size, spec.intermediate_size)
 
-    def __call__(self, x_PD: Tensor) -> Tensor:
-        qkv = F.linear(self._norms[0](x_PD), self._qkv, self._qkv_bias).chunk(3, -1)
-        q, k, v = (part.view(len(x_PD), self._num_heads, -1).transpose(0, 1)[None] for part in qkv)
-        attended = F.scaled_dot_product_attention(q, k, v)[0]
-        x_PD = x_PD + self._output(attended.transpose(0, 1).reshape(x_PD.shape))
-        hidden_PF = self._activation(self._up(self._norms[1](x_PD)))
-        return x_PD + self._down(hidden_PF)
+def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
+    size, inner = spec.hidden_size, spec.intermediate_size
+    # Keys have no bias.
+    query, key, value = (
+        tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size, has_bias=name != "k")
+        for name in "qkv"
+    )
+    assert query.bias is not None
+    key.bias = torch.zeros_like(query.bias)
+    return LayerWeights(
+        attention_norm=tensors.read_layer_norm(f"{prefix}self_attn_layer_norm", size, _NORM_EPS),
+        qkv=[Linear.join((query, key, value))],
+        output=tensors.read_linear(f"{prefix}self_attn.out_proj", size, size),
+        mlp_norm=tensors.read_layer_norm(f"{prefix}final_layer_norm", size, _NORM_EPS),
+        gate=None,
+        up=tensors.read_linear(f"{prefix}fc1", inner, size),
+        down=tensors.read_linear(f"{prefix}fc2", size, inner),
+    )

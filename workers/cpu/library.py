@@ -67,6 +67,8 @@ OP_KINDS = (
     "load_stream",
     "reduce_streams",
     "share_head_squares",
+    "clamp",
+    "keep_hidden",
 )
 
 

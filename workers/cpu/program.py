@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..layers.rope import RopeSpec
 from ..parallel.expert_group import ExpertGroup
@@ -56,14 +57,21 @@ class NativeProgram:
     def add_rope(self, rope: RopeSpec, max_model_len: int) -> None:
         """Compute tables of this rotary embedding in every step. Operations refer to it by its index."""
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
+        self.add_rotation(inv_freq, factor, rope.axes)
+
+    def add_rotation(self, inv_freq: Tensor, factor: float, axis_of_each: Sequence[int]) -> None:
+        """Compute tables of a rotation in every step: of these frequencies, and times `factor`.
+
+        With `axis_of_each` frequency it has one of three positions of a token.
+        """
         frequencies = np.ascontiguousarray(inv_freq.numpy(), np.float32)
-        axes = np.array(rope.axes, np.int32)
+        axes = np.array(axis_of_each, np.int32)
         self._library.engine_program_add_rope(
             self._handle,
             frequencies.ctypes.data,
             len(frequencies),
             factor,
-            axes.ctypes.data if rope.axes else None,
+            axes.ctypes.data if len(axes) else None,
         )
 
     def add_op(

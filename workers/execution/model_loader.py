@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,6 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.checkpoint.vision.grid import GridVisionSpec
-from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
@@ -24,7 +23,7 @@ from ..batch import PersistentBatch
 from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
 from ..cpu.library import NotSupportedNatively, instruction_set
-from ..cpu.vision import NativeVisionLayers
+from ..cpu.tower_layers import NativeLayers
 from ..device.device import has_float8, usable_cores
 from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec, SourceSpec
@@ -48,6 +47,7 @@ from ..parallel.shard import ModelShard
 from ..sampling import Sampler, SamplerOutput
 from ..source.encoder import SourceEncoder
 from ..source.stem import SoundStem
+from ..vision.layers import Layers, LayersSpec, LayerWeights, TorchLayers
 from ..vision.placed import Placed
 from ..vision.towers import make_tower
 from .parallel_state import ParallelState
@@ -179,29 +179,24 @@ def load_model(
         return model
     dtype = torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype]
     num_threads = _num_threads(config)
+    is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
+    make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     if isinstance(encoder, AudioTowerSpec):
-        model.encoder = AudioTower(encoder, checkpoint, device, dtype, num_threads)
+        model.encoder = AudioTower(encoder, checkpoint, device, dtype, num_threads, make_layers)
     else:
         if config.model.mmproj:
             checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
-        layers = _native_vision_layers(config, encoder, checkpoint, device)
-        model.encoder = make_tower(encoder, checkpoint, device, dtype, num_threads, layers)
+        model.encoder = make_tower(encoder, checkpoint, device, dtype, num_threads, make_layers)
     return model
 
 
-def _native_vision_layers(
-    config: EngineConfig, vision: AnyVisionSpec, checkpoint: Checkpoint, device: torch.device
-) -> NativeVisionLayers | None:
-    """Return the layers of the vision tower as a native program, or None if they run in torch."""
-    if device.type != "cpu" or config.device.cpu_backend is CPUBackend.TORCH:
-        return None
-    if isinstance(vision, GridVisionSpec):
-        return None
+def _tower_layers(spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int) -> Layers:
+    """Return the layers of a tower as a native program, or in torch if it does not support them."""
     try:
-        return NativeVisionLayers(vision, checkpoint, _num_threads(config))
+        return NativeLayers(spec, layers, num_threads)
     except NotSupportedNatively as error:
-        logger.info("the vision tower runs in torch: %s", error)
-        return None
+        logger.info("the tower runs in torch: %s", error)
+        return TorchLayers(spec, layers)
 
 
 def load_source_encoder(

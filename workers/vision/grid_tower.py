@@ -6,8 +6,7 @@ C cells, each of which is a square of patches that becomes one output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,28 +16,26 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
-from ..layers.rope import RotaryTables, apply_rotary
 from ..loaders import Checkpoint
+from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
 from .pixels import normalized_pixels
-from .weights import Norm, VisionWeights, find_activation
+from .rotary import PatchRotary
+from .weights import Linear, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
 
 _decoder = msgspec.msgpack.Decoder(ImagePayload)
 
-_Groups: TypeAlias = Sequence[tuple[int, int]]
-"""(number of windows, patches of each) of consecutive windows that have the same size."""
 
-
-class _Windows(NamedTuple):
+class _WindowOrder(NamedTuple):
     """The order of cells in which windows follow one another, int64 [C], and the windows."""
 
     order_C: Tensor
-    groups: _Groups
+    windows: Windows
 
 
 class GridTower:
-    """The tower of `spec` and its projection, in torch.
+    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
 
     It computes one image at a time, so its numbers do not depend on other images.
 
@@ -53,6 +50,7 @@ class GridTower:
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 1,
+        make_layers: MakeLayers = TorchLayers,
     ) -> None:
         self.spec = spec
         self._device, self._dtype = device, dtype
@@ -69,14 +67,11 @@ class GridTower:
         self._positions: Tensor | None = None
         if spec.position_side:
             self._positions = tensors.read("pos_embed.weight", spec.position_side**2, size)
-        half = size // spec.num_heads // 2
-        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
-        self._inv_freq = (1.0 / spec.rope_theta**exponents).to(device)
-        activation = find_activation(checkpoint, spec.activation)
-        self._layers = [
-            _Layer(spec, tensors, f"blocks.{index}.", activation)
-            for index in range(spec.num_layers)
-        ]
+        check_activation(checkpoint, spec.activation)
+        self._layers = make_layers(
+            _layers_spec(spec),
+            (_read_layer(spec, tensors, f"blocks.{index}.") for index in range(spec.num_layers)),
+        )
         self._merge = _Merger(spec, tensors, "merger.", norms_squares=False)
         self._deepstack = {
             layer: _Merger(spec, tensors, f"deepstack_merger_list.{i}.", norms_squares=True)
@@ -128,30 +123,23 @@ class GridTower:
 
     def _encode(self, image: ImagePayload) -> Tensor:
         spec = self.spec
-        num_patches = image.width * image.height // spec.patch_size**2
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
-        tables = self._rotary_tables(row_P, column_P)
-        whole: _Groups = [(1, num_patches)]
-        windows: _Windows | None = None
+        places_P2 = torch.stack((row_P, column_P), 1)
+        order: _WindowOrder | None = None
         if spec.window_size:
-            windows = self._windows(rows, columns)
-            x_PD = _reordered(x_PD, windows.order_C)
-            tables = RotaryTables(*(_reordered(table, windows.order_C) for table in tables))
-        deepstack: list[Tensor] = []
-        for number, layer in enumerate(self._layers, 1):
-            attends_all = windows is None or number in spec.full_layers
-            x_PD = layer(x_PD, tables, whole if windows is None or attends_all else windows.groups)
-            if number in self._deepstack:
-                deepstack.append(self._deepstack[number](x_PD))
-        outputs = torch.cat((self._merge(x_PD), *deepstack), -1)
-        if windows is not None:
-            outputs = outputs[windows.order_C.argsort()]
-        return outputs
+            order = self._window_order(rows, columns)
+            x_PD, places_P2 = (_reordered(each, order.order_C) for each in (x_PD, places_P2))
+        windows = None if order is None else order.windows
+        features = self._layers(x_PD, Patches(places_P2, windows))
+        merged = [self._merge(features[spec.num_layers])]
+        merged += [merge(features[layer]) for layer, merge in sorted(self._deepstack.items())]
+        outputs = torch.cat(merged, -1)
+        return outputs if order is None else outputs[order.order_C.argsort()]
 
     def _split_patches(self, image: ImagePayload) -> Tensor:
         """Return the normalized pixels of each patch, cell by cell, [P, 3 * frames per patch * patch size ** 2]."""
@@ -172,14 +160,6 @@ class GridTower:
         shape = rows, columns, merge, merge
         return row.expand(shape).flatten(), column.expand(shape).flatten()
 
-    def _rotary_tables(self, row_P: Tensor, column_P: Tensor) -> RotaryTables:
-        angles = torch.cat(
-            [torch.outer(at_P.float(), self._inv_freq) for at_P in (row_P, column_P)], 1
-        )
-        cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-        return RotaryTables(cos, sin)
-
     def _interpolated(self, row_P: Tensor, column_P: Tensor, height: int, width: int) -> Tensor:
         """Return the learned position of each patch [P, D]; the corners of the table are those of the image."""
         assert self._positions is not None
@@ -198,7 +178,7 @@ class GridTower:
         ]
         return torch.stack(corners, 1).sum(1).to(self._dtype)
 
-    def _windows(self, rows: int, columns: int) -> _Windows:
+    def _window_order(self, rows: int, columns: int) -> _WindowOrder:
         """Return the windows of a grid of cells. Those at the right and at the bottom may be smaller."""
         side = self.spec.window_size // self.spec.unit
         cells = torch.arange(rows * columns).view(rows, columns)
@@ -213,7 +193,7 @@ class GridTower:
         groups = [
             (sizes.count(size), size * self.spec.merge_size**2) for size in dict.fromkeys(sizes)
         ]
-        return _Windows(torch.cat(windows).to(self._device), groups)
+        return _WindowOrder(torch.cat(windows).to(self._device), groups)
 
 
 def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
@@ -221,52 +201,42 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
     return x.unflatten(0, (len(order_C), -1))[order_C].flatten(0, 1)
 
 
-class _Layer:
-    """A layer of attention and an MLP, each after its norm."""
-
-    def __init__(
-        self,
-        spec: GridVisionSpec,
-        tensors: VisionWeights,
-        prefix: str,
-        activation: Callable[[Tensor], Tensor],
-    ) -> None:
-        size, inner = spec.hidden_size, spec.intermediate_size
-        self._num_heads = spec.num_heads
-        self._activation = activation
-        self._norms = [_read_norm(spec, tensors, f"{prefix}norm{i}", size) for i in (1, 2)]
-        self._qkv = tensors.read_linear(f"{prefix}attn.qkv", 3 * size, size)
-        self._output = tensors.read_linear(f"{prefix}attn.proj", size, size)
-        up, down = ("up_proj", "down_proj") if spec.has_gate else ("fc1", "fc2")
-        self._gate = None
-        if spec.has_gate:
-            self._gate = tensors.read_linear(f"{prefix}mlp.gate_proj", inner, size)
-        self._up = tensors.read_linear(f"{prefix}mlp.{up}", inner, size)
-        self._down = tensors.read_linear(f"{prefix}mlp.{down}", size, inner)
-
-    def __call__(self, x_PD: Tensor, tables: RotaryTables, groups: _Groups) -> Tensor:
-        qkv = self._qkv(self._norms[0](x_PD)).view(len(x_PD), 3, self._num_heads, -1)
-        q, k, v = qkv.unbind(1)
+def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
+    head_dim = spec.hidden_size // spec.num_heads
+    return LayersSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        head_dim=head_dim,
+        feature_layers=tuple(sorted({*spec.deepstack_layers, spec.num_layers})),
+        activation=spec.activation,
+        norm_kind=spec.norm_kind,
+        norm_eps=spec.norm_eps,
         # In float32, as transformers does it.
-        q, k = (apply_rotary(part.float(), tables).to(part.dtype) for part in (q, k))
-        attended = []
-        start = 0
-        for count, length in groups:
-            window = slice(start, start + count * length)
-            start = window.stop
-            parts = (
-                part[window].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v)
-            )
-            out = F.scaled_dot_product_attention(*parts)
-            attended.append(out.transpose(1, 2).reshape(count * length, -1))
-        x_PD = x_PD + self._output(torch.cat(attended))
-        normed = self._norms[1](x_PD)
-        hidden = self._up(normed)
-        if self._gate is None:
-            hidden = self._activation(hidden)
-        else:
-            hidden = self._activation(self._gate(normed)) * hidden
-        return x_PD + self._down(hidden)
+        rotary=PatchRotary("joined", spec.rope_theta, head_dim, in_float32=True),
+        full_layers=spec.full_layers,
+        has_gate=spec.has_gate,
+    )
+
+
+def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
+    size, inner = spec.hidden_size, spec.intermediate_size
+    up, down = ("up_proj", "down_proj") if spec.has_gate else ("fc1", "fc2")
+    gate: Linear | None = None
+    if spec.has_gate:
+        gate = tensors.read_linear(f"{prefix}mlp.gate_proj", inner, size)
+    norms = [
+        tensors.read_norm(f"{prefix}norm{i}", size, spec.norm_kind, spec.norm_eps) for i in (1, 2)
+    ]
+    return LayerWeights(
+        attention_norm=norms[0],
+        qkv=[tensors.read_linear(f"{prefix}attn.qkv", 3 * size, size)],
+        output=tensors.read_linear(f"{prefix}attn.proj", size, size),
+        mlp_norm=norms[1],
+        gate=gate,
+        up=tensors.read_linear(f"{prefix}mlp.{up}", inner, size),
+        down=tensors.read_linear(f"{prefix}mlp.{down}", size, inner),
+    )
 
 
 class _Merger:
@@ -278,7 +248,7 @@ class _Merger:
         self._size = spec.hidden_size * spec.merge_size**2
         self._norms_squares = norms_squares
         size = self._size if norms_squares else spec.hidden_size
-        self._norm = _read_norm(spec, tensors, f"{prefix}norm", size)
+        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, spec.norm_eps)
         self._first = tensors.read_linear(f"{prefix}fc1", self._size, self._size)
         self._second = tensors.read_linear(f"{prefix}fc2", spec.output_size, self._size)
 
@@ -289,9 +259,3 @@ class _Merger:
         else:
             x = self._norm(x_PD).reshape(-1, self._size)
         return self._second(F.gelu(self._first(x)))
-
-
-def _read_norm(spec: GridVisionSpec, tensors: VisionWeights, name: str, size: int) -> Norm:
-    if spec.norm_kind == "rms":
-        return tensors.read_rms_norm(name, size, spec.norm_eps)
-    return tensors.read_layer_norm(name, size, spec.norm_eps)

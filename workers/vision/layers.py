@@ -1,93 +1,171 @@
-"""The layers of a vision tower in torch.
+"""The layers of a vision or audio tower, and how they run in torch.
 
-Shapes: P patches of an image and the class token, D hidden size of the tower, F intermediate size, H heads, K head
-dimension.
+Shapes: P patches of an image, or rows of a sound, and the class token; D hidden size of the tower, F intermediate size,
+H heads, K head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.spec import VisionSpec
-from .rotary import PatchRotation
-from .weights import Linear, Norm, VisionWeights
+from .rotary import PatchRotary, PatchRotation
+from .weights import ACTIVATIONS, Linear, Norm
+
+Windows: TypeAlias = Sequence[tuple[int, int]]
+"""(number of windows, patches of each) of consecutive windows that have the same size."""
 
 
-class VisionLayer:
-    """A layer of attention and an MLP, each after its norm."""
+class Patches(NamedTuple):
+    """The rows and columns of patches, int64 [P, 2], and the windows within which they attend; None without."""
 
-    def __init__(
-        self,
-        spec: VisionSpec,
-        tensors: VisionWeights,
-        prefix: str,
-        activation: Callable[[Tensor], Tensor],
-    ) -> None:
+    places_P2: Tensor | None = None
+    windows: Windows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayersSpec:
+    """Layers of attention and an MLP, each after its norm. The weights decide about optional parts.
+
+    The features are the hidden states after each of `feature_layers`, counted from 1, of which the last is the last
+    layer. Patches attend within windows, if there are any, except in `full_layers`. Norms of queries and keys are over
+    all heads together ("full") or over each head ("head"). With `has_value_norm` values are divided by their root mean
+    square. With `has_gate` MLPs compute down(activation(gate(x)) * up(x)). With `clips_products` all products have
+    bounds.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    feature_layers: tuple[int, ...]
+    activation: str
+    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-6
+    attention_scale: float = 0.0
+    rotary: PatchRotary | None = None
+    full_layers: tuple[int, ...] = ()
+    qk_norm: Literal["full", "head"] | None = None
+    has_value_norm: bool = False
+    has_gate: bool = False
+    clips_products: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self.feature_layers[-1]
+
+    @property
+    def scale(self) -> float:
+        """The factor on scores."""
+        return self.attention_scale or self.head_dim**-0.5
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """The weights of a layer. `qkv` is one product, or three if products have bounds."""
+
+    attention_norm: Norm
+    qkv: list[Linear]
+    output: Linear
+    mlp_norm: Norm
+    gate: Linear | None
+    up: Linear
+    down: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
+
+
+class Layers(Protocol):
+    """The layers of a tower, in torch or as a native program."""
+
+    def __call__(self, x_PD: Tensor, patches: Patches) -> dict[int, Tensor]:
+        """Return the hidden states [P, D] after each of the feature layers."""
+
+
+MakeLayers: TypeAlias = Callable[[LayersSpec, Iterable[LayerWeights]], Layers]
+
+
+class TorchLayers:
+    """Layers in torch."""
+
+    def __init__(self, spec: LayersSpec, layers: Iterable[LayerWeights]) -> None:
         self._spec = spec
-        size, head_size = spec.hidden_size, spec.size_of_heads
-        attended_size = spec.num_heads * head_size
-        self._scale = spec.attention_scale or head_size**-0.5
-        self._activation = activation
-        self._norms = [
-            tensors.read_norm(f"{prefix}layer_norm{i}", size, spec, spec.norm_kind) for i in (1, 2)
-        ]
-        self._output_norms: list[Norm] = [lambda x: x, lambda x: x]
-        if spec.has_output_norms:
-            self._output_norms = [
-                tensors.read_norm(f"{prefix}output_norm{i}", size, spec, spec.norm_kind)
-                for i in (1, 2)
-            ]
-        clips = spec.clips_products
+        self._layers = [_TorchLayer(spec, weights) for weights in layers]
 
-        def read(name: str, rows: int, columns: int, has_bias: bool) -> Linear:
-            return tensors.read_linear(prefix + name, rows, columns, has_bias=has_bias, clips=clips)
-
-        names = [f"self_attn.{name}" for name in "qkv"]
-        self._qkv = [read(f"{n}_proj", attended_size, size, spec.qkv_bias) for n in names]
-        if not clips:
-            self._qkv = [Linear.join(self._qkv)]
-        self._qk_norms: list[Norm] = []
-        if spec.qk_norm is not None:
-            norm_size = attended_size if spec.qk_norm == "full" else head_size
-            self._qk_norms = [
-                tensors.read_rms_norm(f"{prefix}{name}_norm", norm_size, 1e-6) for name in names[:2]
-            ]
-        has_bias, num_inner = spec.product_bias, spec.intermediate_size
-        self._output = read("self_attn.out_proj", size, attended_size, has_bias)
-        self._gate = read("mlp.gate_proj", num_inner, size, has_bias) if spec.has_gate else None
-        self._up = read("mlp.fc1", num_inner, size, has_bias)
-        self._down = read("mlp.fc2", size, num_inner, has_bias)
-        if spec.has_layer_scales:
-            for name, linear in (("lambda_1", self._output), ("lambda_2", self._down)):
-                linear.scale_outputs(tensors.read(f"{prefix}{name}", size))
-
-    def __call__(self, x_PD: Tensor, rotation: PatchRotation | None) -> Tensor:
-        """Return the hidden states after the layer."""
-        x_PD = x_PD + self._output_norms[0](self._attend(self._norms[0](x_PD), rotation))
-        return x_PD + self._output_norms[1](self._mlp(self._norms[1](x_PD)))
-
-    def _attend(self, x_PD: Tensor, rotation: PatchRotation | None) -> Tensor:
+    def __call__(self, x_PD: Tensor, patches: Patches) -> dict[int, Tensor]:
+        """Return the hidden states [P, D] after each of the feature layers."""
         spec = self._spec
-        q, k, v = torch.cat([linear(x_PD) for linear in self._qkv], -1).chunk(3, -1)
+        rotation: PatchRotation | None = None
+        if spec.rotary is not None and patches.places_P2 is not None:
+            rotation = spec.rotary.rotation(patches.places_P2, x_PD.dtype)
+        whole: Windows = [(1, len(x_PD))]
+        features = {}
+        for number, layer in enumerate(self._layers, 1):
+            attends_all = patches.windows is None or number in spec.full_layers
+            windows = whole if patches.windows is None or attends_all else patches.windows
+            x_PD = layer(x_PD, rotation, windows)
+            if number in spec.feature_layers:
+                features[number] = x_PD
+        return features
+
+
+class _TorchLayer:
+    def __init__(self, spec: LayersSpec, weights: LayerWeights) -> None:
+        self._spec, self._weights = spec, weights
+        self._activation = ACTIVATIONS[spec.activation]
+
+    def __call__(self, x_PD: Tensor, rotation: PatchRotation | None, windows: Windows) -> Tensor:
+        weights = self._weights
+        output = self._attend(weights.attention_norm(x_PD), rotation, windows)
+        if weights.attention_output_norm is not None:
+            output = weights.attention_output_norm(output)
+        x_PD = x_PD + output
+        output = self._mlp(weights.mlp_norm(x_PD))
+        if weights.mlp_output_norm is not None:
+            output = weights.mlp_output_norm(output)
+        return x_PD + output
+
+    def _attend(self, x_PD: Tensor, rotation: PatchRotation | None, windows: Windows) -> Tensor:
+        spec, weights = self._spec, self._weights
+        parts = [linear(x_PD) for linear in weights.qkv]
+        q, k, v = parts if len(parts) == 3 else parts[0].chunk(3, -1)
         if spec.qk_norm == "full":
-            q, k = (norm(part) for norm, part in zip(self._qk_norms, (q, k), strict=True))
+            q, k = self._normed(q, k)
         q, k, v = (part.unflatten(-1, (spec.num_heads, -1)) for part in (q, k, v))
         if spec.qk_norm == "head":
-            q, k = (norm(part) for norm, part in zip(self._qk_norms, (q, k), strict=True))
+            q, k = self._normed(q, k)
         if spec.has_value_norm:
             v = F.rms_norm(v, v.shape[-1:], None, spec.norm_eps)
         if rotation is not None:
             q, k = rotation.apply(q), rotation.apply(k)
-        q_HPK, k_HPK, v_HPK = (part.transpose(0, 1)[None] for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(q_HPK, k_HPK, v_HPK, scale=self._scale)[0]
-        return self._output(attended.transpose(0, 1).flatten(1))
+        attended = []
+        start = 0
+        for count, length in windows:
+            window = slice(start, start + count * length)
+            start = window.stop
+            q_HPK, k_HPK, v_HPK = (
+                part[window].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v)
+            )
+            out = F.scaled_dot_product_attention(q_HPK, k_HPK, v_HPK, scale=spec.scale)
+            attended.append(out.transpose(1, 2).reshape(count * length, -1))
+        return weights.output(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._weights.query_norm is not None
+        assert self._weights.key_norm is not None
+        return self._weights.query_norm(q), self._weights.key_norm(k)
 
     def _mlp(self, x_PD: Tensor) -> Tensor:
-        up_PF = self._up(x_PD)
-        if self._gate is None:
-            return self._down(self._activation(up_PF))
-        return self._down(self._activation(self._gate(x_PD)) * up_PF)
+        weights = self._weights
+        up_PF = weights.up(x_PD)
+        if weights.gate is None:
+            return weights.down(self._activation(up_PF))
+        return weights.down(self._activation(weights.gate(x_PD)) * up_PF)

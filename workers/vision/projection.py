@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ..loaders import Checkpoint
-from .weights import Norm, VisionWeights, find_activation
+from .weights import VisionWeights, find_activation
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
 """From features [P, D], and the number of patches in a row of the image, to embeddings [M, output size]."""
@@ -52,7 +52,7 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
 
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
-    norm: Norm = lambda x: x  # noqa: E731
+    norm: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
     if spec.has_projection_norm:
         norm = weights.read_layer_norm(f"{_MLP}layer_norm", _merged_size(spec), spec.projection_eps)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))

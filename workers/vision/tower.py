@@ -5,8 +5,6 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import torch
 from msgspec.structs import replace
@@ -18,20 +16,20 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
 from .anyres import join_tiles
-from .layers import VisionLayer
+from .clip_layers import layers_spec, read_layer
+from .layers import MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .projection import read_projection
-from .rotary import PatchRotation, rotate_patches
-from .weights import VisionWeights, find_activation
+from .rotary import grid_places
+from .weights import VisionWeights, check_activation
 
 _decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class VisionTower:
-    """The tower of `spec` and its projection, in torch or with the layers of `run_layers`.
+    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
 
-    It computes one image at a time, so its numbers do not depend on other images. `run_layers` returns the features of
-    the layers for hidden states [P, D].
+    It computes one image at a time, so its numbers do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -44,12 +42,12 @@ class VisionTower:
         device: torch.device,
         dtype: torch.dtype,
         num_threads: int = 1,
-        run_layers: Callable[[Tensor], Tensor] | None = None,
+        make_layers: MakeLayers = TorchLayers,
     ) -> None:
         self.spec = spec
         self._device, self._dtype = device, dtype
         self._num_threads = num_threads
-        self._activation = find_activation(checkpoint, spec.activation)
+        check_activation(checkpoint, spec.activation)
         tensors = VisionWeights(
             checkpoint, "embeddings.patch_embedding.weight", device, dtype, spec.tensor_names
         )
@@ -76,18 +74,23 @@ class VisionTower:
             self._positions = tensors.read(name, 2, spec.num_positions, size)
         # The name is misspelled in all checkpoints.
         self._pre_norm = (
-            tensors.read_norm("pre_layrnorm", size, spec, spec.norm_kind)
+            tensors.read_norm("pre_layrnorm", size, spec.norm_kind, spec.norm_eps)
             if spec.has_pre_norm
             else None
         )
         self._post_norm = (
-            tensors.read_norm("post_layernorm", size, spec) if spec.has_post_norm else None
+            tensors.read_layer_norm("post_layernorm", size, spec.norm_eps)
+            if spec.has_post_norm
+            else None
         )
-        self._layers = [
-            VisionLayer(spec, tensors, f"encoder.layers.{index}.", self._activation)
-            for index in range(0 if run_layers is not None else max(spec.feature_layers))
-        ]
-        self._run_layers = run_layers
+        layers = layers_spec(spec)
+        self._layers = make_layers(
+            layers,
+            (
+                read_layer(spec, tensors, f"encoder.layers.{index}.")
+                for index in range(layers.num_layers)
+            ),
+        )
         self._project = read_projection(spec, checkpoint, device, dtype)
         self._newline_D: Tensor | None = None
         if spec.has_newlines:
@@ -196,27 +199,14 @@ class VisionTower:
             x_PD = x_PD + self._positions
         if self._pre_norm is not None:
             x_PD = self._pre_norm(x_PD)
-        x_PD = self._features(x_PD, num_rows, num_columns)
+        patches = Patches(grid_places(num_rows, num_columns, self._device))
+        features = self._layers(x_PD, patches if spec.rope_theta else Patches())
+        x_PD = torch.cat([features[number] for number in spec.feature_layers], -1)
         if self._post_norm is not None:
             x_PD = self._post_norm(x_PD)
         if spec.has_class_token and not spec.keeps_class_token:
             x_PD = x_PD[1:]
         return self._project(x_PD, num_columns)
-
-    def _features(self, x_PD: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Return the outputs of the layers that are the features, side by side."""
-        spec = self.spec
-        if self._run_layers is not None:
-            return self._run_layers(x_PD)
-        rotation: PatchRotation | None = None
-        if spec.rope_theta:
-            rotation = rotate_patches(spec, num_rows, num_columns, self._device, self._dtype)
-        features = {}
-        for number, layer in enumerate(self._layers, 1):
-            x_PD = layer(x_PD, rotation)
-            if number in spec.feature_layers:
-                features[number] = x_PD
-        return torch.cat([features[number] for number in spec.feature_layers], -1)
 
     def _split_patches(self, image: ImagePayload) -> Tensor:
         """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ..loaders import Checkpoint
 from .grid_tower import GridTower
+from .layers import MakeLayers, TorchLayers
 from .tower import VisionTower
 
 ImageTower: TypeAlias = VisionTower | GridTower
@@ -23,13 +22,13 @@ def make_tower(
     device: torch.device,
     dtype: torch.dtype,
     num_threads: int = 1,
-    run_layers: Callable[[Tensor], Tensor] | None = None,
+    make_layers: MakeLayers = TorchLayers,
 ) -> ImageTower:
-    """Return the tower of `spec`. With `run_layers` these are the layers of a `VisionTower`.
+    """Return the tower of `spec` with the layers that `make_layers` returns.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
     """
     if isinstance(spec, GridVisionSpec):
-        return GridTower(spec, checkpoint, device, dtype, num_threads)
-    return VisionTower(spec, checkpoint, device, dtype, num_threads, run_layers)
+        return GridTower(spec, checkpoint, device, dtype, num_threads, make_layers)
+    return VisionTower(spec, checkpoint, device, dtype, num_threads, make_layers)

@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import CheckpointError
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..loaders.dummy import made_up
 from ..loaders.tensor_names import TensorNames, translate_names
 
-Norm: TypeAlias = Callable[[Tensor], Tensor]
+
+@dataclass(slots=True)
+class Norm:
+    """A norm over the last dimension: a layer norm, or a root-mean-square norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    is_rms: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normed tensor."""
+        shape = self.weight.shape
+        if self.is_rms:
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
 
 
 @dataclass(slots=True)
@@ -49,7 +63,7 @@ class Linear:
         return x.clamp(*self.bounds[2:])
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -57,6 +71,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
+"""Activations by their names in configs."""
 
 
 def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
@@ -65,13 +80,18 @@ def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Ten
     Raises:
         CheckpointError: It is unknown.
     """
-    if name not in _ACTIVATIONS:
+    check_activation(checkpoint, name)
+    return ACTIVATIONS[name]
+
+
+def check_activation(checkpoint: Checkpoint, name: str) -> None:
+    """Raise CheckpointError if there is no activation of this name."""
+    if name not in ACTIVATIONS:
         raise CheckpointError(
             checkpoint.config_path,
             f"the activation {name!r} of the vision tower is not supported; "
-            f"supported are {', '.join(sorted(_ACTIVATIONS))}",
+            f"supported are {', '.join(sorted(ACTIVATIONS))}",
         )
-    return _ACTIVATIONS[name]
 
 
 class VisionWeights:
@@ -129,20 +149,17 @@ class VisionWeights:
             bounds = torch.stack([self.read(f"{name}.{each}") for each in names])
         return Linear(weight, bias, bounds)
 
-    def read_norm(
-        self, name: str, size: int, spec: VisionSpec, kind: Literal["layer", "rms"] = "layer"
-    ) -> Norm:
-        """Return a norm of the tower."""
+    def read_norm(self, name: str, size: int, kind: Literal["layer", "rms"], eps: float) -> Norm:
+        """Return a norm."""
         if kind == "rms":
-            return self.read_rms_norm(name, size, spec.norm_eps)
-        return self.read_layer_norm(name, size, spec.norm_eps)
+            return self.read_rms_norm(name, size, eps)
+        return self.read_layer_norm(name, size, eps)
 
     def read_layer_norm(self, name: str, size: int, eps: float) -> Norm:
         """Return a layer norm."""
         weight, bias = self.read(f"{name}.weight", size), self.read(f"{name}.bias", size)
-        return lambda x: F.layer_norm(x, (size,), weight, bias, eps)
+        return Norm(weight, bias, eps, is_rms=False)
 
     def read_rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
         """Return a root-mean-square norm, to whose weights `offset` is added."""
-        weight = self.read(f"{name}.weight", size) + offset
-        return lambda x: F.rms_norm(x, (size,), weight, eps)
+        return Norm(self.read(f"{name}.weight", size) + offset, None, eps, is_rms=True)

@@ -24,7 +24,7 @@ from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.models.families import model_spec
 from engine.workers.vision.placed import Placed
 from support.audio_checkpoints import MARKS, MODELS, audio_directory, reference_inputs
-from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 
 torch.set_num_threads(1)
 
@@ -70,7 +70,13 @@ def test_logits_equal_those_of_transformers(model: Any, load: Any) -> None:
             input_ids=torch.tensor([prompt]), **reference_inputs(kind, sounds)
         ).logits[0]
     decoder = load(path, max_model_len=512)
-    tower = AudioTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = AudioTower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
     encoded = [tower.encode(item.data) for item in inputs]
     assert [len(each) for each in encoded] == [item.size for item in inputs]
     rows = np.full(len(prompt), -1, np.int32)

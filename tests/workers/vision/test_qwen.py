@@ -19,7 +19,7 @@ from engine.workers.rotary_positions import RotaryPositions
 from engine.workers.vision.placed import Placed
 from engine.workers.vision.towers import make_tower
 from PIL import Image
-from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.qwen_checkpoints import (
     FRAMES,
     QWEN_MODELS,
@@ -93,7 +93,13 @@ def test_logits_equal_those_of_transformers(model, load):
         ).logits[0]
 
     decoder = load(path, max_model_len=512)
-    tower = make_tower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    tower = make_tower(
+        decoder.spec.encoder,
+        open_checkpoint(path),
+        CPU,
+        torch.float32,
+        make_layers=TOWER_LAYERS[load],
+    )
     encoded = torch.cat([tower(tile.payload) for tile in tiles])
     rotary = RotaryPositions(1)
     rotary.add_request(0, inputs)

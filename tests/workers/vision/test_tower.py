@@ -13,13 +13,12 @@ from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.images import SpanKind
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import EncoderInput, ImagePayload
-from engine.workers.cpu.vision import NativeVisionLayers
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from engine.workers.spans import Spans
 from engine.workers.vision.placed import Placed
 from engine.workers.vision.tower import VisionTower
 from PIL import Image
-from support.decoders import CPU, Runner, load_decoder, load_native_decoder
+from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.vision_checkpoints import (
     ANYRES_MODELS,
     GEMMA_MODELS,
@@ -39,15 +38,6 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 KINDS = (*MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS, *ANYRES_MODELS)
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["mistral3"] = [(48, 32), (80, 64)]
-NATIVE_TOWERS = (
-    "llava_onevision",
-    "idefics3",
-    "smolvlm",
-    "llava-siglip",
-    "gemma3",
-    "paligemma",
-    "paligemma2",
-)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -110,10 +100,9 @@ def test_logits_equal_those_of_transformers(model, load):
     decoder = load(path, max_model_len=1024)
     spec = decoder.spec
     checkpoint = open_checkpoint(path)
-    layers = None
-    if load is load_native_decoder and kind in NATIVE_TOWERS:
-        layers = NativeVisionLayers(spec.encoder, checkpoint, num_threads=1)
-    tower = VisionTower(spec.encoder, checkpoint, CPU, torch.float32, run_layers=layers)
+    tower = VisionTower(
+        spec.encoder, checkpoint, CPU, torch.float32, make_layers=TOWER_LAYERS[load]
+    )
     images = [_image(seed, *size) for seed, size in enumerate(SIZES.get(kind, [(TILE, TILE)] * 2))]
     arguments = _reference_images(kind, [pixels for _, pixels in images])
     if kind in ANYRES_MODELS:

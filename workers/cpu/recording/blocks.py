@@ -15,7 +15,7 @@ from ..library import MAX_PARTS
 from ..program import Floats, NativeProgram
 from ..weights import ActivationKind, NativeWeightReader, PackedWeight, intermediate_shares
 
-QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS = range(6)
+QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS = range(7)
 """Targets of a product; see `Op` in csrc/model/model.h."""
 
 

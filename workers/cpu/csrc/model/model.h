@@ -110,10 +110,16 @@ enum class OpKind : int32_t {
   // An MLP whose gates and other elements are in the projection, `num_columns` of each of a rank; see SparseGates. With
   // several ranks there are two operations, of which the first writes `part` and the second has it as its target:
   share_gates = 29,
-  sparse_gates = 30,  // activations[1] = activation(gates above the threshold, less that) * up
+  sparse_gates = 30,  // activations[1] = activation(gates above the threshold, less that) * up; without vectors[0] there
+                      // is no threshold
 
   // Where ranks share norms of all heads, before `rotate_store`, whose target is `part` then:
   share_head_squares = 40,  // part = the sum of squares of the row's queries, then that of its keys
+
+  // In towers, whose outputs are hidden states after several layers:
+  clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1]; of
+                     // activations, only float32
+  keep_hidden = 42,  // elements of hidden from `first_column` on = residual
 
   // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
   embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
@@ -130,8 +136,9 @@ enum class OpKind : int32_t {
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 };
 
-// What the result of a product is written to. For `residual` it is multiplied by the scale and added.
-enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5 };
+// What the result of a product is written to. For `residual` it is multiplied by the scale and added. Only `clamp` has
+// activations[source] as its target.
+enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5, activations = 6 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
 // by the same; or of each head by a row of vectors[0], and of vectors[1] if there are biases, queries before keys.
 enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };

@@ -32,6 +32,12 @@ class Rows {
     for (Buffer& buffer : activations_) buffer.reserve(rows * (sizeof(float) * widest_ + 64));
   }
 
+  void release() {
+    for (Buffer* buffer : {&residual_, &block_, &streams_, &normed_, &qkv_, &router_, &low_rank_, &activations_[0],
+                           &activations_[1]})
+      buffer->release();
+  }
+
   float* residual(int row) const { return residual_.floats() + (row - first) * hidden_size_; }
   // The hidden states of a token with alternating updates, one after the other.
   float* streams(int row) const { return streams_.floats() + (row - first) * streams_size_; }

@@ -24,6 +24,9 @@ class Attention {
   void add_op(const Op& op);
   // Makes room for the queries of a slice.
   void reserve(int rows);
+  void release() {
+    for (Queries& each : queries_) each.buffer.release();
+  }
   void begin_slice() { tasks_.begin_slice(); }
 
   // Shares the squares of a row's queries and keys with the other ranks.

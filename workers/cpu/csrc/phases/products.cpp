@@ -256,12 +256,20 @@ void Products::share_gates(const Op& op, const Rows& rows, int row) const {
   part[2] = float(op.num_columns);
 }
 
-// The squares about the mean of all gates are those about the ranks' own means, and as much for each gate as these differ
-// from it (Chan et al., 1979).
 void Products::sparse_gates(const Op& op, const Rows& rows, int row) const {
-  const auto& sparse = *reinterpret_cast<const SparseGates*>(op.vectors[0]);
   const int count = op.num_columns;
   float* const gates = rows.qkv(row);
+  if (op.vectors[0]) exceed_threshold(op, gates, row);
+  model_.rows.gate(model_.shape.activation, gates, gates + count, count, gates);
+  quantize_rows(op.activation_kind, gates, count, 1, count,
+                rows.activations(1, row, activation_row_bytes(op.activation_kind, count)));
+}
+
+// The squares about the mean of all gates are those about the ranks' own means, and as much for each gate as these differ
+// from it (Chan et al., 1979).
+void Products::exceed_threshold(const Op& op, float* gates, int row) const {
+  const auto& sparse = *reinterpret_cast<const SparseGates*>(op.vectors[0]);
+  const int count = op.num_columns;
   Moments all{};
   float mean;
   if (op.target == LinearTarget::part) {
@@ -277,9 +285,6 @@ void Products::sparse_gates(const Op& op, const Rows& rows, int row) const {
     mean = all.sum / sparse.count;
   }
   model_.rows.exceed(gates, mean + sparse.deviations * std::sqrt(all.squares / sparse.count), count);
-  model_.rows.gate(model_.shape.activation, gates, gates + count, count, gates);
-  quantize_rows(op.activation_kind, gates, count, 1, count,
-                rows.activations(1, row, activation_row_bytes(op.activation_kind, count)));
 }
 
 void Products::run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {

@@ -72,7 +72,7 @@ class Products {
 
   // Shares the mean and the squares of this rank's gates of a row with the other ranks.
   void share_gates(const Op& op, const Rows& rows, int row) const;
-  // Writes the activations of a row of an MLP with sparse gates, which are in the projection.
+  // Writes the activations of a row of an MLP whose gates are in the projection.
   void sparse_gates(const Op& op, const Rows& rows, int row) const;
 
   // Multiplies rows [first, end) of a product's activations by the first factors of their adapters.
@@ -83,6 +83,8 @@ class Products {
   void compute_gated(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
 
  private:
+  void exceed_threshold(const Op& op, float* gates, int row) const;
+
   // Tiles are numbered by part, by tile of columns, by block of rows.
   struct Tiles {
     int row_blocks, columns[kMaxParts];

@@ -12,6 +12,9 @@ namespace {
 // To share out rows with fewer elements altogether takes longer than to compute them.
 constexpr int kNotWorthSharing = 6144;
 
+// A sequence that is computed as a whole may be much longer than most. The memory of more rows is not kept.
+constexpr int kMostKeptRows = 4096;
+
 }  // namespace
 
 Model::Model(const ModelShape& shape)
@@ -101,6 +104,10 @@ bool Program::run(const Step& step) {
   head_.begin_step(slice_.step);
   profile_.begin_step();
   pool_.run(*this);
+  if (rows > kMostKeptRows) {
+    rows_.release();
+    attention_.release();
+  }
   return true;
 }
 
@@ -226,6 +233,7 @@ int Program::begin_op(const Op& op) {
       return share_rows(op, 2 * op.num_columns);
     case OpKind::share_gates:
     case OpKind::gate_by_inputs:
+    case OpKind::clamp:
       return share_rows(op, op.num_columns);
     case OpKind::embed_inputs:
     case OpKind::add_inputs:
@@ -337,6 +345,13 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return place(op, rows, row);
     case OpKind::scale:
       return kernels.scale(rows.residual(row), op.scale, hidden_size);
+    case OpKind::clamp:
+      return clamp(op, rows, row);
+    case OpKind::keep_hidden: {
+      const int64_t token = slice_.first_token + row;
+      float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;
+      return void(std::copy_n(rows.residual(row), hidden_size, hidden));
+    }
     case OpKind::add_normed:
       model_.norm(op, rows.residual(row), rows.normed(row));
       return kernels.add_scaled(rows.residual(row), rows.normed(row), 1.0f, hidden_size);
@@ -383,6 +398,17 @@ void Program::write_hidden(const Op& op, const Rows& rows, int row) {
   const int size = shape.num_streams ? shape.streams_size() : shape.hidden_size;
   std::copy_n(shape.num_streams ? rows.streams(row) : rows.residual(row), size, hidden);
   std::copy_n(inputs_.row(row) + op.first_column, op.num_columns, hidden + size);
+}
+
+// A NaN stays one.
+void Program::clamp(const Op& op, const Rows& rows, int row) {
+  const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_columns);
+  float* x = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
+  if (op.target == LinearTarget::activations)
+    x = reinterpret_cast<float*>(rows.activations(op.source, row, row_bytes));
+  x += op.first_column;
+  const float least = op.vectors[0][0], most = op.vectors[0][1];
+  for (int i = 0; i < op.num_columns; i++) x[i] = std::min(std::max(x[i], least), most);
 }
 
 void Program::embed(const Op& op, int row) {

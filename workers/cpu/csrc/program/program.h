@@ -81,6 +81,7 @@ class Program final : private Phases {
   void embed(const Op& op, int row);
   void unpack_token(const Op& op, int row, int index, float* out);
   void place(const Op& op, const Rows& rows, int row);
+  void clamp(const Op& op, const Rows& rows, int row);
   void write_hidden(const Op& op, const Rows& rows, int row);
 
   void run_pieces(Tile& tile);

@@ -8,7 +8,7 @@
 
 namespace engine {
 
-// A buffer that is aligned to 64 bytes and only grows. Growing discards its contents.
+// A buffer that is aligned to 64 bytes and grows until it is released. Growing discards its contents.
 class Buffer {
  public:
   Buffer() = default;
@@ -21,6 +21,11 @@ class Buffer {
     bytes_ = (bytes + 63) / 64 * 64;
     data_ = static_cast<uint8_t*>(std::aligned_alloc(64, bytes_));
     if (data_ == nullptr) throw std::bad_alloc();
+  }
+  void release() {
+    std::free(data_);
+    data_ = nullptr;
+    bytes_ = 0;
   }
   uint8_t* bytes() const { return data_; }
   float* floats() const { return reinterpret_cast<float*>(data_); }

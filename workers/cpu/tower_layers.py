@@ -1,0 +1,327 @@
+"""The layers of a vision or audio tower as a native program.
+
+Shapes: P patches of an image, or rows of a sound, and the class token; D hidden size of the tower; F features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..attention.interface import AttentionSpec
+from ..device.device import usable_cores
+from ..vision.layers import LayersSpec, LayerWeights, Patches
+from ..vision.rotary import PatchRotary
+from ..vision.weights import Linear, Norm
+from .attention import KV_FORMATS, NativeAttention
+from .library import AttentionLayer, LatentShape, ModelShape, NotSupportedNatively, Step, StepGroup
+from .program import Floats, NativeProgram
+from .recording.blocks import ACTIVATIONS, BLOCK, QKV, RESIDUAL
+from .recording.model_shape import ACTIVATIONS as ACTIVATION_NUMBERS
+from .weights import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
+
+_BLOCK_SIZE: Final = 64
+_F32: Final = ActivationKind.F32
+_QUICK_GELU: Final = 1.702
+_ACTIVATIONS: Final = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    # x * sigmoid(c * x) is silu(c * x) / c, and the weights before and after it have the factors.
+    "quick_gelu": "silu",
+    "silu": "silu",
+    "relu": "relu",
+}
+_QK_NORMS: Final = {None: 0, "head": 1, "full": 2}
+
+
+class NativeLayers:
+    """Layers of a tower that run as one native program, in float32.
+
+    The program computes one sequence at a time, so its numbers do not depend on others.
+
+    Raises:
+        NotSupportedNatively: The program has no operation for a part of the layers. No weights were read then.
+    """
+
+    def __init__(
+        self, spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int | None = None
+    ) -> None:
+        self._spec = spec
+        size = spec.num_heads * spec.head_dim
+        if spec.clips_products and not spec.has_gate:
+            raise NotSupportedNatively(
+                "native programs of towers do not support bounds of MLPs without a gate"
+            )
+        self._attention = NativeAttention(
+            AttentionSpec(
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_heads,
+                head_dim=spec.head_dim,
+                block_size=_BLOCK_SIZE,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                is_causal=False,
+            )
+        )
+        block_bytes = math.prod(self._attention.kv_cache_shape(1)) * 4
+        shape = ModelShape(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            vocab_size=1,
+            block_size=_BLOCK_SIZE,
+            block_bytes=block_bytes,
+            kv_format=KV_FORMATS[torch.float32],
+            activation=ACTIVATION_NUMBERS[_ACTIVATIONS[spec.activation]],
+            norm=spec.norm_kind == "layer",
+            is_bidirectional=True,
+            projection_size=max(3 * size, 2 * spec.intermediate_size * spec.clips_products),
+            mixed_size=size,
+            latent=LatentShape(),
+            num_threads=num_threads or usable_cores(),
+        )
+        self._program = NativeProgram(shape, spec.norm_eps)
+        if spec.rotary is not None:
+            self._program.add_rotation(spec.rotary.frequencies(), 1.0, spec.rotary.axes)
+        _Recorder(self._program, spec).record(layers)
+
+    def __call__(self, x_PD: Tensor, patches: Patches) -> dict[int, Tensor]:
+        """Return the hidden states [P, D] after each of the feature layers, float32."""
+        spec, num_patches = self._spec, len(x_PD)
+        size = spec.hidden_size
+        features_PF = torch.empty(num_patches, len(spec.feature_layers) * size)
+        features_PF[:, :size] = x_PD
+        slots = np.arange(num_patches, dtype=np.int32)
+        loc = np.array([0, num_patches], np.int32)
+        blocks = np.arange(-(-num_patches // _BLOCK_SIZE), dtype=np.int32)
+        # A layer stores the keys and values of all patches before it reads any, so one cache is enough.
+        cache = torch.zeros(self._attention.kv_cache_shape(len(blocks)))
+        groups = (StepGroup * 1)()
+        groups[0].block_table, groups[0].block_table_stride = blocks.ctypes.data, len(blocks)
+        groups[0].slot_mapping = slots.ctypes.data
+        ids = np.zeros(num_patches, np.int32)
+        step = Step(
+            num_tokens=num_patches,
+            num_sequences=1,
+            wants_all_hidden=True,
+            input_ids=ids.ctypes.data,
+            positions=slots.ctypes.data,
+            query_start_loc=loc.ctypes.data,
+            groups=groups,
+            kv_caches=(ctypes.c_void_p * 1)(cache.data_ptr()),
+            hidden=features_PF.data_ptr(),
+            hidden_stride=features_PF.shape[1],
+            spans_need_windows=True,
+        )
+        rotary_P3 = visible_P2 = None
+        if patches.places_P2 is not None:
+            rotary_P3 = np.zeros((num_patches, 3), np.int32)
+            rotary_P3[:, :2] = patches.places_P2.numpy()
+            step.rotary = rotary_P3.ctypes.data
+        if patches.windows is not None:
+            visible_P2 = _visible(patches)
+            step.visible = visible_P2.ctypes.data
+        self._program.run(step)
+        parts = features_PF.unflatten(1, (-1, size)).unbind(1)
+        return dict(zip(spec.feature_layers, parts, strict=True))
+
+    def profile(self) -> list[tuple[str, float]]:
+        """Return the kind of each operation, in order, and the seconds spent in it so far."""
+        return self._program.profile()
+
+
+def _visible(patches: Patches) -> NDArray[np.int32]:
+    """Return the first patch that each patch sees, and the one after the last, int32 [P, 2]."""
+    assert patches.windows is not None
+    lengths = np.repeat(*np.array([(length, count) for count, length in patches.windows]).T)
+    ends = np.cumsum(lengths)
+    bounds = np.stack((ends - lengths, ends), 1).astype(np.int32)
+    return np.repeat(bounds, lengths, axis=0)
+
+
+class _Recorder:
+    """Records the operations of layers in a program."""
+
+    def __init__(self, program: NativeProgram, spec: LayersSpec) -> None:
+        self._program, self._spec = program, spec
+        self._memory = WeightMemory()
+
+    def record(self, layers: Iterable[LayerWeights]) -> None:
+        spec = self._spec
+        self._program.add_op("embed")
+        for number, weights in enumerate(layers, 1):
+            self._record_attention(number, weights)
+            self._record_mlp(weights)
+            if number in spec.feature_layers:
+                column = spec.feature_layers.index(number) * spec.hidden_size
+                self._program.add_op("keep_hidden", first_column=column)
+        self._program.add_op("head")
+
+    def _record_attention(self, number: int, weights: LayerWeights) -> None:
+        spec = self._spec
+        size = spec.num_heads * spec.head_dim
+        self._record_products(weights.attention_norm, weights.qkv, rotary=spec.rotary)
+        sees_window = bool(spec.full_layers) and number not in spec.full_layers
+        attention: dict[str, Any] = {
+            # With a window of its own, a patch sees what the step says.
+            "attention": AttentionLayer(spec.scale, 0.0, int(sees_window)),
+            "num_kv_heads": spec.num_heads,
+            "head_dim": spec.head_dim,
+        }
+        head_norms = [
+            None if norm is None else _permuted(norm.weight, spec, spec.rotary).numpy()
+            for norm in (weights.query_norm, weights.key_norm)
+        ]
+        self._program.add_op(
+            "rotate_store",
+            rope=-1 if spec.rotary is None else 0,
+            num_stored=2,
+            norms_values=spec.has_value_norm,
+            qk_norm=_QK_NORMS[spec.qk_norm],
+            vectors=[*head_norms, None],
+            eps=spec.norm_eps if weights.query_norm is None else weights.query_norm.eps,
+            **attention,
+        )
+        self._program.add_op("attention", activation_kind=_F32, vectors=[None, None], **attention)
+        self._record_output(weights.output, weights.attention_output_norm, size)
+
+    def _record_mlp(self, weights: LayerWeights) -> None:
+        spec = self._spec
+        up, down, gate = weights.up, weights.down, weights.gate
+        if spec.activation == "quick_gelu":
+            activated = up if gate is None else gate
+            activated.weight.mul_(_QUICK_GELU)
+            if activated.bias is not None:
+                activated.bias.mul_(_QUICK_GELU)
+            down.weight.div_(_QUICK_GELU)
+        inputs = [up] if gate is None else [gate, up]
+        if spec.clips_products:
+            self._record_products(weights.mlp_norm, inputs)
+            self._program.add_op(
+                "sparse_gates",
+                activation_kind=_F32,
+                num_columns=spec.intermediate_size,
+                vectors=[None],
+            )
+        else:
+            self._record_norm(weights.mlp_norm)
+            biases = [_floats(linear.bias) for linear in inputs]
+            self._program.add_op(
+                "gated_linear",
+                input_kind=_F32,
+                activation_kind=_F32,
+                parts=[self._packed(linear.weight) for linear in inputs],
+                vectors=[*biases, *[None] * (3 - len(biases))],
+            )
+        self._record_output(down, weights.mlp_output_norm, spec.intermediate_size)
+
+    def _record_norm(self, norm: Norm) -> None:
+        """Record the norm of the residual stream, which products read."""
+        self._program.add_op("quantize", activation_kind=_F32, vectors=_vectors(norm))
+
+    def _record_products(
+        self, norm: Norm, linears: list[Linear], rotary: PatchRotary | None = None
+    ) -> None:
+        """Record products of the normed residual stream, side by side.
+
+        With `rotary` they are queries, keys and values, and elements that are rotated together come half a head apart.
+        """
+        column = 0
+        for index, linear in enumerate(linears):
+            if index == 0 or linear.bounds is not None:
+                self._record_norm(norm)
+                self._record_bounds(linear.bounds, 0, self._spec.hidden_size, target=None)
+            weight, bias = linear.weight, linear.bias
+            if rotary is not None:
+                weight = _permuted(weight, self._spec, rotary, index)
+                bias = None if bias is None else _permuted(bias, self._spec, rotary, index)
+            self._program.add_op(
+                "linear",
+                input_kind=_F32,
+                source=0,
+                target=QKV,
+                parts=[self._packed(weight)],
+                vectors=[_floats(bias)],
+                first_column=column,
+            )
+            self._record_bounds(linear.bounds, 2, len(weight), target=QKV, first_column=column)
+            column += len(weight)
+
+    def _record_output(self, linear: Linear, norm: Norm | None, num_inputs: int) -> None:
+        """Record the last product of a block and its addition to the residual stream."""
+        self._record_bounds(linear.bounds, 0, num_inputs, target=None, source=1)
+        is_added = norm is None and linear.bounds is None
+        self._program.add_op(
+            "linear",
+            input_kind=_F32,
+            source=1,
+            target=RESIDUAL if is_added else BLOCK,
+            parts=[self._packed(linear.weight)],
+            vectors=[_floats(linear.bias)],
+        )
+        if is_added:
+            return
+        self._record_bounds(linear.bounds, 2, self._spec.hidden_size, target=BLOCK)
+        self._program.add_op("norm_add", vectors=[None] if norm is None else _vectors(norm))
+
+    def _record_bounds(
+        self,
+        bounds: Tensor | None,
+        first: int,
+        num_columns: int,
+        *,
+        target: int | None,
+        first_column: int = 0,
+        source: int = 0,
+    ) -> None:
+        """Record that a target, by default the activations `source`, has these bounds, if there are any."""
+        if bounds is None:
+            return
+        self._program.add_op(
+            "clamp",
+            target=ACTIVATIONS if target is None else target,
+            source=source,
+            num_columns=num_columns,
+            first_column=first_column,
+            vectors=[_floats(bounds[first : first + 2])],
+        )
+
+    def _packed(self, weight: Tensor) -> PackedWeight:
+        packed = pack_tensor(WeightFormat.F32, weight.float(), self._memory)
+        assert packed is not None
+        return packed
+
+
+def _permuted(x: Tensor, spec: LayersSpec, rotary: PatchRotary | None, index: int = 0) -> Tensor:
+    """Return rows of queries and keys with those that are rotated together half a head apart.
+
+    The rows are those of a head, of all heads, or of queries, keys and values. `index` 2 are those of values alone.
+    """
+    if rotary is None or rotary.num_parts == 1 or index == 2:
+        return x
+    order_K = torch.arange(spec.head_dim).view(rotary.num_parts, 2, -1).transpose(0, 1).flatten()
+    rows = x.unflatten(0, (-1, spec.head_dim))
+    num_rotated = 2 * spec.num_heads
+    return torch.cat((rows[:num_rotated, order_K], rows[num_rotated:])).flatten(0, 1)
+
+
+def _vectors(norm: Norm) -> list[Floats | None]:
+    return [_floats(norm.weight), _floats(norm.bias)]
+
+
+def _floats(x: Tensor | None) -> Floats | None:
+    """Return a vector as the program reads it."""
+    if x is None:
+        return None
+    vector: Floats = np.ascontiguousarray(x.float().numpy())
+    return vector

@@ -1,0 +1,76 @@
+"""Reads the layers of CLIP and of towers like it."""
+
+from __future__ import annotations
+
+from ...protocol.checkpoint.vision.spec import VisionSpec
+from .layers import LayersSpec, LayerWeights
+from .rotary import PatchRotary
+from .weights import Linear, Norm, VisionWeights
+
+_QK_NORM_EPS = 1e-6
+
+
+def layers_spec(spec: VisionSpec) -> LayersSpec:
+    """Return the layers of a tower, as far as features need them."""
+    rotary: PatchRotary | None = None
+    if spec.rope_theta:
+        rotary = PatchRotary(spec.rotary, spec.rope_theta, spec.size_of_heads)
+    return LayersSpec(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        head_dim=spec.size_of_heads,
+        feature_layers=tuple(sorted(set(spec.feature_layers))),
+        activation=spec.activation,
+        norm_kind=spec.norm_kind,
+        norm_eps=spec.norm_eps,
+        attention_scale=spec.attention_scale,
+        rotary=rotary,
+        qk_norm=spec.qk_norm,
+        has_value_norm=spec.has_value_norm,
+        has_gate=spec.has_gate,
+        clips_products=spec.clips_products,
+    )
+
+
+def read_layer(spec: VisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
+    """Return the weights of a layer.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    size, num_inner, has_bias = spec.hidden_size, spec.intermediate_size, spec.product_bias
+    attended_size = spec.num_heads * spec.size_of_heads
+
+    def read(name: str, rows: int, columns: int, has_bias: bool) -> Linear:
+        return tensors.read_linear(
+            prefix + name, rows, columns, has_bias=has_bias, clips=spec.clips_products
+        )
+
+    def norm(name: str) -> Norm:
+        return tensors.read_norm(prefix + name, size, spec.norm_kind, spec.norm_eps)
+
+    def head_norm(name: str) -> Norm | None:
+        if spec.qk_norm is None:
+            return None
+        norm_size = attended_size if spec.qk_norm == "full" else spec.size_of_heads
+        return tensors.read_rms_norm(f"{prefix}self_attn.{name}_norm", norm_size, _QK_NORM_EPS)
+
+    qkv = [read(f"self_attn.{n}_proj", attended_size, size, spec.qkv_bias) for n in "qkv"]
+    weights = LayerWeights(
+        attention_norm=norm("layer_norm1"),
+        qkv=qkv if spec.clips_products else [Linear.join(qkv)],
+        output=read("self_attn.out_proj", size, attended_size, has_bias),
+        mlp_norm=norm("layer_norm2"),
+        gate=read("mlp.gate_proj", num_inner, size, has_bias) if spec.has_gate else None,
+        up=read("mlp.fc1", num_inner, size, has_bias),
+        down=read("mlp.fc2", size, num_inner, has_bias),
+        query_norm=head_norm("q"),
+        key_norm=head_norm("k"),
+        attention_output_norm=norm("output_norm1") if spec.has_output_norms else None,
+        mlp_output_norm=norm("output_norm2") if spec.has_output_norms else None,
+    )
+    if spec.has_layer_scales:
+        for name, linear in (("lambda_1", weights.output), ("lambda_2", weights.down)):
+            linear.scale_outputs(tensors.read(f"{prefix}{name}", size))
+    return weights
