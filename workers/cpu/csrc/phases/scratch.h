@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "phases/attention_tasks.h"
+#include "phases/attend/attention_tasks.h"
 #include "model/rows.h"
 #include "runtime/buffer.h"
 #include "runtime/readahead.h"

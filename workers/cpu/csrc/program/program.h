@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "model/expert_exchange.h"
-#include "phases/attention.h"
+#include "phases/attend/attention.h"
 #include "program/decode.h"
 #include "phases/experts.h"
 #include "phases/head.h"
-#include "phases/latent.h"
+#include "phases/attend/latent.h"
 #include "phases/layer_inputs.h"
 #include "phases/mixers.h"
 #include "model/model.h"

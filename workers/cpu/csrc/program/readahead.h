@@ -9,7 +9,7 @@
 #include <deque>
 #include <vector>
 
-#include "phases/attention.h"
+#include "phases/attend/attention.h"
 #include "model/model.h"
 #include "program/pieces.h"
 #include "model/step.h"

@@ -1,4 +1,4 @@
-#include "phases/attention_tasks.h"
+#include "phases/attend/attention_tasks.h"
 
 #include <algorithm>
 #include <tuple>

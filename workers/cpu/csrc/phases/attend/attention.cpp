@@ -1,4 +1,4 @@
-#include "phases/attention.h"
+#include "phases/attend/attention.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "phases/latent.h"
+#include "phases/attend/latent.h"
 
 #include <algorithm>
 

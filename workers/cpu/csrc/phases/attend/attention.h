@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "phases/attention_tasks.h"
+#include "phases/attend/attention_tasks.h"
 #include "model/ranks.h"
 #include "model/rope.h"
 #include "model/rows.h"
