@@ -29,13 +29,8 @@ from engine.workers.attention import AttentionSpec, attention_backend
 from engine.workers.batch import AttentionBatch
 from engine.workers.cpu.attention import NativeAttention
 from engine.workers.cpu.decoder import NativeDecoder
-from engine.workers.cpu.weights import (
-    QUANTIZATIONS,
-    WeightFormat,
-    WeightMemory,
-    allocate_packed,
-    pack_rows,
-)
+from engine.workers.cpu.packing import WeightFormat, WeightMemory, allocate_packed, pack_rows
+from engine.workers.cpu.weights import QUANTIZATIONS
 from engine.workers.loaders.dequantize import dequantize
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.decoder import Decoder

@@ -15,14 +15,8 @@ from ..loaders.peft_adapter import Change, LowRank, Replacement
 from ..models.lora.adapters import LoraAdapters
 from ..models.lora.matrices import EMBEDDING, HEAD, REPLACEABLE, AdaptedMatrix, AdaptedRows
 from ..models.weights import Rows
-from .library import Adapter, LowRankFactor
-from .weights import (
-    ActivationKind,
-    PackedWeight,
-    WeightFormat,
-    WeightMemory,
-    pack_tensor,
-)
+from .abi.structs import Adapter, LowRankFactor
+from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
 
 _BLOCK_COLUMNS: Final = 32
 _RANK_UNIT: Final = 16

@@ -29,10 +29,11 @@ from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import SamplerOutput
 from ..vision.placed import Placed
+from .abi.structs import Step, StepGroup
 from .adapters import NativeAdapters
 from .attention import NativeAttention, NativeAttentionMetadata
 from .decoding import NativeDecoding
-from .library import NotSupportedNatively, Step, StepGroup
+from .library import NotSupportedNatively
 from .program import NativeProgram
 from .recording.model_shape import model_shape
 from .recording.recorder import Recorder

@@ -16,8 +16,8 @@ from ...protocol.arrays import Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..sampling import Grammar, Logprobs, SamplingMetadata
+from .abi.structs import DecodeBatch
 from .drafts import Drafts
-from .library import DecodeBatch
 from .program import NativeProgram
 from .sampling import NativeSampler, RowsToSample
 

@@ -15,7 +15,8 @@ from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ...protocol.config import SpeculativeConfig
 from ...protocol.worker_messages import DraftTokenIds, NewRequestData
 from ..batch import PersistentBatch
-from .library import DraftLookup, native_library
+from .abi.structs import DraftLookup
+from .library import native_library
 
 
 class Drafts:

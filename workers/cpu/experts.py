@@ -15,9 +15,10 @@ from ..layers.spec import ExpertsSpec, ModelSpec
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
-from . import library
+from .abi import structs
 from .library import NotSupportedNatively
-from .weights import ActivationKind, NativeWeightReader, PackedWeight, intermediate_shares
+from .packing import ActivationKind, PackedWeight
+from .weights import NativeWeightReader, intermediate_shares
 
 _SCORING = {"softmax": 0, "sigmoid": 1, "sparse mixer": 2}
 _NUM_BEST = {"best": 1, "best two": 2}
@@ -25,7 +26,7 @@ _NUM_BEST = {"best": 1, "best two": 2}
 Floats = NDArray[np.float32]
 
 
-class NativeExperts(library.ExpertLayer):
+class NativeExperts(structs.ExpertLayer):
     """The router's parameters and the experts of this rank; native code takes its address.
 
     Keeps the matrices and vectors that it points to alive. The ranks have a share of the elements of every expert, or
@@ -83,7 +84,7 @@ class NativeExperts(library.ExpertLayer):
             name = f"{prefix}gate.per_expert_scale"
             scales = weights.vector(name, experts.num_experts)
         self._of_experts = correction, scales
-        router = library.Router(
+        router = structs.Router(
             experts.num_experts,
             experts.num_experts_per_token,
             _SCORING[experts.scoring],
@@ -136,14 +137,14 @@ def _common_kind(prefix: str, matrices: Sequence[PackedWeight]) -> ActivationKin
 def _array(matrices: Sequence[PackedWeight]) -> Any:
     if not matrices:
         return None
-    return (library.PackedWeight * len(matrices))(*matrices)
+    return (structs.PackedWeight * len(matrices))(*matrices)
 
 
 def _address(vector: Floats | None) -> int | None:
     return None if vector is None else vector.ctypes.data
 
 
-class NativeExpertExchange(library.ExpertExchange):
+class NativeExpertExchange(structs.ExpertExchange):
     """Functions that a native program calls in a round; see `csrc/model/expert_exchange.h`.
 
     Any of the program's threads may call them, one at a time. An exception cannot pass through native code: it ends the
@@ -156,7 +157,7 @@ class NativeExpertExchange(library.ExpertExchange):
         # Native code reads these until the next exchange.
         self._received: Tensor | None = None
         self._collected: Tensor | None = None
-        functions = dict(library.ExpertExchange._fields_[1:])
+        functions = dict(structs.ExpertExchange._fields_[1:])
         super().__init__(
             group.size,
             functions["begin_round"](self._guarded(self._begin_round)),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ..layers.spec import LatentSpec, ModelSpec
 from ..models.latent_attention import has_split_expansions, read_expansions, skip_other_heads
-from . import library
+from .abi import structs
 from .library import NotSupportedNatively
-from .weights import ActivationKind, NativeWeightReader, PackedWeight
+from .packing import ActivationKind, PackedWeight
+from .weights import NativeWeightReader
 
 
 class HeadMatrices:
@@ -30,7 +31,7 @@ class HeadMatrices:
             )
         self.activation_kind: ActivationKind = kinds.pop()
         self._matrices = matrices
-        self._array = (library.PackedWeight * len(matrices))(*matrices)
+        self._array = (structs.PackedWeight * len(matrices))(*matrices)
 
     @property
     def address(self) -> int:

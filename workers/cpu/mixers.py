@@ -27,9 +27,10 @@ from ..models.mixers.mixer import elements, segments
 from ..models.weights import Rows
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
-from . import library
+from .abi import structs
 from .library import NotSupportedNatively
-from .weights import NativeWeightReader, PackedWeight
+from .packing import PackedWeight
+from .weights import NativeWeightReader
 
 Floats = NDArray[np.float32]
 
@@ -37,7 +38,7 @@ _KINDS = {ShortConvolution: 0, Mamba2: 1, GatedDeltaNet: 2, KimiDeltaAttention: 
 _MOST_TAPS = 16
 
 
-class NativeMixer(library.Mixer):
+class NativeMixer(structs.Mixer):
     """The parameters of a recurrent layer but its matrices; native code takes its address.
 
     Keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix. Products of its

@@ -14,22 +14,14 @@ from torch import Tensor
 from ..layers.rope import RopeSpec
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.tensor_parallel import TensorParallel
+from .abi.structs import MAX_PARTS, OP_KINDS, AltUp, DecodeBatch, ModelShape, Op, Step
 from .adapters import AdapterTable, NativeAdapters
 from .exchange import share_memory
 from .experts import NativeExpertExchange, NativeExperts
 from .head_matrices import HeadMatrices
-from .library import (
-    MAX_PARTS,
-    OP_KINDS,
-    AltUp,
-    DecodeBatch,
-    ModelShape,
-    Op,
-    Step,
-    native_library,
-)
+from .library import native_library
 from .mixers import NativeMixer
-from .weights import PackedWeight
+from .packing import PackedWeight
 
 _PRODUCTS = ("linear", "gated_linear")
 _KIND = {name: number for number, name in enumerate(OP_KINDS)}

@@ -17,7 +17,7 @@ from ...protocol.arrays import Int32Array
 from ..batch import PersistentBatch
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
 from ..sampling.state import SamplingState
-from .library import LogitRules, LogprobRows, SamplingRows, Step
+from .abi.structs import LogitRules, LogprobRows, SamplingRows, Step
 from .program import NativeProgram
 
 

@@ -20,12 +20,13 @@ from ..device.device import usable_cores
 from ..vision.layers import LayersSpec, LayerWeights, Patches
 from ..vision.rotary import PatchRotary
 from ..vision.weights import Linear, Norm
+from .abi.structs import AttentionLayer, LatentShape, ModelShape, Step, StepGroup
 from .attention import KV_FORMATS, NativeAttention
-from .library import AttentionLayer, LatentShape, ModelShape, NotSupportedNatively, Step, StepGroup
+from .library import NotSupportedNatively
+from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
 from .program import Floats, NativeProgram
 from .recording.blocks import ACTIVATIONS, BLOCK, QKV, RESIDUAL
 from .recording.model_shape import ACTIVATIONS as ACTIVATION_NUMBERS
-from .weights import ActivationKind, PackedWeight, WeightFormat, WeightMemory, pack_tensor
 
 _BLOCK_SIZE: Final = 64
 _F32: Final = ActivationKind.F32

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
-from ..device.host_memory import HUGE_PAGE_BYTES, allocate
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.gguf import GGUFCheckpoint
 from ..loaders.tensor_names import TensorNames
@@ -25,49 +22,23 @@ from ..quantization.float8 import as_float8_rows, is_float8
 from ..quantization.gguf_blocks import as_blocks, block_type, fits_block_scales
 from ..quantization.matrix import QuantizedMatrix
 from ..quantization.scheme import ColumnGroups
-from . import library
-from .library import NotSupportedNatively, native_library
-
-
-class ActivationKind(IntEnum):
-    """Storage formats of activations; see `csrc/linear/linear.h`."""
-
-    INT8 = 0
-    BF16 = 1
-    F32 = 2
-    INT8_SPLIT = 3
-
-    @property
-    def for_whole_rows(self) -> ActivationKind:
-        """The kind to use if a row is quantized as a whole.
-
-        Rows that are computed in parts (gated activations, attention heads) do not have their outliers in few columns.
-        """
-        return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
-
-
-class WeightFormat(IntEnum):
-    """Storage formats of packed matrices; see `csrc/linear/linear.h`."""
-
-    U4 = 0
-    U4_OFFSET = 1
-    U5_OFFSET = 2
-    U6 = 3
-    MXFP4 = 4
-    NVFP4 = 5
-    U8 = 6
-    BF16 = 7
-    F16 = 8
-    F32 = 9
-    F8 = 10
-
-    @property
-    def activation_kind(self) -> ActivationKind:
-        """The format of activations that products with this format take."""
-        if self <= WeightFormat.U8:
-            return ActivationKind.INT8
-        return ActivationKind.BF16 if self is WeightFormat.BF16 else ActivationKind.F32
-
+from .library import NotSupportedNatively
+from .packing import (
+    FLOAT8_ROWS,
+    FLOAT_TYPES,
+    GROUP_SIZE,
+    ActivationKind,
+    PackedWeight,
+    WeightFormat,
+    WeightMemory,
+    allocate_packed,
+    as_source,
+    can_pack,
+    finish_packing,
+    pack_rows,
+    pack_tensor,
+    round_up,
+)
 
 _QUANTIZED_FORMATS = {
     SourceType.Q4_0: WeightFormat.U4,
@@ -81,28 +52,17 @@ _QUANTIZED_FORMATS = {
     SourceType.MXFP4: WeightFormat.MXFP4,
     SourceType.NVFP4: WeightFormat.NVFP4,
 }
-_FLOAT8_ROWS = 1000
-"""The number of `SourceType::f8` in `csrc/linear/pack.h`."""
 
 _FLOAT_FORMATS = {
     torch.bfloat16: WeightFormat.BF16,
     torch.float16: WeightFormat.F16,
     torch.float32: WeightFormat.F32,
 }
-_FLOAT_TYPES = {
-    torch.bfloat16: SourceType.BF16,
-    torch.float16: SourceType.F16,
-    torch.float32: SourceType.F32,
-}
 QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
 """Formats to which float matrices can be quantized while they are read."""
 
-GROUP_SIZE = 32
-"""Elements of a row that integer formats quantize together; rows are whole groups."""
 
 _LARGEST_BLOCK = max(elements for elements, _ in BLOCK_SIZES.values())
-_ALIGNMENT = 64
-_CHUNK_BYTES = 64 << 20
 _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
 """BF16 packs this many rows at once; see `csrc/linear/pack.h`."""
@@ -115,66 +75,7 @@ _DAMAGED = (
 )
 
 
-class PackedWeight(library.PackedWeight):
-    """A packed matrix ``[n, k]``; native code takes its address.
-
-    Keeps `data`, uint8 and aligned to 64 bytes, alive. `group` and `scale` are those of `PackedWeight` in C++.
-    """
-
-    def __init__(
-        self,
-        weight_format: WeightFormat,
-        n: int,
-        k: int,
-        data: NDArray[np.uint8],
-        group: int = 0,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(weight_format, n, k, group, scale, data.ctypes.data)
-        self.data = data
-
-    @property
-    def activation_kind(self) -> ActivationKind:
-        """The format of activations that products with this matrix take."""
-        return WeightFormat(self.format).activation_kind
-
-    def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
-        """Return rows of the matrix, ``[len(indices), k]``."""
-        unpack = native_library().engine_unpack_weight_row
-        out = np.empty((len(indices), self.k), np.float32)
-        for index, row in zip(indices, out, strict=True):
-            unpack(ctypes.byref(self), index, row.ctypes.data)
-        return out
-
-
 MatrixCallback: TypeAlias = Callable[[PackedWeight, Rows, int, range | None], None]
-
-
-class WeightMemory:
-    """Zeroed memory for weights, in huge pages.
-
-    A step reads all weights, and with small pages a quarter of its time would be address translation.
-    """
-
-    def __init__(self) -> None:
-        self._chunk = np.empty(0, np.uint8)
-        self._used = 0
-
-    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return zeros uint8 ``[num_bytes]``, aligned to 64."""
-        start = _round_up(self._used, _ALIGNMENT)
-        if start + num_bytes > len(self._chunk):
-            size = _round_up(max(num_bytes, _CHUNK_BYTES), HUGE_PAGE_BYTES)
-            self._chunk = allocate(size)
-            start = 0
-        self._used = start + num_bytes
-        return self._chunk[start : self._used]
-
-    def shrink(self, num_bytes: int, last: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Shrink the last allocation to `num_bytes`; the rest is zeroed for the next allocation."""
-        last[num_bytes:] = 0
-        self._used -= len(last) - num_bytes
-        return last[:num_bytes]
 
 
 class NativeWeightReader(WeightReader):
@@ -376,7 +277,7 @@ class NativeWeightReader(WeightReader):
         group, scale = self._scaling(name, weight_format, part or range(columns))
         weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
         most_rows = max(1, min(_ELEMENTS_AT_ONCE // columns, num_rows // self._num_threads))
-        step = _round_up(most_rows, _ROWS_TOGETHER)
+        step = round_up(most_rows, _ROWS_TOGETHER)
 
         def pack(start: int) -> None:
             source_type, source = rows(start, min(start + step, num_rows))
@@ -412,7 +313,7 @@ class NativeWeightReader(WeightReader):
             source_type = self.checkpoint.ggml_type(self._stored_name(name))
             if source_type in _QUANTIZED_FORMATS:
                 return _QUANTIZED_FORMATS[source_type]
-            is_quantized_gguf = source_type not in _FLOAT_TYPES.values()
+            is_quantized_gguf = source_type not in FLOAT_TYPES.values()
         few = self._few_rows(name)
         if few is not None and (stored_as := block_type(few)) is not None:
             return _QUANTIZED_FORMATS[stored_as]
@@ -475,10 +376,10 @@ class NativeWeightReader(WeightReader):
         """Return rows or columns of a tensor, converted to a type that can be packed."""
         if self._is_stored_transposed(name):
             stored = self.checkpoint.tensor(self._stored_name(name), part=part, dim=1 - dim)
-            return _as_source(stored.T)
+            return as_source(stored.T)
         if matrix := self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim):
             if weight_format is WeightFormat.F8:
-                return _FLOAT8_ROWS, as_float8_rows(matrix)
+                return FLOAT8_ROWS, as_float8_rows(matrix)
             stored_as = block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
                 if not fits_block_scales(matrix):
@@ -486,7 +387,7 @@ class NativeWeightReader(WeightReader):
                         f"the scales of {name!r} are too large for the native backend (float16)"
                     )
                 return stored_as, as_blocks(matrix)
-        return _as_source(self.checkpoint.tensor(self._stored_name(name), part=part, dim=dim))
+        return as_source(self.checkpoint.tensor(self._stored_name(name), part=part, dim=dim))
 
 
 def intermediate_shares(size: int, tensor_parallel: TensorParallel) -> list[range]:
@@ -499,73 +400,3 @@ def intermediate_shares(size: int, tensor_parallel: TensorParallel) -> list[rang
             shares = tensor_parallel.parts(size // unit)
             return [range(share.start * unit, share.stop * unit) for share in shares]
     return tensor_parallel.parts(size)
-
-
-def _as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
-    """Return a tensor in a type that can be packed."""
-    if tensor.dtype not in _FLOAT_TYPES:
-        tensor = tensor.float()
-    return _FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
-
-
-def allocate_packed(
-    weight_format: WeightFormat,
-    n: int,
-    k: int,
-    memory: WeightMemory,
-    group: int = 0,
-    scale: float = 1.0,
-) -> PackedWeight:
-    """Return a matrix of zeros for `pack_rows` to fill.
-
-    Integer formats need whole groups in `k`. `group` and `scale` are those of `PackedWeight`.
-    """
-    num_bytes = native_library().engine_packed_bytes(weight_format, n, k, group)
-    return PackedWeight(weight_format, n, k, memory.allocate(num_bytes), group, scale)
-
-
-def pack_tensor(
-    weight_format: WeightFormat, matrix: torch.Tensor, memory: WeightMemory
-) -> PackedWeight | None:
-    """Return a float matrix packed, or None if it has a NaN or infinity that the format cannot represent."""
-    n, k = matrix.shape
-    weight = allocate_packed(weight_format, n, k, memory)
-    source = matrix.contiguous().view(torch.uint8).numpy()
-    if not pack_rows(weight, _FLOAT_TYPES[matrix.dtype], source):
-        return None
-    weight.data = memory.shrink(finish_packing(weight), weight.data)
-    return weight
-
-
-def can_pack(source_type: int, weight_format: WeightFormat) -> bool:
-    """Return whether rows of a type can be packed in a format. Float types can also be packed in U4_OFFSET and U8."""
-    return bool(native_library().engine_can_pack(source_type, weight_format))
-
-
-def pack_rows(
-    weight: PackedWeight, source_type: int, source: NDArray[np.uint8], first_row: int = 0
-) -> bool:
-    """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
-
-    Return False if it has a NaN or infinity that the format cannot represent. Threads may pack different rows of a
-    matrix at once; in BF16 they must not share a block of 64 rows that starts at a multiple of 64.
-    """
-    return bool(
-        native_library().engine_pack_rows(
-            ctypes.byref(weight),
-            source_type,
-            source.ctypes.data,
-            source.strides[0],
-            first_row,
-            len(source),
-        )
-    )
-
-
-def finish_packing(weight: PackedWeight) -> int:
-    """Finish a matrix whose rows are all packed. Return how many bytes of its data are used."""
-    return int(native_library().engine_finish_packing(ctypes.byref(weight)))
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple

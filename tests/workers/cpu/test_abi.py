@@ -5,10 +5,11 @@ import ctypes
 
 import pytest
 from engine.workers.cpu import library
-from engine.workers.cpu.abi import StaleNativeLibrary, check_abi, describe_abi
+from engine.workers.cpu.abi import structs
+from engine.workers.cpu.abi.check import Signature, StaleNativeLibrary, check_abi, describe_abi
 
 NATIVE = library.native_library()
-PATH = NATIVE._name
+PATH = str(library.LIBRARY_PATH)
 
 
 def mirror(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
@@ -16,11 +17,11 @@ def mirror(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
 
 
 def check(
-    structs: dict[str, type[ctypes.Structure]] | None = None, **functions: library.Signature
+    replaced: dict[str, type[ctypes.Structure]] | None = None, **functions: Signature
 ) -> None:
     """Compare the library with the Python mirrors, some of which are replaced."""
-    mirrors = {struct.__name__: struct for struct in library.STRUCTS} | (structs or {})
-    enums = {"OpKind": library.OP_KINDS}
+    mirrors = {struct.__name__: struct for struct in structs.STRUCTS} | (replaced or {})
+    enums = {"OpKind": structs.OP_KINDS}
     expected = describe_abi(list(mirrors.values()), enums, library.FUNCTIONS | functions)
     check_abi(NATIVE, expected, PATH)
 
@@ -29,7 +30,7 @@ def test_library_of_the_same_sources_is_accepted():
     check()
 
 
-FIELDS = list(library.LogprobRows._fields_)
+FIELDS = list(structs.LogprobRows._fields_)
 
 
 @pytest.mark.parametrize(

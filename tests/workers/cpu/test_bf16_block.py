@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.workers.cpu.library import native_library
-from engine.workers.cpu.weights import (
+from engine.workers.cpu.packing import (
     ActivationKind,
     PackedWeight,
     WeightFormat,

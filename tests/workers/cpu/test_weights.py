@@ -11,7 +11,8 @@ import torch
 from engine.protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from engine.protocol.errors import CheckpointError
 from engine.workers.cpu.library import NotSupportedNatively
-from engine.workers.cpu.weights import NativeWeightReader, WeightFormat, WeightMemory
+from engine.workers.cpu.packing import WeightFormat, WeightMemory
+from engine.workers.cpu.weights import NativeWeightReader
 from engine.workers.loaders import Checkpoint, open_checkpoint
 from engine.workers.loaders.gguf import GGUFCheckpoint
 from engine.workers.models.weights import Rows

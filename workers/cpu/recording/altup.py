@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...layers.spec import AltUpSpec, ModelSpec
-from .. import library
-from ..library import MAX_PARTS
+from ..abi import structs
+from ..abi.structs import MAX_PARTS
+from ..packing import PackedWeight
 from ..program import Floats
-from ..weights import NativeWeightReader, PackedWeight
+from ..weights import NativeWeightReader
 from .blocks import BLOCK, QKV, BlockRecorder
 
 
-class NativeAltUp(library.AltUp):
+class NativeAltUp(structs.AltUp):
     """The weights of alternating updates; native code takes its address.
 
     Keeps the arrays that it points to alive.

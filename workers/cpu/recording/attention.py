@@ -10,22 +10,15 @@ import torch
 
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
-from ...layers.spec import (
-    Chunk,
-    LatentSpec,
-    LayerSpec,
-    ModelSpec,
-    NormNames,
-    QueryScaling,
-    Window,
-)
+from ...layers.spec import Chunk, LatentSpec, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
 from ...models.latent_attention import first_rows, query_rows
+from ..abi.structs import AttentionLayer
 from ..head_matrices import read_head_matrices
-from ..library import AttentionLayer, NotSupportedNatively
+from ..library import NotSupportedNatively
+from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
-from ..weights import GROUP_SIZE, ActivationKind, PackedWeight
 from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, BlockRecorder
 

@@ -11,9 +11,10 @@ import numpy as np
 from ...layers.spec import ModelSpec
 from ...models.weights import Rows
 from ...parallel.shard import ModelShard
-from ..library import MAX_PARTS
+from ..abi.structs import MAX_PARTS
+from ..packing import ActivationKind, PackedWeight
 from ..program import Floats, NativeProgram
-from ..weights import ActivationKind, NativeWeightReader, PackedWeight, intermediate_shares
+from ..weights import NativeWeightReader, intermediate_shares
 
 QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS = range(7)
 """Targets of a product; see `Op` in csrc/model/model.h."""

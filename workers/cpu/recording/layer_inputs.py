@@ -8,7 +8,7 @@ import torch
 
 from ...layers.spec import PerLayerInputsSpec
 from ..library import NotSupportedNatively
-from ..weights import GROUP_SIZE, ActivationKind
+from ..packing import GROUP_SIZE, ActivationKind
 from .blocks import BLOCK, INPUTS, PART, QKV, BlockRecorder
 
 

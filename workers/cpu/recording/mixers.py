@@ -7,7 +7,7 @@ from typing import Any
 from ....protocol.checkpoint.recurrent_layers import RecurrentLayer, ShortConvolution
 from ...layers.spec import LayerSpec, NormNames
 from ..mixers import NativeMixer
-from ..weights import ActivationKind
+from ..packing import ActivationKind
 from .blocks import PART, QKV, BlockRecorder
 
 

@@ -7,8 +7,8 @@ import math
 from ...layers.spec import LayerSpec, ModelSpec
 from ...parallel.shard import ModelShard
 from ...parallel.tensor_parallel import TensorParallel
+from ..abi.structs import LatentShape, ModelShape
 from ..attention import KV_FORMATS, NativeAttention
-from ..library import LatentShape, ModelShape
 from ..mixers import mixer_sizes
 from ..weights import intermediate_shares
 

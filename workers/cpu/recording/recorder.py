@@ -10,9 +10,11 @@ from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
 from ...models.decoder import check_num_positions
 from ...models.mlp import read_xielu
 from ...parallel.shard import ModelShard
-from ..library import AttentionLayer, NotSupportedNatively
+from ..abi.structs import AttentionLayer
+from ..library import NotSupportedNatively
+from ..packing import PackedWeight
 from ..program import Floats, NativeProgram
-from ..weights import NativeWeightReader, PackedWeight
+from ..weights import NativeWeightReader
 from .altup import AltUpRecorder
 from .attention import AttentionRecorder
 from .blocks import RESIDUAL, BlockRecorder

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...protocol.errors import EngineError
+from ....protocol.errors import EngineError
 
 _FUNCTION_POINTER = ctypes.CFUNCTYPE(None).__mro__[1]
 

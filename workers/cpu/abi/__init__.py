@@ -1,0 +1,1 @@
+"""What Python and the native library must agree on: structs, enumerations and functions."""

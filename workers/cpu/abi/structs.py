@@ -1,0 +1,448 @@
+"""The native library's structs for `ctypes`.
+
+Every struct mirrors one in `csrc` and is listed in `STRUCTS` and in `csrc/abi.cpp`. The library is compared with these
+mirrors when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_float, c_int32, c_int64, c_void_p
+
+MAX_PARTS = 3
+OP_KINDS = (
+    "embed",
+    "quantize",
+    "linear",
+    "gated_linear",
+    "rotate_store",
+    "attention",
+    "norm_add",
+    "final_norm",
+    "head",
+    "sum",
+    "route",
+    "gated_experts",
+    "expert_outputs",
+    "combine_experts",
+    "short_convolution",
+    "convolve",
+    "scan",
+    "gate_mixed",
+    "quantize_columns",
+    "latent_queries",
+    "latent_values",
+    "norm",
+    "share_squares",
+    "adapt",
+    "place",
+    "add_placed",
+    "scale",
+    "add_normed",
+    "add_blocks",
+    "share_gates",
+    "sparse_gates",
+    "embed_inputs",
+    "add_inputs",
+    "gate_by_inputs",
+    "expand_streams",
+    "predict_streams",
+    "correct_streams",
+    "add_to_streams",
+    "load_stream",
+    "reduce_streams",
+    "share_head_squares",
+    "clamp",
+    "keep_hidden",
+)
+
+
+class PackedWeight(ctypes.Structure):
+    """A packed matrix; see `csrc/linear/linear.h`. `weights.py` extends it."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("group", c_int32),
+        ("scale", c_float),
+        ("_data", c_void_p),
+    )
+
+
+class LatentShape(ctypes.Structure):
+    """The sizes of latent attention; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("query_rank", c_int32),
+        ("kv_rank", c_int32),
+        ("plain_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("value_dim", c_int32),
+    )
+
+
+class ModelShape(ctypes.Structure):
+    """The sizes of a rank's share of a model; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("vocab_size", c_int32),
+        ("block_size", c_int32),
+        ("block_bytes", c_int64),
+        ("kv_format", c_int32),
+        ("activation", c_int32),
+        ("norm", c_int32),
+        ("is_bidirectional", c_int32),
+        ("keeps_block", c_int32),
+        ("router_size", c_int32),
+        ("projection_size", c_int32),
+        ("mixed_size", c_int32),
+        ("num_streams", c_int32),
+        ("input_size", c_int32),
+        ("latent", LatentShape),
+        ("num_threads", c_int32),
+    )
+
+
+class AttentionLayer(ctypes.Structure):
+    """A layer's attention parameters; see `csrc/attention/attention.h`."""
+
+    _fields_ = (
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+    )
+
+
+class Router(ctypes.Structure):
+    """The choice of a token's experts; see `csrc/experts/router.h`."""
+
+    _fields_ = (
+        ("num_experts", c_int32),
+        ("num_chosen", c_int32),
+        ("scoring", c_int32),
+        ("renormalizes", c_int32),
+        ("num_groups", c_int32),
+        ("num_chosen_groups", c_int32),
+        ("num_best", c_int32),
+        ("scale", c_float),
+        ("mixer_noise", c_float),
+        ("correction", c_void_p),
+        ("scales", c_void_p),
+    )
+
+
+class ExpertExchange(ctypes.Structure):
+    """Functions that exchange rows with other ranks; see `csrc/model/expert_exchange.h`."""
+
+    _fields_ = (
+        ("num_ranks", c_int32),
+        ("begin_round", CFUNCTYPE(c_int32)),
+        (
+            "dispatch",
+            CFUNCTYPE(c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p, c_int32),
+        ),
+        ("collect", CFUNCTYPE(c_void_p, c_void_p, c_int64)),
+    )
+
+
+class ExpertLayer(ctypes.Structure):
+    """A layer's mixture of experts; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("router", Router),
+        ("size", c_int32),
+        ("first", c_int32),
+        ("count", c_int32),
+        ("adds_block", c_int32),
+        ("has_shared_gate", c_int32),
+        ("scales_inputs", c_int32),
+        ("gate", POINTER(PackedWeight)),
+        ("up", POINTER(PackedWeight)),
+        ("down", POINTER(PackedWeight)),
+        ("gate_biases", c_void_p),
+        ("up_biases", c_void_p),
+        ("down_biases", c_void_p),
+    )
+
+
+class Mixer(ctypes.Structure):
+    """A recurrent layer; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("channels", c_int32),
+        ("num_convolved", c_int32),
+        ("kernel", c_int32),
+        ("segment", c_int32),
+        ("num_heads", c_int32),
+        ("num_groups", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("norm_groups", c_int32),
+        ("gates_before_norm", c_int32),
+        ("has_tiled_heads", c_int32),
+        ("min_step", c_float),
+        ("max_step", c_float),
+        ("strength", c_float),
+        ("taps", c_void_p),
+        ("bias", c_void_p),
+        ("multipliers", c_void_p),
+        ("decay", c_void_p),
+        ("skip", c_void_p),
+        ("step_bias", c_void_p),
+        ("norm", c_void_p),
+    )
+
+
+class LowRankFactor(ctypes.Structure):
+    """The second factor of a LoRA adapter; see `csrc/rows/kernels.h`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("rank", c_int32),
+        ("is_bf16", c_int32),
+    )
+
+
+class Adapter(ctypes.Structure):
+    """The part that a LoRA adapter adds to a product; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("down", c_void_p),
+        ("whole", c_void_p),
+        ("up", LowRankFactor * MAX_PARTS),
+    )
+
+
+class AltUp(ctypes.Structure):
+    """The weights of alternating updates in a layer; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("active", c_int32),
+        ("router_norm", c_void_p),
+        ("router", c_void_p),
+        ("predict", c_void_p),
+        ("correct", c_void_p),
+        ("output_scale", c_void_p),
+    )
+
+
+class Op(ctypes.Structure):
+    """One operation of a program; see `csrc/model/model.h`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("input_kind", c_int32),
+        ("activation_kind", c_int32),
+        ("source", c_int32),
+        ("target", c_int32),
+        ("layer", c_int32),
+        ("group", c_int32),
+        ("rope", c_int32),
+        ("qk_norm", c_int32),
+        ("rotates_before_norm", c_int32),
+        ("reads_source", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("num_stored", c_int32),
+        ("norms_values", c_int32),
+        ("num_parts", c_int32),
+        ("first_column", c_int32),
+        ("num_columns", c_int32),
+        ("adapter_rank", c_int32),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("attention", AttentionLayer),
+        ("parts", c_void_p * MAX_PARTS),
+        ("vectors", c_void_p * MAX_PARTS),
+        ("experts", c_void_p),
+        ("mixer", c_void_p),
+        ("heads", c_void_p),
+        ("adapters", c_void_p),
+        ("altup", c_void_p),
+    )
+
+
+class StepGroup(ctypes.Structure):
+    """One KV-cache group's block table and slots in a step."""
+
+    _fields_ = (
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        ("slot_mapping", c_void_p),
+    )
+
+
+class LogitRules(ctypes.Structure):
+    """The changes to the logits of a slot's request; see `csrc/sampling/logit_rules.h`."""
+
+    _fields_ = (
+        ("allowed", c_void_p),
+        ("bad_words", c_void_p),
+        ("end_tokens", c_void_p),
+        ("bias_tokens", c_void_p),
+        ("biases", c_void_p),
+        ("bad_words_size", c_int32),
+        ("num_end_tokens", c_int32),
+        ("min_length", c_int32),
+        ("num_biases", c_int32),
+        ("has_penalties", c_int32),
+        ("repetition_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("suppressed", c_void_p),
+        ("begin_suppressed", c_void_p),
+        ("num_suppressed", c_int32),
+        ("num_begin_suppressed", c_int32),
+        ("first_timestamp", c_int32),
+        ("end_token", c_int32),
+        ("max_initial_timestamp", c_int32),
+    )
+
+
+class LogprobRows(ctypes.Structure):
+    """The arrays that log-probabilities are written to; see `csrc/sampling/token_chooser.h`."""
+
+    _fields_ = (
+        ("is_wanted", c_void_p),
+        ("num_top", c_void_p),
+        ("width", c_int64),
+        ("token_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+    )
+
+
+class SamplingRows(ctypes.Structure):
+    """Sampling parameters by slot, and the rows to sample; see `csrc/sampling/token_chooser.h`."""
+
+    _fields_ = (
+        ("is_greedy", c_void_p),
+        ("inverse_temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("typical_p", c_void_p),
+        ("min_p_margin", c_void_p),
+        ("seed", c_void_p),
+        ("changes_logits", c_void_p),
+        ("rules", POINTER(LogitRules)),
+        ("token_ids", c_void_p),
+        ("max_model_len", c_int64),
+        ("num_prompt_tokens", c_void_p),
+        ("num_tokens", c_void_p),
+        ("grammar", c_void_p),
+        ("grammar_words", c_void_p),
+        ("logprobs", POINTER(LogprobRows)),
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """The arrays of one step; see `csrc/model/step.h`."""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_sequences", c_int32),
+        ("num_logit_rows", c_int32),
+        ("wants_all_hidden", c_int32),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("table_rows", c_void_p),
+        ("groups", POINTER(StepGroup)),
+        ("kv_caches", POINTER(c_void_p)),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
+        ("logit_rows", c_void_p),
+        ("logits", c_void_p),
+        ("tokens", c_void_p),
+        ("sampling", POINTER(SamplingRows)),
+        ("adapters", c_void_p),
+        ("placed", c_void_p),
+        ("encoded", c_void_p),
+        ("encoded_stride", c_int64),
+        ("rotary", c_void_p),
+        ("visible", c_void_p),
+        ("spans_need_windows", c_int32),
+        ("source_lens", c_void_p),
+        ("source_queries", c_void_p),
+    )
+
+
+class DraftLookup(ctypes.Structure):
+    """The drafts of every slot, and the drafts found last; see `csrc/sampling/draft_lookup.h`."""
+
+    _fields_ = (
+        ("num_drafts", c_void_p),
+        ("most", c_int32),
+        ("shortest_match", c_int32),
+        ("num_found", c_int32),
+        ("forced_width", c_int32),
+        ("num_forced", c_void_p),
+        ("forced_start", c_void_p),
+        ("forced_tokens", c_void_p),
+        ("predicted_tokens", c_void_p),
+        ("num_predicted", c_void_p),
+        ("num_prompt_tokens", c_void_p),
+        ("num_from_prediction", c_void_p),
+        ("found_slots", c_void_p),
+        ("found_counts", c_void_p),
+        ("found_tokens", c_void_p),
+    )
+
+
+class DecodeBatch(ctypes.Structure):
+    """A batch in which every request decodes; see `csrc/model/step.h`."""
+
+    _fields_ = (
+        ("num_slots", c_int32),
+        ("num_groups", c_int32),
+        ("chooses_later", c_int32),
+        ("slots", c_void_p),
+        ("max_model_len", c_int64),
+        ("token_ids", c_void_p),
+        ("num_tokens", c_void_p),
+        ("num_computed_tokens", c_void_p),
+        ("block_tables", POINTER(c_void_p)),
+        ("block_table_strides", c_void_p),
+        ("kv_caches", POINTER(c_void_p)),
+        ("sampling", POINTER(SamplingRows)),
+        ("num_drafts", c_void_p),
+        ("lookup", POINTER(DraftLookup)),
+        ("tokens", c_void_p),
+        ("num_sampled", c_void_p),
+        ("num_verified", c_void_p),
+        ("adapters", c_void_p),
+        ("rotary_offsets", c_void_p),
+        ("source_lens", c_void_p),
+    )
+
+
+STRUCTS = (
+    PackedWeight,
+    LatentShape,
+    ModelShape,
+    AttentionLayer,
+    Router,
+    ExpertExchange,
+    ExpertLayer,
+    Mixer,
+    LowRankFactor,
+    Adapter,
+    AltUp,
+    Op,
+    StepGroup,
+    LogitRules,
+    LogprobRows,
+    SamplingRows,
+    Step,
+    DraftLookup,
+    DecodeBatch,
+)

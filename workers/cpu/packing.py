@@ -1,0 +1,203 @@
+"""Packed matrices, and how rows of a checkpoint become rows of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
+from ..device.host_memory import HUGE_PAGE_BYTES, allocate
+from .abi import structs
+from .library import native_library
+
+
+class ActivationKind(IntEnum):
+    """Storage formats of activations; see `csrc/linear/linear.h`."""
+
+    INT8 = 0
+    BF16 = 1
+    F32 = 2
+    INT8_SPLIT = 3
+
+    @property
+    def for_whole_rows(self) -> ActivationKind:
+        """The kind to use if a row is quantized as a whole.
+
+        Rows that are computed in parts (gated activations, attention heads) do not have their outliers in few columns.
+        """
+        return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
+
+
+class WeightFormat(IntEnum):
+    """Storage formats of packed matrices; see `csrc/linear/linear.h`."""
+
+    U4 = 0
+    U4_OFFSET = 1
+    U5_OFFSET = 2
+    U6 = 3
+    MXFP4 = 4
+    NVFP4 = 5
+    U8 = 6
+    BF16 = 7
+    F16 = 8
+    F32 = 9
+    F8 = 10
+
+    @property
+    def activation_kind(self) -> ActivationKind:
+        """The format of activations that products with this format take."""
+        if self <= WeightFormat.U8:
+            return ActivationKind.INT8
+        return ActivationKind.BF16 if self is WeightFormat.BF16 else ActivationKind.F32
+
+
+FLOAT8_ROWS = 1000
+"""The number of `SourceType::f8` in `csrc/linear/pack.h`."""
+
+FLOAT_TYPES = {
+    torch.bfloat16: SourceType.BF16,
+    torch.float16: SourceType.F16,
+    torch.float32: SourceType.F32,
+}
+
+GROUP_SIZE = 32
+"""Elements of a row that integer formats quantize together; rows are whole groups."""
+
+_ALIGNMENT = 64
+
+_CHUNK_BYTES = 64 << 20
+
+
+class PackedWeight(structs.PackedWeight):
+    """A packed matrix ``[n, k]``; native code takes its address.
+
+    Keeps `data`, uint8 and aligned to 64 bytes, alive. `group` and `scale` are those of `PackedWeight` in C++.
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        n: int,
+        k: int,
+        data: NDArray[np.uint8],
+        group: int = 0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(weight_format, n, k, group, scale, data.ctypes.data)
+        self.data = data
+
+    @property
+    def activation_kind(self) -> ActivationKind:
+        """The format of activations that products with this matrix take."""
+        return WeightFormat(self.format).activation_kind
+
+    def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
+        """Return rows of the matrix, ``[len(indices), k]``."""
+        unpack = native_library().engine_unpack_weight_row
+        out = np.empty((len(indices), self.k), np.float32)
+        for index, row in zip(indices, out, strict=True):
+            unpack(ctypes.byref(self), index, row.ctypes.data)
+        return out
+
+
+class WeightMemory:
+    """Zeroed memory for weights, in huge pages.
+
+    A step reads all weights, and with small pages a quarter of its time would be address translation.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return zeros uint8 ``[num_bytes]``, aligned to 64."""
+        start = round_up(self._used, _ALIGNMENT)
+        if start + num_bytes > len(self._chunk):
+            size = round_up(max(num_bytes, _CHUNK_BYTES), HUGE_PAGE_BYTES)
+            self._chunk = allocate(size)
+            start = 0
+        self._used = start + num_bytes
+        return self._chunk[start : self._used]
+
+    def shrink(self, num_bytes: int, last: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Shrink the last allocation to `num_bytes`; the rest is zeroed for the next allocation."""
+        last[num_bytes:] = 0
+        self._used -= len(last) - num_bytes
+        return last[:num_bytes]
+
+
+def as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
+    """Return a tensor in a type that can be packed."""
+    if tensor.dtype not in FLOAT_TYPES:
+        tensor = tensor.float()
+    return FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
+
+
+def allocate_packed(
+    weight_format: WeightFormat,
+    n: int,
+    k: int,
+    memory: WeightMemory,
+    group: int = 0,
+    scale: float = 1.0,
+) -> PackedWeight:
+    """Return a matrix of zeros for `pack_rows` to fill.
+
+    Integer formats need whole groups in `k`. `group` and `scale` are those of `PackedWeight`.
+    """
+    num_bytes = native_library().engine_packed_bytes(weight_format, n, k, group)
+    return PackedWeight(weight_format, n, k, memory.allocate(num_bytes), group, scale)
+
+
+def pack_tensor(
+    weight_format: WeightFormat, matrix: torch.Tensor, memory: WeightMemory
+) -> PackedWeight | None:
+    """Return a float matrix packed, or None if it has a NaN or infinity that the format cannot represent."""
+    n, k = matrix.shape
+    weight = allocate_packed(weight_format, n, k, memory)
+    source = matrix.contiguous().view(torch.uint8).numpy()
+    if not pack_rows(weight, FLOAT_TYPES[matrix.dtype], source):
+        return None
+    weight.data = memory.shrink(finish_packing(weight), weight.data)
+    return weight
+
+
+def can_pack(source_type: int, weight_format: WeightFormat) -> bool:
+    """Return whether rows of a type can be packed in a format. Float types can also be packed in U4_OFFSET and U8."""
+    return bool(native_library().engine_can_pack(source_type, weight_format))
+
+
+def pack_rows(
+    weight: PackedWeight, source_type: int, source: NDArray[np.uint8], first_row: int = 0
+) -> bool:
+    """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
+
+    Return False if it has a NaN or infinity that the format cannot represent. Threads may pack different rows of a
+    matrix at once; in BF16 they must not share a block of 64 rows that starts at a multiple of 64.
+    """
+    return bool(
+        native_library().engine_pack_rows(
+            ctypes.byref(weight),
+            source_type,
+            source.ctypes.data,
+            source.strides[0],
+            first_row,
+            len(source),
+        )
+    )
+
+
+def finish_packing(weight: PackedWeight) -> int:
+    """Finish a matrix whose rows are all packed. Return how many bytes of its data are used."""
+    return int(native_library().engine_finish_packing(ctypes.byref(weight)))
+
+
+def round_up(x: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `x`."""
+    return -(-x // multiple) * multiple
