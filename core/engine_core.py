@@ -47,7 +47,7 @@ from ..protocol.worker_messages import (
     Shutdown,
     WorkerMemory,
 )
-from .message_checks import are_valid_drafts, is_valid_message, is_valid_output
+from .message_checks import are_valid_drafts, is_valid_hello, is_valid_message, is_valid_output
 from .replay.dump import default_directory, write_dump
 from .replay.recorder import RecordedScheduler, Setup, make_core_scheduler
 from .reporting.client_updates import ClientUpdates
@@ -246,7 +246,7 @@ class EngineCore:
                 self._clients.send(identity, self._ready)
             elif isinstance(message, ClientHello):
                 if not (
-                    self._is_valid_hello(identity, message)
+                    is_valid_hello(identity, message, self._config)
                     and is_valid_message(message, self._vocab_size)
                 ):
                     self._clients.num_dropped_frames += 1
@@ -292,14 +292,6 @@ class EngineCore:
             self._scheduler.add_request(client_index, request, now)
         if self._updates is not None:
             self._updates.add_requests(client_index, len(requests))
-
-    def _is_valid_hello(self, identity: bytes, hello: ClientHello) -> bool:
-        """Return whether a frontend answers under its own identity with the greeting's version and epoch."""
-        return (
-            (hello.version, hello.epoch) == (PROTOCOL_VERSION, self._config.epoch)
-            and 0 <= hello.client_index < self._config.parallel.api_server_count
-            and identity == b"client%d" % hello.client_index
-        )
 
     def _receive_worker_message(self) -> None:
         message = self._workers.receive()

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from ..protocol.block_hash import HASH_BYTES
+from ..protocol.config import PROTOCOL_VERSION, EngineConfig
 from ..protocol.errors import ParameterError
 from ..protocol.messages import (
     AbortRequests,
@@ -38,6 +39,15 @@ _UINT32: Final = np.dtype("<u4")
 
 _FEW_BYTES: Final = 4096
 """Up to this size plain integers are faster than numpy, whose code is usually not in the processor's caches."""
+
+
+def is_valid_hello(identity: bytes, hello: ClientHello, config: EngineConfig) -> bool:
+    """Return whether a frontend answers under its own identity with the greeting's version and epoch."""
+    return (
+        (hello.version, hello.epoch) == (PROTOCOL_VERSION, config.epoch)
+        and 0 <= hello.client_index < config.parallel.api_server_count
+        and identity == b"client%d" % hello.client_index
+    )
 
 
 def is_valid_message(message: ClientMessage, vocab_size: int) -> bool:

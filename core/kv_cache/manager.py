@@ -12,9 +12,11 @@ from itertools import chain
 import msgspec
 import numpy as np
 
+from ...protocol.arrays import float32_bytes
 from ...protocol.block_hash import HashBlocks
 from ...protocol.config import PreemptionMode
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
+from ...protocol.messages import SchedulerStats
 from ..state.request import Request
 from ..state.slots import SlotArray, Slots
 from .block_pool import NULL_BLOCK, BlockPool
@@ -261,6 +263,19 @@ class KVCacheManager:
             self._not_offloaded.remove(block)
         elif self.cpu_offload is not None:
             self.cpu_offload.store_block(key, block)
+
+    def write_stats(self, stats: SchedulerStats) -> None:
+        """Write the usage of blocks, and counts and times since the last call."""
+        pool, host = self.pool, self.cpu_offload
+        stats.kv_cache_usage = pool.usage
+        if pool.lifetimes.has_updates:
+            lifetimes, idle_times, reuse_gaps = pool.lifetimes.take_samples()
+            stats.block_lifetimes = float32_bytes(lifetimes)
+            stats.block_idle_times = float32_bytes(idle_times)
+            stats.block_reuse_gaps = float32_bytes(reuse_gaps)
+        if host is not None:
+            stats.cpu_offload_usage = host.usage
+            stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()
 
     def reset_prefix_cache(self) -> bool:
         """Remove all cached prefixes. Return False, and change nothing, while any block is held."""

@@ -139,7 +139,7 @@ class Admission:
         then.
         """
         request = self._queue.peek_request()
-        if request is None or self._lifecycle.is_blocked(request):
+        if request is None or self._lifecycle.blocked.is_blocked(request):
             return None
         if self._wait_reason(request, now) is not None or self._in_flight.has_earlier_preempted(
             request
@@ -205,7 +205,7 @@ class Admission:
                 end = AdmissionStop.NONE_LEFT
             elif request is not suspect and (suspect or request.key in suspects):
                 end = AdmissionStop.ISOLATION
-            elif self._lifecycle.is_blocked(request):
+            elif self._lifecycle.blocked.is_blocked(request):
                 end = AdmissionStop.BLOCKS
             elif delay is not None and delay.must_wait(request, now) and len(running):
                 end = AdmissionStop.DELAY
@@ -232,7 +232,7 @@ class Admission:
         queue = self._queue
         if not self._partial_prefills.are_long_at_limit(num_long):
             queue.put_back(WaitReason.LONG_PREFILLS)
-        if self._lifecycle.take_ended_loads():
+        if self._lifecycle.lora_requests.take_ended_loads():
             queue.put_back(WaitReason.LORA_LOADING)
         has_lora_slot = self._has_lora_slot()
         if has_lora_slot:
@@ -414,7 +414,7 @@ class Admission:
         # With nothing running, only waiting requests that hold reserved blocks can free any.
         if not self._running and self._lifecycle.reservations.reclaim_latest(request):
             return None
-        self._lifecycle.record_blocked(request)
+        self._lifecycle.blocked.record(request)
         return AdmissionStop.BLOCKS
 
     def _load(

@@ -12,8 +12,7 @@ from typing import Final, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from ...protocol.arrays import float32_bytes, int32_bytes
-from ...protocol.file_identity import LoraAdapter
+from ...protocol.arrays import int32_bytes
 from ...protocol.messages import (
     EngineCoreRequest,
     EventKind,
@@ -35,10 +34,12 @@ from .client_outputs import ClientOutputs
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import Grammars
 from .features.lora_cache import LoraCache
+from .features.lora_requests import LoraRequests
 from .features.poison_isolation import PoisonIsolation
 from .features.speculative import Drafts
 from .limits import Refusal, Requirements
 from .queues.backlog import AdmissionRate, TenantLimits
+from .queues.blocked_request import BlockedRequest
 from .queues.deadlines import Deadlines, describe_expiry
 from .queues.request_queue import RequestQueue
 
@@ -111,9 +112,7 @@ class RequestLifecycle:
         self.transfers: Transfers | None = None
         self.in_flight = StepsInFlight()
         self.loras = loras
-        self._lora_counts: dict[LoraAdapter, int] = {}
-        """Number of unfinished requests per LoRA adapter."""
-        self._has_ended_load = False
+        self.lora_requests = LoraRequests(loras)
         self._requirements = requirements
         self._max_total_tokens = requirements.max_total_tokens
         self._max_num_seqs = len(running.slots.requests)
@@ -121,21 +120,7 @@ class RequestLifecycle:
         self._num_queued_tokens = 0
         self._rate = AdmissionRate()
         self.deadlines = Deadlines()
-        self._blocked: Request | None = None
-        self._blocked_at = 0, 0
-
-    def record_blocked(self, request: Request) -> None:
-        """Record that too few blocks are free for a waiting request."""
-        pool = self.manager.pool
-        self._blocked, self._blocked_at = request, (pool.num_changes, pool.num_free)
-
-    def is_blocked(self, request: Request) -> bool:
-        """Return whether the request did not fit, and no block was freed or cached since."""
-        return self._blocked is request and self._blocked_at[0] == self.manager.pool.num_changes
-
-    def is_probably_blocked(self, request: Request) -> bool:
-        """Return whether the request did not fit, and no more blocks are free than then."""
-        return self._blocked is request and self._blocked_at[1] >= self.manager.pool.num_free
+        self.blocked = BlockedRequest(manager.pool)
 
     @property
     def num_waiting(self) -> int:
@@ -194,7 +179,7 @@ class RequestLifecycle:
         if request.encoder_inputs:
             self._encoders.are_in_use = True
         if request.lora is not None:
-            self._lora_counts[request.lora] = self._lora_counts.get(request.lora, 0) + 1
+            self.lora_requests.record_arrival(request.lora)
         if request.params.structured_output is not None and self.grammars.start(request):
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
         else:
@@ -238,8 +223,7 @@ class RequestLifecycle:
 
     def end_lora_load(self, number: int, error: str | None) -> None:
         """Let the requests of a LoRA adapter that is loaded go on; finish them if that failed."""
-        adapter = self.loras.end_load(number, is_loaded=error is None)
-        self._has_ended_load = True
+        adapter = self.lora_requests.end_load(number, is_loaded=error is None)
         if error is not None and adapter is not None:
             ends: list[End] = [
                 (request, FinishReason.IGNORED, None, error)
@@ -247,18 +231,6 @@ class RequestLifecycle:
                 if request.lora == adapter
             ]
             self.finish_requests(ends)
-
-    def _remove_from_lora(self, adapter: LoraAdapter) -> None:
-        """Record that a request of a LoRA adapter has finished."""
-        self._lora_counts[adapter] -= 1
-        if not self._lora_counts[adapter]:
-            del self._lora_counts[adapter]
-            self.loras.release(adapter)
-
-    def take_ended_loads(self) -> bool:
-        """Return whether the load of a LoRA adapter has ended since the last call."""
-        has_ended, self._has_ended_load = self._has_ended_load, False
-        return has_ended
 
     def finish_expired(self, now: float) -> None:
         """Finish the requests that are past their deadline."""
@@ -473,7 +445,7 @@ class RequestLifecycle:
                     self.queue.remove_request(request)
             self.reservations.end_reservation(request)
             if request.lora is not None:
-                self._remove_from_lora(request.lora)
+                self.lora_requests.record_end(request.lora)
             if request.params.structured_output is not None:
                 self.grammars.release(request)
             if self.poison_isolation.suspects:
@@ -501,29 +473,11 @@ class RequestLifecycle:
         stats.num_running = num_running = len(self.running)
         stats.num_waiting = len(self.requests) - num_running
         stats.num_deferred = stats.num_waiting - len(self.queue)
-        if self._lora_counts:
-            num_running_by_lora = self.running.loras
-            stats.running_loras = sorted({lora.name for lora in num_running_by_lora})
-            stats.waiting_loras = sorted(
-                {
-                    lora.name
-                    for lora, count in self._lora_counts.items()
-                    if count > num_running_by_lora.get(lora, 0)
-                }
-            )
+        self.lora_requests.write_stats(stats, self.running.loras)
         if self.step_tokens:
             stats.step_tokens = int32_bytes(self.step_tokens)
             self.step_tokens = []
-        pool, host = self.manager.pool, self.manager.cpu_offload
-        stats.kv_cache_usage = pool.usage
-        if pool.lifetimes.has_updates:
-            lifetimes, idle_times, reuse_gaps = pool.lifetimes.take_samples()
-            stats.block_lifetimes = float32_bytes(lifetimes)
-            stats.block_idle_times = float32_bytes(idle_times)
-            stats.block_reuse_gaps = float32_bytes(reuse_gaps)
-        if host is not None:
-            stats.cpu_offload_usage = host.usage
-            stats.num_blocks_copied_out, stats.num_blocks_copied_in = host.take_counts()
+        self.manager.write_stats(stats)
         if self.transfers is not None:
             stats.kv_connector = self.transfers.take_stats()
         return stats

@@ -141,7 +141,7 @@ class RunningScheduler:
         if not limits.max_num or not queue:
             return 0
         first = queue.peek_request()
-        if first is None or self._lifecycle.is_probably_blocked(first):
+        if first is None or self._lifecycle.blocked.is_probably_blocked(first):
             return 0
         max_long = len(queue)
         if limits.max_num_long:

@@ -17,15 +17,8 @@ from hashlib import blake2b
 from typing import Final
 
 from ...protocol.block_hash import HashBlocks, block_hasher
-from ...protocol.config import (
-    CacheConfig,
-    KVTransferConfig,
-    SchedulerConfig,
-)
-from ...protocol.kv_cache_groups import (
-    FULL_ATTENTION,
-    KVCacheGroup,
-)
+from ...protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from ...protocol.worker_messages import (
