@@ -12,13 +12,11 @@ from typing import Any, Final
 
 import zmq
 
-from ...protocol.arrays import Int32Array, int32_view
-from ...protocol.block_hash import HASH_BYTES, hash_blocks, root_hash
+from ...protocol.arrays import int32_view
 from ...protocol.config import FIRST_EPOCH, EngineConfig
 from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
-    EncoderInput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -36,6 +34,7 @@ from .isolation_queue import IsolationQueue
 from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
 from .poison_cache import PoisonCache
+from .prompt_hashes import hash_prompts
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
 from .replicas.routing import ReplicaUnavailable, Router
@@ -55,9 +54,6 @@ __all__ = [
     "SequenceRequest",
 ]
 
-HASHED_AT_ONCE: Final = 4096
-"""Prompt tokens hashed before other tasks run; takes well under a millisecond."""
-
 ENDED_AT_ONCE: Final = 128
 """Sequences of a request that are aborted before other tasks run."""
 
@@ -66,9 +62,6 @@ DEADLINE_GRACE_S: Final = 0.25
 
 Normally the core ends it, with a more precise message.
 """
-
-MIN_TOKENS_HASHED: Final = 64
-"""The fixed cost of a prompt, as the number of tokens that are hashed in the same time."""
 
 STATUS_S: Final = 2.0
 """Maximum seconds that a restarted frontend waits for a status before it serves."""
@@ -211,7 +204,7 @@ class EngineClient:
         arrival_time = time.monotonic()
         self._check_open()
         requests = await self._input.process(sequences, arrival_time)
-        await self._hash_prompts(sequences, requests)
+        await hash_prompts(sequences, requests, self._config.cache)
         self._check_open()
         for request in requests:
             request.request_id = request_id
@@ -309,44 +302,6 @@ class EngineClient:
             raise EngineDraining(
                 "the server is shutting down and accepts no new requests; retry when it has restarted"
             )
-
-    async def _hash_prompts(
-        self, sequences: list[SequenceRequest], requests: list[EngineCoreRequest]
-    ) -> None:
-        """Set the hashes of the full prompt blocks. Equal prompts (the same object) are hashed once."""
-        if not self._config.cache.enable_prefix_caching:
-            return
-        hashed: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
-        num_hashed = 0
-        for sequence, request in zip(sequences, requests, strict=True):
-            salt, owner, lora = sequence.cache_salt, sequence.cache_owner, sequence.lora
-            version = None if lora is None else lora.version
-            inputs = tuple(item.content_hash for item in request.encoder_inputs)
-            key = (id(sequence.prompt_token_ids), salt, owner, version, inputs)
-            if key not in hashed:
-                root = root_hash(cache_salt=salt, lora_version=version, owner=owner)
-                prompt = int32_view(request.prompt_token_ids)
-                hashed[key] = root, await self._hash_blocks(prompt, root, request.encoder_inputs)
-                num_hashed += len(prompt) + MIN_TOKENS_HASHED
-                if num_hashed > HASHED_AT_ONCE:
-                    num_hashed = 0
-                    await asyncio.sleep(0)
-            request.root_hash, request.block_hashes = hashed[key]
-
-    async def _hash_blocks(
-        self, prompt: Int32Array, root: bytes, encoder_inputs: list[EncoderInput]
-    ) -> bytes:
-        block_size, algorithm = self._config.cache.block_size, self._config.cache.prefix_hash
-        slice_tokens = max(HASHED_AT_ONCE // block_size, 1) * block_size
-        inputs = [(item.position, item.num_tokens, item.content_hash) for item in encoder_inputs]
-        hashes = hash_blocks(prompt[:slice_tokens], block_size, root, inputs, algorithm)
-        for start in range(slice_tokens, len(prompt), slice_tokens):
-            await asyncio.sleep(0)
-            parent = hashes[-HASH_BYTES:]
-            piece = prompt[start : start + slice_tokens]
-            placed = [(position - start, size, hashed) for position, size, hashed in inputs]
-            hashes += hash_blocks(piece, block_size, parent, placed, algorithm)
-        return hashes
 
     def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
         params = wanted.params

@@ -26,12 +26,19 @@ from ...protocol.messages import (
 from ..metrics.metrics import Metrics
 from ..metrics.names import REJECTIONS
 from .replicas.core_load import CoreLoad
-from .request_group import FAILURES, RequestGroup, Sequence
+from .request_group import RequestGroup, Sequence
 
 logger = logging.getLogger(__name__)
 
 WAKE_S: Final = 0.005
 """Seconds that the readers of all requests write before other callbacks run. A reader takes turns of `WRITE_S`."""
+
+FAILURES: Final = frozenset(FinishReason) - {
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+}
+"""The finish reasons with an error message."""
 
 DEADLINE: Final = "deadline"
 """The stop reason of a sequence that was cut short by its deadline."""

@@ -19,28 +19,16 @@ from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .replicas.core_load import CoreLoad
-from .sequence_io import Delta
+from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, Delta
 
 ONLY_WHEN_FINISHED: Final = sys.maxsize
 """A `wake_at` that no sequence reaches."""
 
 UNLIMITED: Final = sys.maxsize
-TOKENS_AT_ONCE: Final = 4096
-"""Maximum tokens that a stream reads from one sequence at once."""
-LOGPROBS_AT_ONCE: Final = 128
-"""Maximum logprob entries that a stream reads from one sequence at once."""
-
 SUSPICIOUS_SILENT_CRASHES: Final = 2
 """Silent core crashes after which a sequence is computed alone."""
 MAX_SILENT_CRASHES: Final = 3
 """Silent core crashes that a sequence may see; it fails after one more."""
-
-FAILURES: Final = frozenset(FinishReason) - {
-    FinishReason.STOP,
-    FinishReason.LENGTH,
-    FinishReason.ABORT,
-}
-"""The finish reasons with an error message."""
 
 
 class Sequence:

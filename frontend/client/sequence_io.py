@@ -19,6 +19,12 @@ from .logprobs import PositionLogprobs
 SEQUENCES_AT_ONCE: Final = 128
 """Sequences of a request that are processed before other tasks run; takes about 2 ms."""
 
+TOKENS_AT_ONCE: Final = 4096
+"""Maximum tokens that a stream reads from one sequence at once."""
+
+LOGPROBS_AT_ONCE: Final = 128
+"""Maximum logprob entries that a stream reads from one sequence at once."""
+
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[int]
 
 

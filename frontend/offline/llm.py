@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
@@ -29,7 +29,7 @@ from ..client.embeddings import (
     verify_dimensions,
     verify_embeds,
 )
-from ..client.engine_client import Delta, RequestGroup, SequenceRequest
+from ..client.engine_client import RequestGroup, SequenceRequest
 from ..tokenizer.text_pairs import TextPair
 from ..transcription.options import Task, TranscriptionOptions, parse_language
 from ..transcription.transcriber import Transcript
@@ -41,15 +41,14 @@ from .outputs import (
     BeamSearchSequence,
     ClassificationOutput,
     ClassificationRequestOutput,
-    CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    RequestMetrics,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    request_output,
 )
-from .prompts import EncodedPrompt, Prompt, PromptEncoder
+from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -107,7 +106,7 @@ class LLM:
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
         """
-        wanted = _as_list(prompts)
+        wanted = as_list(prompts)
         encoded = [self._prompts.encode(prompt) for prompt in wanted]
         return self._generate(encoded, sampling_params, lora_request)
 
@@ -187,7 +186,7 @@ class LLM:
         verify_embeds(model)
         verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
-        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
         request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
@@ -215,7 +214,7 @@ class LLM:
         model = self._engine.config.model
         if model.classifier is None:
             raise ParameterError("model", f"{model.served_names[0]} has no classification head")
-        wanted = [self._prompts.encode_tokens(prompt) for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
         request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
@@ -378,7 +377,7 @@ class LLM:
         """
         lora = self._loras.find(lora_request)
         params.verify(self._engine.config.frontend.max_logprobs)
-        wanted = [self._prompts.encode_tokens(prompt) for prompt in _as_list(prompts)]
+        wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
         return self._engine.run(self._beam_search(wanted, params, lora))
 
     async def _beam_search(
@@ -477,7 +476,7 @@ class LLM:
                 request_id = str(next(self._numbers))
                 groups.append(await self._engine.client.submit(sequences, request_id=request_id))
             return [
-                _request_output(group, prompt.text, prompt.token_ids, await group.result())
+                request_output(group, prompt.text, prompt.token_ids, await group.result())
                 for group, prompt in zip(groups, prompts, strict=True)
             ]
         finally:
@@ -487,51 +486,3 @@ class LLM:
 
 def _as_texts(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list."""
-    several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
-    return list(prompts) if several else [prompts]  # type: ignore[arg-type, list-item]
-
-
-def _request_output(
-    group: RequestGroup, prompt: str | None, prompt_token_ids: list[int], deltas: list[Delta]
-) -> RequestOutput:
-    return RequestOutput(
-        request_id=group.request_id,
-        prompt=prompt,
-        prompt_token_ids=prompt_token_ids,
-        prompt_logprobs=group.sequences[0].prompt_logprobs,
-        outputs=[
-            CompletionOutput(
-                index,
-                delta.text,
-                delta.token_ids,
-                None if delta.logprobs is None else list(delta.logprobs),
-                delta.finish_reason,
-                delta.stop_reason,
-                delta.error,
-            )
-            for index, delta in enumerate(deltas)
-        ],
-        num_cached_tokens=group.sequences[0].num_cached_tokens,
-        metrics=_request_metrics(group),
-    )
-
-
-def _request_metrics(group: RequestGroup) -> RequestMetrics:
-    sequences = group.sequences
-
-    def first(times: Iterable[float]) -> float:
-        return min(filter(None, times), default=0.0)
-
-    return RequestMetrics(
-        arrival_time=sequences[0].arrival_time,
-        queued_time=first(each.queued_time for each in sequences),
-        first_scheduled_time=first(each.scheduled_time for each in sequences),
-        first_token_time=first(each.first_token_time for each in sequences),
-        last_token_time=max(each.last_token_time for each in sequences),
-        finished_time=max(each.finish_time for each in sequences),
-        scheduler_time=max(each.scheduler_time for each in sequences),
-    )

@@ -16,11 +16,7 @@ from ..audio.arrays import ArraySound, mono_samples
 from ..audio.windows import Samples
 from ..client.engine_client import Delta, RequestGroup, SequenceRequest
 from ..transcription.decoding import Submission
-from ..transcription.options import (
-    TranscriptionOptions,
-    verify_options,
-    verify_transcribes,
-)
+from ..transcription.options import TranscriptionOptions, verify_options, verify_transcribes
 from ..transcription.transcriber import Transcriber, Transcript
 from .local_engine import LocalEngine
 

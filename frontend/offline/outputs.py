@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..client.engine_client import Delta, RequestGroup
 from ..client.logprobs import PositionLogprobs
 
 
@@ -136,3 +138,46 @@ class EmbeddingRequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+
+
+def request_output(
+    group: RequestGroup, prompt: str | None, prompt_token_ids: list[int], deltas: list[Delta]
+) -> RequestOutput:
+    """Return the output of a request that has ended."""
+    return RequestOutput(
+        request_id=group.request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=group.sequences[0].prompt_logprobs,
+        outputs=[
+            CompletionOutput(
+                index,
+                delta.text,
+                delta.token_ids,
+                None if delta.logprobs is None else list(delta.logprobs),
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.error,
+            )
+            for index, delta in enumerate(deltas)
+        ],
+        num_cached_tokens=group.sequences[0].num_cached_tokens,
+        metrics=_request_metrics(group),
+    )
+
+
+def _request_metrics(group: RequestGroup) -> RequestMetrics:
+    sequences = group.sequences
+
+    def first(times: Iterable[float]) -> float:
+        return min(filter(None, times), default=0.0)
+
+    return RequestMetrics(
+        arrival_time=sequences[0].arrival_time,
+        queued_time=first(each.queued_time for each in sequences),
+        first_scheduled_time=first(each.scheduled_time for each in sequences),
+        first_token_time=first(each.first_token_time for each in sequences),
+        last_token_time=max(each.last_token_time for each in sequences),
+        finished_time=max(each.finish_time for each in sequences),
+        scheduler_time=max(each.scheduler_time for each in sequences),
+    )

@@ -136,3 +136,9 @@ class PromptEncoder:
             return EncodedPrompt(text, list(token_ids))
         text, token_ids, inputs = self._media.encode(text, media, encode)
         return EncodedPrompt(text, list(token_ids), inputs)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list."""
+    several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
+    return list(prompts) if several else [prompts]  # type: ignore[arg-type, list-item]

@@ -21,7 +21,6 @@ Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension,
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,15 +28,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import AttentionBatch
-from ..layers.spec import Chunk, Window, first_visible
+from ..layers.spec import Window, first_visible
 from .interface import AttentionBackend, AttentionLayer, AttentionSpec
+from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles, Tile
 
-_MAX_TILE_QUERIES = 128
-_MAX_TILE_SCORES = 1 << 22
 # The gathered keys and values of a bucket should fit into the processor's cache.
 _MAX_BUCKET_BYTES = 4 << 20
-# oneDNN splits longer sums, so a query must be on the same side of this limit alone and in a batch.
-_LONGEST_SINGLE_SUM = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +47,11 @@ class _DecodeBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
-    """Queries of one prompt that are computed together, and the keys that any of them attends to."""
-
-    tokens: slice
-    keys: slice
-    mask_ML: Tensor  # M = queries * Q
-    distance_ML: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Prefill:
     """One request with several queries."""
 
     pages: Tensor  # [P * G * B]
-    tiles: list[_Tile]
+    tiles: list[Tile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +68,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
+        self._tiles = QueryTiles(spec)
         self._num_parts = 1 if spec.latent_rank else 2
         own_pages = self._num_parts * self.num_kv_heads
         self._pages_per_block = spec.tensor_elements // self.head_dim or own_pages
@@ -117,10 +104,6 @@ class TorchPagedAttention(AttentionBackend):
     ) -> NDArray[np.int64]:
         """Return page numbers, which count blocks, then keys before values, then heads."""
         return blocks * self._pages_per_block + kv_heads
-
-    def _first_block(self, position: int, window: Window | None) -> int:
-        """Return the block of the first key that a query at this position attends to."""
-        return first_visible(position, window) // self.block_size
 
     def _decode_buckets(
         self, batch: AttentionBatch, requests: NDArray[np.int64], window: Window | None
@@ -166,7 +149,7 @@ class TorchPagedAttention(AttentionBackend):
         visible_T2 = batch.visible_in(window)
         seq_len = int(batch.seq_lens[request])
         position = seq_len - (stop - start)
-        first_block = self._first_block(position, window)
+        first_block = first_visible(position, window) // self.block_size
         if visible_T2 is not None:
             first_block = min(first_block, int(visible_T2[start, 0]) // self.block_size)
         first_key = first_block * self.block_size
@@ -174,141 +157,22 @@ class TorchPagedAttention(AttentionBackend):
         blocks_B = batch.block_table[request, first_block : last_block + 1].astype(np.int64)
         kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(-1, 1)
         if visible_T2 is not None:
-            tiles = self._span_tiles(
+            tiles = self._tiles.in_spans(
                 slice(start, stop), position, first_key, window, visible_T2[start:stop]
             )
         elif self.spec.is_causal:
-            tiles = self._tiles(slice(start, stop), position, first_key, window)
+            tiles = self._tiles.causal(slice(start, stop), position, first_key, window)
         else:
-            tiles = self._bidirectional_tiles(slice(start, stop), seq_len, window)
+            tiles = self._tiles.bidirectional(slice(start, stop), seq_len, window)
         return _Prefill(
             pages=self._to_device(self._pages_of(blocks_B, kv_heads).ravel()), tiles=list(tiles)
         )
-
-    def _bidirectional_tiles(
-        self, tokens: slice, seq_len: int, window: Window | None
-    ) -> Iterator[_Tile]:
-        """Split a whole sequence, whose tokens see those behind them too, into tiles of queries."""
-        repeats = self.num_heads // self.num_kv_heads
-        num_keys = -(-seq_len // self.block_size) * self.block_size
-        mask_1L = torch.zeros((1, num_keys), dtype=self.dtype)
-        mask_1L[:, seq_len:] = -math.inf
-        tile_queries = _tile_queries(self.num_heads, num_keys)
-        for start in range(tokens.start, tokens.stop, tile_queries):
-            stop = min(start + tile_queries, tokens.stop)
-            mask_ML = mask_1L.to(self.device).expand((stop - start) * repeats, -1)
-            distance_ML: Tensor | None = None
-            if isinstance(window, int) or self.spec.reads_distances:
-                queries = torch.arange(start - tokens.start, stop - tokens.start)
-                distance = queries[:, None] - torch.arange(num_keys)
-                distance_ML = distance.repeat_interleave(repeats, 0).to(self.device)
-                if isinstance(window, int):
-                    mask_ML = mask_ML.masked_fill(distance_ML.abs() >= window, -math.inf)
-            yield _Tile(slice(start, stop), slice(0, num_keys), mask_ML, distance_ML)
-
-    def _span_tiles(
-        self,
-        tokens: slice,
-        position: int,
-        first_key: int,
-        window: Window | None,
-        visible_Q2: NDArray[np.int32],
-    ) -> Iterator[_Tile]:
-        """Split queries, some of which see tokens behind them, into tiles."""
-        num_queries = tokens.stop - tokens.start
-        tile_queries = _tile_queries(self.num_heads, position + num_queries)
-        for start in range(0, num_queries, tile_queries):
-            stop = min(start + tile_queries, num_queries)
-            first = min(first_visible(position + start, window), int(visible_Q2[start, 0]))
-            keys_start = first // self.block_size * self.block_size
-            keys_stop = -(-int(visible_Q2[stop - 1, 1]) // self.block_size) * self.block_size
-            mask_ML, distance_ML = self._tile_mask(
-                range(position + start, position + stop),
-                range(keys_start, keys_stop),
-                window,
-                visible_Q2[start:stop],
-            )
-            yield _Tile(
-                slice(tokens.start + start, tokens.start + stop),
-                slice(keys_start - first_key, keys_stop - first_key),
-                mask_ML,
-                distance_ML,
-            )
-
-    def _tiles(
-        self, tokens: slice, position: int, first_key: int, window: Window | None
-    ) -> Iterator[_Tile]:
-        """Split a prompt's queries into tiles that limit the number of scores."""
-        repeats = self.num_heads // self.num_kv_heads
-        start = tokens.start
-        while start < tokens.stop:
-            first = position + start - tokens.start
-            tile_queries = _tile_queries(self.num_heads, first)
-            queries = min(tile_queries, tokens.stop - start)
-            if first < _LONGEST_SINGLE_SUM:
-                queries = min(queries, _LONGEST_SINGLE_SUM - first)
-            keys_start = self._first_block(first, window) * self.block_size
-            keys_stop = -(-(first + queries) // self.block_size) * self.block_size
-            context = first - keys_start
-            if isinstance(window, Chunk) or self.spec.reads_distances:
-                mask_ML, distance_ML = self._tile_mask(
-                    range(first, first + queries), range(keys_start, keys_stop), window
-                )
-                yield _Tile(
-                    slice(start, start + queries),
-                    slice(keys_start - first_key, keys_stop - first_key),
-                    mask_ML,
-                    distance_ML,
-                )
-                start += queries
-                continue
-            # One mask serves all tiles: a tile with less context uses the right part of it.
-            capacity = 1 << context.bit_length()
-            mask_ML = _causal_mask(
-                tile_queries,
-                capacity,
-                tile_queries + self.block_size,
-                window,
-                repeats,
-                self.dtype,
-                self.device,
-            )
-            yield _Tile(
-                slice(start, start + queries),
-                slice(keys_start - first_key, keys_stop - first_key),
-                mask_ML[: queries * repeats, capacity - context : capacity + keys_stop - first],
-                None,
-            )
-            start += queries
-
-    def _tile_mask(
-        self,
-        queries: range,
-        keys: range,
-        window: Window | None,
-        visible_Q2: NDArray[np.int32] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the mask and, for ALiBi, the distances [M, L] of queries and keys at these positions."""
-        repeats = self.num_heads // self.num_kv_heads
-        query = torch.arange(queries.start, queries.stop)[:, None]
-        key = torch.arange(keys.start, keys.stop)
-        first = torch.tensor([first_visible(position, window) for position in queries])[:, None]
-        last = query
-        if visible_Q2 is not None:
-            visible = torch.from_numpy(visible_Q2)
-            first, last = torch.minimum(first, visible[:, :1]), visible[:, 1:] - 1
-        mask = torch.zeros((len(queries), len(keys)), dtype=self.dtype)
-        mask.masked_fill_((key > last) | (key < first), -math.inf)
-        mask_ML = mask.repeat_interleave(repeats, 0).to(self.device)
-        if not self.spec.reads_distances:
-            return mask_ML, None
-        return mask_ML, (query - key).float().repeat_interleave(repeats, 0).to(self.device)
 
     def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Split rows into buckets of bounded size with little padding."""
         block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
         max_blocks = _MAX_BUCKET_BYTES // block_bytes
-        is_long = num_blocks * self.block_size > _LONGEST_SINGLE_SUM
+        is_long = num_blocks * self.block_size > LONGEST_SINGLE_SUM
         for rows in (np.flatnonzero(is_long), np.flatnonzero(~is_long)):
             rows = rows[np.argsort(-num_blocks[rows], kind="stable")]
             while len(rows):
@@ -489,31 +353,3 @@ def _attend(
     # The sink comes first, so that a key's place in the sum does not depend on the number of keys.
     weights_NML = torch.softmax(torch.cat((sinks_NM1, scores_NML), -1), -1)[..., 1:]
     return torch.bmm(weights_NML.contiguous(), v_NLK)
-
-
-def _tile_queries(num_heads: int, context: int) -> int:
-    """Return a power of two of queries, so that few masks serve all tiles."""
-    queries = _MAX_TILE_QUERIES
-    while queries > 16 and queries * num_heads * (context + queries) > _MAX_TILE_SCORES:
-        queries //= 2
-    return queries
-
-
-@lru_cache(maxsize=32)
-def _causal_mask(
-    num_queries: int,
-    context: int,
-    num_new_keys: int,
-    window: int | None,
-    repeats: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Return a mask [num_queries * repeats, context + num_new_keys], where query i is at key context + i."""
-    query = torch.arange(context, context + num_queries)[:, None]
-    distance = query - torch.arange(context + num_new_keys)
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
-    return mask.repeat_interleave(repeats, 0).to(device)

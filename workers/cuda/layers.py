@@ -18,10 +18,11 @@ from ..quantization.matrix import QuantizedMatrix, Weight, merge_rows
 from ..sampling import SamplingMetadata
 from .float8 import Rounding, Rows
 from .gated_activation import GATED_ACTIVATIONS, gated_activation
+from .grouped_linear import GroupedLinear as GroupedProduct
+from .grouped_linear import combine
 from .low_rank import TritonLowRank
 from .norm import rms_norm
-from .quantized_linear import GroupedLinear as GroupedProduct
-from .quantized_linear import QuantizedLinear, can_keep, combine
+from .quantized_linear import QuantizedLinear, can_keep
 from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
 

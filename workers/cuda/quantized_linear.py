@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ..quantization.matrix import ActivationScheme, QuantizedMatrix
 from .bit_planes import integers_to_floats, load_integers, pack_plane, planes_of
-from .float8 import Float8Rows, Rounding, Rows
+from .float8 import Float8Rows, Rounding, Rows, multiply_by_library
 
 _SMALLEST_GROUP = 16
 _SMALLEST_FLOAT8_GROUP = 32
@@ -40,7 +39,6 @@ _PROGRAMS = 528
 
 _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
-_COMBINED_COLUMNS = 512
 
 _LIBRARY_ALIGNMENT = 16
 """torch requires both sizes of a float8 matrix to be multiples of it."""
@@ -370,7 +368,7 @@ class PackedMatrix:
             and scale_1O is not None
             and dtypes == {torch.bfloat16}
         ):
-            self._multiply_by_library(x_TD, x_scale_TG, scale_1O, bias_O, out_TO)
+            multiply_by_library(x_TD, x_scale_TG, self._low.T, scale_1O, bias_O, out_TO)
             return
         tokens_of_expert = triton.cdiv(num_tokens, self._num_experts)
         tile = next((t for t in _TILES if tokens_of_expert <= t.tokens), _TILES[-1])
@@ -439,30 +437,6 @@ class PackedMatrix:
                 BLOCK_O=_ADDED_ROWS,
             )
 
-    def _multiply_by_library(
-        self,
-        x_TD: Tensor,
-        x_scale_T1: Tensor | None,
-        scale_1O: Tensor,
-        bias_O: Tensor | None,
-        out_TO: Tensor,
-    ) -> None:
-        if x_scale_T1 is None:
-            x_scale_T1 = torch.ones((len(x_TD), 1), device=x_TD.device)
-        multiply = partial(
-            torch._scaled_mm,
-            x_TD,
-            self._low.T,
-            x_scale_T1,
-            scale_1O,
-            bias_O,
-            out_dtype=out_TO.dtype,
-        )
-        if out_TO.is_contiguous():
-            multiply(out=out_TO)
-        else:
-            out_TO.copy_(multiply())
-
 
 class QuantizedLinear:
     """x [T, D] -> x @ matrix.T + bias, in `dtype`, for matrices with consecutive rows.
@@ -506,73 +480,3 @@ class QuantizedLinear:
                 own = Float8Rows(own, None) if part.rounding is None else part.rounding(own)
             part.multiply(own, bias_O, out_TO[:, rows])
         return out_TO
-
-
-class GroupedLinear:
-    """x [A, I] -> the products [A, O] of rows with the matrix of their expert, in `dtype`.
-
-    `matrix` has the matrices of all experts one below the other, and `bias_EO` their biases.
-    """
-
-    def __init__(
-        self,
-        matrix: QuantizedMatrix,
-        num_experts: int,
-        bias_EO: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self._matrix = PackedMatrix(matrix, num_experts=num_experts)
-        self._bias_EO = bias_EO
-        self._num_rows = matrix.shape[0] // num_experts
-        self._dtype = dtype
-
-    def __call__(self, x_AI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the products; rows beyond the last end are undefined."""
-        out_AO = torch.empty((len(x_AI), self._num_rows), dtype=self._dtype, device=x_AI.device)
-        if len(x_AI):
-            rounding = self._matrix.rounding
-            x = Float8Rows(x_AI, None) if rounding is None else rounding(x_AI)
-            self._matrix.multiply(x, self._bias_EO, out_AO, ends_E)
-        return out_AO
-
-
-@triton.jit
-def _combine_kernel(
-    y_ptr, place_ptr, weights_ptr, out_ptr, num_columns, num_chosen, BLOCK_D: tl.constexpr
-):
-    """Add up the weighted rows of one token in the order of choice. Grid (T, ceil(D / BLOCK_D))."""
-    token = tl.program_id(0).to(tl.int64)
-    columns_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_D = columns_D < num_columns
-    total_D = tl.zeros((BLOCK_D,), tl.float32)
-    for i in range(num_chosen):
-        choice = token * num_chosen + i
-        weight = tl.load(weights_ptr + choice)
-        row = tl.load(place_ptr + choice)
-        y_D = tl.load(y_ptr + row * num_columns + columns_D, mask=mask_D, other=0.0)
-        # Choices of weight 0 may be of another rank, whose rows are undefined.
-        total_D += tl.where(weight == 0.0, 0.0, y_D.to(tl.float32) * weight)
-    out_row = out_ptr + token * num_columns
-    tl.store(out_row + columns_D, total_D.to(out_ptr.dtype.element_ty), mask=mask_D)
-
-
-def combine(y_AD: Tensor, order_A: Tensor, weights_TC: Tensor) -> Tensor:
-    """Return the weighted sum [T, D] of each token's rows; see `LayerKernels.combine`."""
-    num_tokens, num_chosen = weights_TC.shape
-    num_columns = y_AD.shape[1]
-    out_TD = torch.empty((num_tokens, num_columns), dtype=y_AD.dtype, device=y_AD.device)
-    if not num_tokens:
-        return out_TD
-    place_A = torch.empty_like(order_A)
-    place_A[order_A] = torch.arange(len(order_A), device=order_A.device)
-    grid = (num_tokens, triton.cdiv(num_columns, _COMBINED_COLUMNS))
-    _combine_kernel[grid](
-        y_AD,
-        place_A,
-        weights_TC.contiguous(),
-        out_TD,
-        num_columns,
-        num_chosen,
-        BLOCK_D=_COMBINED_COLUMNS,
-    )
-    return out_TD

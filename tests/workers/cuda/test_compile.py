@@ -12,9 +12,10 @@ def launch_all() -> None:
     import torch
     from engine.workers.cuda.float8 import Rounding
     from engine.workers.cuda.gated_activation import GATED_ACTIVATIONS, gated_activation
+    from engine.workers.cuda.grouped_linear import GroupedLinear, combine
     from engine.workers.cuda.low_rank import TritonLowRank
     from engine.workers.cuda.norm import rms_norm
-    from engine.workers.cuda.quantized_linear import GroupedLinear, QuantizedLinear, combine
+    from engine.workers.cuda.quantized_linear import QuantizedLinear
     from engine.workers.cuda.rotary_tables import rotary_tables
     from engine.workers.cuda.sampling import append_tokens, choose_greedy, choose_tokens
     from engine.workers.layers.rope import RopeSpec, RotaryEmbedding
