@@ -192,6 +192,7 @@ EFFECTS = {
     *("shutil", "socket", "subprocess", "tempfile", "threading", "time", "uuid", "zmq"),
 }
 MAX_FILES_OF_FOLDER = 17
+MAX_LINES_OF_FILE = 500
 
 
 def folder_of(path: Path) -> str:
@@ -294,6 +295,14 @@ def test_no_rooms_import_each_other_in_a_circle(part: str) -> None:
 
 
 def test_no_folder_is_crowded() -> None:
-    counts = Counter(folder_of(path) for path in MODULES if not path.stem.startswith("__"))
+    sources = [path for path in (ROOT / "workers/cpu/csrc").rglob("*.*") if path.is_file()]
+    modules = [path for path in MODULES if not path.stem.startswith("__")]
+    counts = Counter(folder_of(path) for path in (*modules, *sources))
     crowded = {folder: n for folder, n in counts.items() if n > MAX_FILES_OF_FOLDER}
     assert not crowded
+
+
+def test_no_file_is_long() -> None:
+    files = [*MODULES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    lengths = {relative_name(path): len(path.read_text().splitlines()) for path in files}
+    assert not {name: n for name, n in lengths.items() if n > MAX_LINES_OF_FILE}

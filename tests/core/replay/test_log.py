@@ -1,54 +1,37 @@
-"""The event log replays to the same decisions, and contains no text of users."""
+"""The event log replays to the same decisions."""
 
 from __future__ import annotations
 
 import random
-import stat
-import zlib
 from fractions import Fraction
 from functools import cached_property, partial
-from hashlib import sha256
 from inspect import getattr_static
 
 import msgspec
-import numpy as np
 import pytest
 from engine.core.kv_cache.block_pool import BlockPool
 from engine.core.kv_cache.connector import ExternalMatch, RequestEnd
 from engine.core.replay import dump as event_dump
 from engine.core.replay import log as event_log_module
 from engine.core.replay.__main__ import main
-from engine.core.replay.dump import Dump, DumpError, read_dump, write_dump
-from engine.core.replay.events import AddRequest, Schedule, Update
+from engine.core.replay.dump import write_dump
+from engine.core.replay.events import AddRequest, Update
 from engine.core.replay.frozen_state import FrozenState, field_names
 from engine.core.replay.replayer import Difference, Replayer
 from engine.core.scheduler.queues.request_queue import FCFSQueue
 from engine.core.scheduler.scheduler import Scheduler
-from engine.protocol import messages, sampling_params, worker_messages
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.config import KVTransferConfig, SchedulingPolicy, SpeculativeConfig
-from engine.protocol.messages import EncoderInput, FinishReason
+from engine.protocol.config import KVTransferConfig, SpeculativeConfig
+from engine.protocol.messages import FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
 from support.model_connector import ModelConnector
 from support.recorded_harness import RecordedHarness, replay
+from support.recorded_traffic import SMALL_SEGMENT, contended, record
 from support.scheduler_harness import Harness
 from support.traffic import Traffic, random_harness
 
 pytestmark = pytest.mark.slow
-
-SMALL_SEGMENT = 20_000
-
-
-def record(seed: int, segment_bytes: int, num_actions: int = 300) -> RecordedHarness:
-    rng = random.Random(seed)
-    harness = random_harness(rng, partial(RecordedHarness, segment_bytes=segment_bytes))
-    traffic = Traffic(harness, rng)
-    for _ in range(num_actions):
-        traffic.act()
-        if len(harness.scheduler.requests) > 60:
-            harness.step()
-    return harness
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -347,14 +330,6 @@ class StingyScheduler(Scheduler):
         return super().schedule(now)
 
 
-def contended() -> RecordedHarness:
-    harness = RecordedHarness(num_blocks=30, max_num_seqs=3, max_num_batched_tokens=16)
-    for index in range(12):
-        harness.add([index + 1] * 9, 12)
-    harness.drain()
-    return harness
-
-
 def test_a_changed_admission_order_is_located():
     with pytest.raises(Difference) as caught:
         replay(contended().dump(), ImpatientScheduler)
@@ -448,154 +423,3 @@ def test_an_invalid_output_is_still_dumped():
     with pytest.raises(ValueError):
         harness.scheduler.update_from_output(step, ModelRunnerOutput(1, b"12345"), 1.0)
     assert len(harness.dump().segments[0].events) == 4
-
-
-# files
-
-
-def write(harness: RecordedHarness, directory: str, second: int = 0) -> str:
-    path = write_dump(
-        harness.scheduler, directory, reason="test", wall_time=float(second), now=harness.now
-    )
-    return str(path)
-
-
-def test_a_dump_file_is_private_complete_and_readable(tmp_path):
-    harness = record(20, SMALL_SEGMENT)
-    path = write(harness, str(tmp_path / "dumps"))
-    (found,) = (tmp_path / "dumps").iterdir()
-    assert str(found) == path
-    assert stat.S_IMODE(found.stat().st_mode) == 0o600
-    assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
-    assert sum(replay(read_dump(path))) > 10
-
-
-def test_the_oldest_dump_files_are_deleted(tmp_path):
-    harness = contended()
-    other = tmp_path / "core1-mine.engine-events"
-    other.touch()
-    paths = [write(harness, str(tmp_path), second) for second in range(14)]
-    kept = sorted(str(path) for path in tmp_path.iterdir() if path != other)
-    assert kept == paths[-event_dump.MAX_FILES :]
-    assert other.exists()
-
-
-def test_a_default_directory_of_another_user_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_dump.tempfile, "gettempdir", lambda: str(tmp_path))
-    directory = event_dump.default_directory()
-    (tmp_path / "elsewhere").mkdir(mode=0o777)
-    (tmp_path / "elsewhere").chmod(0o777)
-    (tmp_path / directory.rsplit("/", 1)[1]).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DumpError, match="not a private directory"):
-        write(contended(), directory)
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "not an event dump"),
-        (b"garbage", "not an event dump"),
-        (zlib.compress(b"garbage"), "not an event dump"),
-        (zlib.compress(msgspec.msgpack.encode(["engine events", 999])), "has version 999"),
-    ],
-)
-def test_a_file_that_is_no_dump_is_rejected(data, problem, tmp_path, capsys):
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    assert main([str(path)]) == 2
-    assert problem in capsys.readouterr().err
-
-
-# privacy
-
-
-def test_a_dump_contains_no_text_or_tokens_of_users():
-    """Each of these words and tokens must reach the core, and none may be in the dump."""
-    rng = np.random.default_rng(5)
-    secrets = ("tenant-secret", "salt-secret", "schema-secret", "stop-secret", "word-secret")
-    secrets += ("adapter-secret", "picture-secret", "trace-secret")
-    picture = EncoderInput(2, 3, sha256(b"picture").digest(), 3, secrets[6].encode())
-    drafts = []
-
-    def propose(row):
-        drafts.append(rng.integers(200_004, 1 << 18, 2).tolist())
-        return drafts[-1]
-
-    harness = RecordedHarness(
-        segment_bytes=6_000,
-        vocab_size=2**18,
-        policy=SchedulingPolicy.FAIR,
-        log_kv_events=True,
-        speculative=SpeculativeConfig(2),
-        propose=propose,
-    )
-    prompts = []
-    for _ in range(30):
-        prompt = rng.integers(200_004, 1 << 18, 9).tolist()
-        prompts.append(prompt)
-        harness.add(
-            prompt,
-            12,
-            tenant=secrets[0],
-            salt=secrets[1],
-            lora_name=secrets[5],
-            inputs=[picture],
-            trace_headers={"tracestate": secrets[7]},
-            predicted=prompt[::-1],
-            structured_output=None,
-            stop=(secrets[3],),
-            bad_words=(secrets[4],),
-            logit_bias={200_003: 1.0},
-            bad_words_token_ids=((200_003,),),
-            allowed_token_ids=None,
-        )
-        harness.add([3], 2, structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, secrets[2]))
-        harness.step()
-    hashes = [picture.content_hash]
-    hashes += [received.message.block_hashes[:32] for received in harness.received.values()]
-    outputs = [received.token_ids for received in harness.received.values()]
-    dump = harness.dump()
-    assert dump.segments[0].snapshot is not None
-    data = msgspec.msgpack.encode(dump)
-    for secret in secrets:
-        assert secret.encode() not in data
-    for digest in filter(None, hashes):
-        assert digest not in data
-    tokens = {token for sequence in (*prompts, *outputs, *drafts, [200_003]) for token in sequence}
-    large = [token for token in tokens if token >= 1 << 17]
-    assert len(large) > 300
-    four_bytes = {data[start : start + 4] for start in range(len(data))}
-    for token in large:
-        assert token.to_bytes(4, "little") not in four_bytes
-        assert token.to_bytes(4, "big") not in four_bytes
-    replay(dump)
-
-
-@pytest.mark.parametrize(
-    ("struct", "num_fields"),
-    [
-        (messages.EngineCoreRequest, 21),
-        (worker_messages.ModelRunnerOutput, 12),
-        (worker_messages.SchedulerOutput, 15),
-        (worker_messages.NewRequestData, 13),
-        (messages.EngineCoreOutputs, 15),
-        (messages.EncoderInput, 8),
-        (worker_messages.EncoderWork, 4),
-        (worker_messages.DraftTokenIds, 4),
-        (sampling_params.SamplingParams, 26),
-    ],
-)
-def test_every_new_field_gets_a_redaction_decision(struct, num_fields):
-    """A new field needs a decision in `redaction`, `decision_hash` and `snapshot`; then it is counted here."""
-    assert len(struct.__struct_fields__) == num_fields
-
-
-def test_a_dump_contains_the_recorded_facts():
-    harness = contended()
-    dump = harness.dump()
-    events = dump.segments[0].events
-    arrivals = [event for event in events if isinstance(event, AddRequest)]
-    assert [event.num_prompt_bytes for event in arrivals] == [36] * 12
-    steps = [event.step for event in events if isinstance(event, Schedule) and event.step]
-    assert [step.step for step in steps] == [step.step for step in harness.steps]
-    assert isinstance(dump, Dump)

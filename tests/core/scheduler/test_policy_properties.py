@@ -6,7 +6,8 @@ import pytest
 from engine.protocol.config import SchedulingPolicy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.scheduler_harness import Harness, Key
+from support.client_view import Key
+from support.scheduler_harness import Harness
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,66 @@
+"""Small random models of every family, in transformers."""
+
+import random
+import re
+
+import torch
+import transformers
+from support.families.dense import DENSE
+from support.families.experts import WITH_EXPERTS
+from support.families.recurrent import RECURRENT
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CONFIGS = DENSE | WITH_EXPERTS | RECURRENT
+"""The class of transformers and the differences from `SMALL`, by the name of a family."""
+
+WITH_TEXT_CONFIG = ("Gemma3n", "Gemma4", "Gemma4Unified")
+
+
+def make_reference(name, **others):
+    """Make a random transformers model in which every norm, bias and multiplier has an effect."""
+    family, differences = CONFIGS[name]
+    config_name = f"{family}Config" if family not in WITH_TEXT_CONFIG else f"{family}TextConfig"
+    config = getattr(transformers, config_name)(**SMALL | differences | others)
+    # Falcon's eager attention adds ALiBi twice.
+    attention = "sdpa" if family == "Falcon" else "eager"
+    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    model = getattr(transformers, family.removesuffix("Text") + suffix)._from_config(
+        config, attn_implementation=attention
+    )
+    for parameter_name, parameter in model.named_parameters():
+        if re.search(r"norm|\bln_|bias$", parameter_name):
+            torch.nn.init.normal_(parameter, 0.8, 0.3)
+        else:
+            torch.nn.init.normal_(parameter, 0, 0.15)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            torch.nn.init.normal_(buffer, 0, 0.3)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+    return model.eval()
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(SMALL["vocab_size"]), k=length)
+
+
+def expected_logits(reference, tokens):
+    with torch.inference_mode():
+        return reference(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_same(logits, expected):
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

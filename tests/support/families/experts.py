@@ -1,0 +1,141 @@
+"""Families with experts or latent attention."""
+
+from typing import Any
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPS = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+LONG = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 11}),
+    "mixtral-one": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-all": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3-moe-all": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "granite-moe": (
+        "GraniteMoe",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "logits_scaling": 4.0},
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "shared_intermediate_size": 24, "attention_multiplier": 0.2},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        EXPERTS | GROUPS | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "head_dim": 16,
+            "attention_chunk_size": 16,
+            "floor_scale": 8,
+        },
+    ),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    ),
+    "ernie-moe-biases": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 1,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "use_bias": True,
+        },
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 5, "moe_topk": 2, "head_dim": 16}),
+    "phi-moe": (
+        "Phimoe",
+        {"num_local_experts": 5, "router_jitter_noise": 0.2, "lm_head_bias": True},
+    ),
+    "dots1": ("Dots1", EXPERTS | GROUPS | {"norm_topk_prob": True}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "rope_parameters": LONG,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rope_parameters": LONG,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "minicpm3": ("MiniCPM3", LATENT),
+}

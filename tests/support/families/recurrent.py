@@ -1,0 +1,161 @@
+"""Families with recurrent layers."""
+
+from typing import Any
+
+from support.families.experts import EXPERTS, GROUPS, LATENT
+
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
+NEMOTRON_H = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "use_bias": True,
+}
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 8,
+}
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 16,
+            "conv_bias": True,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        MAMBA2
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granite-hybrid-experts": (
+        "GraniteMoeHybrid",
+        MAMBA2
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        MAMBA2
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [0.9, 0.5],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
+    "falcon-h1-without-norm": ("FalconH1", MAMBA2 | {"num_hidden_layers": 2, "mamba_d_ssm": 64}),
+    "nemotron-h": (
+        "NemotronH",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            # It has a head of its own nevertheless.
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h-experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | GROUPS
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_shared_experts": 1,
+        },
+    ),
+    "nemotron-h-latent-experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 20,
+            "mlp_bias": True,
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        LATENT
+        | GROUPS
+        | {
+            "q_lora_rank": None,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            # Transformers saves the convolutions in equal parts.
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2}),
+    "qwen3.5": ("Qwen3_5Text", DELTA_NET),
+    "qwen3.5-full": ("Qwen3_5Text", DELTA_NET | {"layer_types": ["full_attention"] * 3}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        DELTA_NET
+        | EXPERTS
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        DELTA_NET
+        | EXPERTS
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+}

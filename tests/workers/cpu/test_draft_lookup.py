@@ -1,0 +1,117 @@
+"""The search for the passage that drafts continue."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from engine.protocol.arrays import int32_bytes, int32_view
+from engine.protocol.config import SpeculativeConfig
+from engine.protocol.worker_messages import NewRequestData
+from engine.workers.batch import PersistentBatch
+from engine.workers.cpu.drafts import Drafts
+from hypothesis import given
+from hypothesis import strategies as st
+from support.worker_steps import GREEDY
+
+pytestmark = pytest.mark.slow
+
+
+MAX_MODEL_LEN = 40
+
+
+def match_length(passage: list[int], end: int, tokens: list[int]) -> int:
+    length = 0
+    while length < min(end, len(tokens), 64) and passage[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def expected(
+    tokens: list[int], most: int, shortest: int, prediction: list[int], num_prompt: int
+) -> tuple[list[int], bool]:
+    """Return the drafts by the words of `sampling/draft_lookup.h`, and whether they are from the prediction."""
+    most = max(min(most, MAX_MODEL_LEN - 1 - len(tokens)), 0)
+    num_output = len(tokens) - num_prompt
+
+    def match_prediction(end: int) -> tuple[int, int, int]:
+        is_predicted = end == num_output and prediction[:end] == tokens[num_prompt:]
+        length = 64 if is_predicted else match_length(prediction, end, tokens)
+        return length, -abs(end - num_output), end
+
+    length, end = max(
+        ((match_length(tokens, end, tokens), end) for end in range(1, len(tokens))),
+        default=(0, 0),
+    )
+    nowhere = 0, 0, 0
+    matches = [match_prediction(end) for end in range(1, len(prediction))]
+    # If two places are equally near, use the first.
+    predicted_length, _, predicted_end = max(
+        matches, key=lambda match: (match[0], match[1], -match[2]), default=nowhere
+    )
+    if predicted_length >= max(length, shortest):
+        following = prediction[predicted_end:]
+        return following[: min(most, predicted_length)], bool(most)
+    if length < shortest:
+        return [], False
+    whole = list(tokens)
+    for k in range(min(most, length)):
+        whole.append(whole[end + k])
+    return whole[len(tokens) :], False
+
+
+def new_request(slot: int, prediction: list[int]) -> NewRequestData:
+    return NewRequestData(
+        slot, (0, slot), b"", 0, 0, (), GREEDY, predicted_token_ids=int32_bytes(prediction)
+    )
+
+
+@st.composite
+def rows_to_draft(draw) -> tuple[list[int], int, list[int]]:
+    """Draw tokens, the prompt's length, and a prediction, which may start like the output."""
+    tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_MODEL_LEN))
+    num_prompt = draw(st.integers(0, len(tokens)))
+    prediction = draw(st.lists(st.integers(0, 2), max_size=2 * MAX_MODEL_LEN))
+    if draw(st.booleans()):
+        prediction = tokens[num_prompt:] + prediction
+    return tokens, num_prompt, prediction
+
+
+@given(
+    st.lists(rows_to_draft(), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.integers(1, 4),
+)
+def test_drafts_follow_the_longest_match(rows, most, shortest):
+    batch = PersistentBatch(len(rows), MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
+    drafts = Drafts(SpeculativeConfig(most, prompt_lookup_min=shortest), batch)
+    for slot, (tokens, num_prompt, _) in enumerate(rows):
+        batch.token_ids_NL[slot, : len(tokens)] = torch.tensor(tokens)
+        batch.num_tokens[slot] = len(tokens)
+        batch.num_prompt_tokens[slot] = num_prompt
+    drafts.add_requests([new_request(slot, row[2]) for slot, row in enumerate(rows)])
+    drafts.look_up(np.arange(len(rows), dtype=np.int32))
+    # Many requests share the drafts of a step, and need longer matches.
+    share = 16 // len(rows) if len(rows) <= 4 else 0
+    most, shortest = min(most, share), shortest + len(rows) // 2
+    all_wanted = {
+        slot: expected(tokens, most, shortest, prediction, num_prompt)
+        for slot, (tokens, num_prompt, prediction) in enumerate(rows)
+    }
+    wanted = {slot: tokens for slot, (tokens, _) in all_wanted.items() if tokens}
+    assert drafts.num_from_prediction(np.arange(len(rows))).tolist() == [
+        len(tokens) if is_predicted else 0 for tokens, is_predicted in all_wanted.values()
+    ]
+    found = drafts.get_found(7)
+    if found is None:
+        assert not wanted
+        return
+    assert found.step == 7
+    assert int32_view(found.slots).tolist() == list(wanted)
+    assert int32_view(found.num_tokens).tolist() == [len(tokens) for tokens in wanted.values()]
+    assert int32_view(found.token_ids).tolist() == [*chain(*wanted.values())]
+    for slot, tokens in wanted.items():
+        start = len(rows[slot][0])
+        assert batch.token_ids_NL[slot, start : start + len(tokens)].tolist() == tokens
