@@ -21,7 +21,9 @@ def main() -> int:
     name = f"frontend {client_index}"
     name_process(name)
     uds = config.frontend.uds
-    exit_with_parent(config.run_dir, *([uds] if uds else []))
+    # A socket that is taken over belongs to the other engine for some time.
+    sockets = [] if uds is None or config.takes_over else [uds]
+    exit_with_parent(config.run_dir, sockets)
     configure_logging(name, config.frontend.log_level)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, name)
@@ -31,7 +33,8 @@ def main() -> int:
         from .api.server import serve
 
         heartbeats = StatusReporter(context, config, name)
-        serve(config, client_index, socket.socket(fileno=int(listen_fd)), reporter, heartbeats)
+        listener = socket.socket(fileno=int(listen_fd))
+        serve(config, client_index, listener, reporter, heartbeats, on_retire=sockets.clear)
 
     return reporter.run(work)
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from types import FrameType
 
 import setproctitle
@@ -38,8 +39,11 @@ def await_epoch() -> int:
     return int(line)
 
 
-def exit_with_parent(run_dir: str, *sockets: str) -> None:
-    """Exit as soon as the parent's end of standard input closes, after removing `run_dir` and `sockets`."""
+def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
+    """Exit as soon as the parent's end of standard input closes, after removing `run_dir` and `sockets`.
+
+    The caller may change `sockets` until then.
+    """
 
     def wait_for_end_of_file() -> None:
         while os.read(0, 4096):

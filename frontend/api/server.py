@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import uvicorn
@@ -110,8 +111,10 @@ class Frontend:
         listener: socket.socket,
         reporter: StatusReporter,
         heartbeats: StatusReporter,
+        on_retire: Callable[[], None],
     ) -> None:
         self._config = config
+        self._on_retire = on_retire
         self._listener = listener
         self._num_blocks = sys.getallocatedblocks()
         self._reporter = reporter
@@ -128,9 +131,10 @@ class Frontend:
         self._store = StoreClient(config, client_index)
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
         self._stop = asyncio.Event()
+        self._retired = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until SIGTERM.
+        """Serve until SIGTERM, or after SIGUSR1 until all connections have ended.
 
         Raises:
             EngineError: The engine cannot generate a token.
@@ -138,6 +142,7 @@ class Frontend:
         self._handle_signals()
         http = HTTPServer(self._uvicorn_config(), self._config.frontend.slow_client_s)
         stop_task = asyncio.create_task(self._stop.wait())
+        retire_task = asyncio.create_task(self._retire(http))
         start_task = asyncio.create_task(self._start())
         http_task = asyncio.create_task(self._answer(http, {start_task, stop_task}))
         publish_task = asyncio.create_task(self._publish_metrics())
@@ -149,12 +154,14 @@ class Frontend:
             )
             if start_task.done():
                 start_task.result()
-                await asyncio.wait({http_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {http_task, stop_task, retire_task}, return_when=asyncio.FIRST_COMPLETED
+                )
             start_task.cancel()
             await self._drain()
         finally:
-            publish_task.cancel()
-            collect_task.cancel()
+            for task in (publish_task, collect_task, retire_task):
+                task.cancel()
             watch.close()
             self._engine.fail("the server has stopped")
             http.should_exit = True
@@ -164,9 +171,11 @@ class Frontend:
             self._store.close()
 
     async def _answer(self, http: HTTPServer, until: set[asyncio.Task[Any]]) -> None:
+        # Until this frontend is ready, connections wait or go to another frontend, so none is rejected.
         if self._config.epoch != FIRST_EPOCH:
-            # Until this frontend is ready, connections wait or go to another frontend, so none is rejected.
             await asyncio.wait(until, timeout=HOLD_BACK_S, return_when=asyncio.FIRST_COMPLETED)
+        elif self._config.takes_over:
+            await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
         await http.serve(sockets=[self._listener])
 
     async def _start(self) -> None:
@@ -210,6 +219,14 @@ class Frontend:
         if len(output.token_ids) != 1:
             raise EngineError(f"the warm-up request failed: {output.error}")
         return True
+
+    async def _retire(self, http: HTTPServer) -> None:
+        """After SIGUSR1: leave new connections to another engine, and wait until all others have ended."""
+        await self._retired.wait()
+        self._on_retire()
+        http.stop_accepting()
+        while self._engine.num_inflight or not http.is_idle:
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _drain(self) -> None:
         """Reject new requests, let running ones finish, and give up after the shutdown timeout."""
@@ -258,6 +275,7 @@ class Frontend:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        loop.add_signal_handler(signal.SIGUSR1, self._retired.set)
         # The supervisor handles these signals for all of its children.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -299,10 +317,11 @@ def serve(
     listener: socket.socket,
     reporter: StatusReporter,
     heartbeats: StatusReporter,
+    on_retire: Callable[[], None],
 ) -> None:
-    """Run a frontend until it receives SIGTERM.
+    """Run a frontend until it receives SIGTERM, or SIGUSR1 and has no connection left.
 
-    `heartbeats` is used by a separate thread.
+    `heartbeats` is used by a separate thread. `on_retire` is called when another engine owns the listening socket.
 
     Raises:
         EngineError: The frontend cannot start.
@@ -310,7 +329,8 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def main() -> None:
-        await Frontend(config, client_index, listener, reporter, heartbeats).run()
+        frontend = Frontend(config, client_index, listener, reporter, heartbeats, on_retire)
+        await frontend.run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())

@@ -40,14 +40,21 @@ _NEED_TOKENIZER: Final = (
 """The options that mean nothing to a server without a tokenizer."""
 
 
-def parse_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings of `engine serve ARGV`.
+def parse_settings(
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    earlier: Iterable[Sequence[str]] = (),
+) -> Settings:
+    """Return the settings of `engine serve ARGV`. `earlier` are lists of arguments, each overridden by those after it.
 
     Invalid settings print one line and exit with code 2.
     """
     parser = make_parser()
     try:
-        given = _from_flags(parser, argv)
+        given: dict[str, Any] = {}
+        for each in (*earlier, argv):
+            given |= _from_flags(parser, each)
         options = [option for option in OPTIONS if option.key not in given]
         variables = _from_environment(environ, options)
         file = (variables | given).get("launch.config")

@@ -21,6 +21,7 @@ PROGRAMS = {
 COMMANDS = """\
 commands:
   serve [MODEL] [flags]     serve a model over HTTP; see engine serve --help
+  upgrade [MODEL] [flags]   replace a running server by a new version or model, without downtime
   embed [MODEL] [flags]     embed the lines of a file, without a server
   transcribe FILE --model MODEL
                             write down what is said in audio files, without a server
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
     parser.add_argument(
         "command",
-        choices=("serve", "status", "keygen", "worker", *PROGRAMS),
+        choices=("serve", "upgrade", "status", "keygen", "worker", *PROGRAMS),
         help=argparse.SUPPRESS,
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .join import work
 
         return work(parsed.arguments)
+    if parsed.command == "upgrade":
+        from .upgrade import upgrade
+
+        return upgrade(parsed.arguments)
     # A late import keeps `engine --help` fast.
     from .serve import serve
 

@@ -6,13 +6,17 @@ import os
 import resource
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from ... import __version__
 from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
 from ..model_source.options import ModelOptions, ResolvedModel
 from ..supervisor.console import Console, StartupProgress, format_bytes
+from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
 from ..supervisor.run_dir import RunDirectory
+from ..supervisor.service_manager import notify_service_manager
 from ..supervisor.signals import StopRequested, StopSignals
 from ..supervisor.supervisor import Supervisor, engine_processes
 from .arguments import Settings, parse_settings, unread_variables
@@ -29,7 +33,13 @@ def serve(argv: Sequence[str]) -> int:
         0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 128 + the signal number if a second signal ended the
             drain.
     """
-    settings = parse_settings(argv)
+    return run_supervisor(
+        lambda console, signals: _serve(argv, parse_settings(argv), console, signals)
+    )
+
+
+def run_supervisor(run: Callable[[Console, StopSignals], None]) -> int:
+    """Call `run` in this process as a supervisor, and return the exit code."""
     console = Console()
     if unread := unread_variables(os.environ):
         console.line(f"ignored environment variables: {', '.join(unread)}")
@@ -37,15 +47,7 @@ def serve(argv: Sequence[str]) -> int:
     _raise_open_file_limit()
     with StopSignals() as signals:
         try:
-            launch = LaunchOptions(**settings["launch"])
-            if launch.headless:
-                serve_headless(launch, settings, console, signals)
-                return 0
-            if launch.node_rank:
-                raise ConfigError(
-                    f"--node-rank {launch.node_rank} needs --headless, because only node 0 serves the API"
-                )
-            _serve(settings, console, signals)
+            run(console, signals)
         except StopRequested as stop:
             console.line(f"stopped immediately by {stop}")
             return 128 + stop.signum
@@ -56,45 +58,91 @@ def serve(argv: Sequence[str]) -> int:
     return 0
 
 
-def _serve(settings: Settings, console: Console, signals: StopSignals) -> None:
-    """Serve until the first stop signal has been handled. Raise StopRequested at the second."""
+def _serve(argv: Sequence[str], settings: Settings, console: Console, signals: StopSignals) -> None:
+    launch = LaunchOptions(**settings["launch"])
+    if launch.headless:
+        serve_headless(launch, settings, console, signals)
+        return
+    if launch.node_rank:
+        raise ConfigError(
+            f"--node-rank {launch.node_rank} needs --headless, because only node 0 serves the API"
+        )
     frontend = make_frontend_config(settings)
     console.line(f"engine {__version__}")
     with Listener(frontend) as listener:
         settings["frontend"]["port"] = listener.port
         try:
-            model = _resolve_model(settings, console, signals)
+            model = resolve_model(settings, console, signals)
         except StopRequested:
             return
-        with RunDirectory() as run_dir:
-            config = make_engine_config(settings, model, run_dir.path)
-            specs = engine_processes(config, config.save(), listener.socket.fileno())
-            progress = StartupProgress(console)
-            with Supervisor(
-                config,
-                specs,
-                on_status=progress.update,
-                on_recovery=console.line,
-                signals=signals,
-            ) as supervisor:
-                name = config.model.served_names[0]
-                if num_nodes := config.parallel.num_remote_nodes:
-                    address = config.parallel.node_address
-                    console.line(f"waiting for {num_nodes} more nodes to join {address}")
-                announcement = f"ready at {listener.url}  serving {name}"
-                run_until_stopped(supervisor, console, announcement, listener.close)
+        serve_model([list(argv)], settings, model, listener, console, signals)
+
+
+def serve_model(
+    arguments: list[list[str]],
+    settings: Settings,
+    model: ResolvedModel,
+    listener: Listener,
+    console: Console,
+    signals: StopSignals,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve a model until the first stop signal, or a handover to a successor, has been handled.
+
+    Args:
+        arguments: Those of `engine serve`, then those of each `engine upgrade` since.
+        settings: Their values.
+        model: The model that they name.
+        listener: The listening socket.
+        console: Where progress is shown.
+        signals: The source of stop signals.
+        on_ready: Called when the engine is ready. If it is given, another engine accepts connections until then.
+
+    Raises:
+        StopRequested: A second signal was received.
+    """
+    with RunDirectory() as run_dir:
+        config = make_engine_config(settings, model, run_dir.path)
+        config = msgspec.structs.replace(config, takes_over=on_ready is not None)
+        specs = engine_processes(config, config.save(), listener.socket.fileno())
+        progress = StartupProgress(console)
+        with Supervisor(
+            config,
+            specs,
+            on_status=progress.update,
+            on_recovery=console.line,
+            signals=signals,
+        ) as supervisor:
+            name = config.model.served_names[0]
+            if num_nodes := config.parallel.num_remote_nodes:
+                address = config.parallel.node_address
+                console.line(f"waiting for {num_nodes} more nodes to join {address}")
+            announcement = f"ready at {listener.url}  serving {name}"
+
+            def announce() -> None:
+                console.line(announcement)
+                if not config.parallel.is_distributed:
+                    engine = ServedEngine(
+                        __version__, os.getpid(), listener.url, arguments, os.getcwd()
+                    )
+                    supervisor.offer_handover(HandoverSocket(run_dir.path, engine, listener.socket))
+                if on_ready is not None:
+                    on_ready()
+                notify_service_manager(f"READY=1\nMAINPID={os.getpid()}")
+
+            run_until_stopped(supervisor, console, announce, listener)
 
 
 def run_until_stopped(
     supervisor: Supervisor,
     console: Console,
-    announcement: str,
-    close_listener: Callable[[], None],
+    announce: Callable[[], None],
+    listener: Listener | None = None,
 ) -> None:
     """Start the engine, announce it and handle the first stop signal: drain, or stop at once if it is not ready yet.
 
-    `close_listener` is called when the last frontend has exited, so that clients are refused rather than left
-    waiting.
+    A successor that takes the listening socket over has the same effect as a stop signal, but without a time limit. The
+    listener is closed when the last frontend has exited, so that clients are refused rather than left waiting.
 
     Raises:
         ProcessFailed: A process failed and the engine cannot continue.
@@ -103,25 +151,39 @@ def run_until_stopped(
     try:
         supervisor.start()
         supervisor.wait_until_ready()
-        console.line(announcement)
-        supervisor.watch()
+        announce()
+        try:
+            supervisor.watch()
+        except HandoverRequested:
+            console.line("another engine accepts connections; finishing those that are open")
+            if listener is not None:
+                listener.hand_over()
+            supervisor.retire()
+            supervisor.drain()
     except StopRequested:
         if supervisor.was_ready:
             limit = supervisor.drain_timeout_s
             console.line(
                 f"draining for at most {limit:g} s; a second signal stops the server immediately"
             )
-            supervisor.drain(close_listener)
+            supervisor.drain(listener.close if listener is not None else lambda: None)
 
 
-def _resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:
-    def resolve_model() -> ResolvedModel:
+def resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:
+    """Resolve the model of the settings to a local checkpoint, and show what it is.
+
+    Raises:
+        EngineError: There is no such model, or it cannot be served.
+        StopRequested: A stop signal was received.
+    """
+
+    def resolve() -> ResolvedModel:
         from ..model_source.config import resolve_model
 
         return resolve_model(ModelOptions(**settings["model"]), console)
 
     # In a child process, because the imports (numpy, huggingface-hub) would stay in this process's memory.
-    model = run_in_fork(resolve_model, ResolvedModel, signals)
+    model = run_in_fork(resolve, ResolvedModel, signals)
     config = model.config
     console.line(
         f"model {config.model}  {config.architecture}, {format_bytes(model.size_bytes)}, "

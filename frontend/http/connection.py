@@ -76,6 +76,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._in_request = False
         self._offers_upgrade = False
+        self._ends_after_response = False
         self._cycles: list[RequestResponseCycle] = []
         self._request_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -212,6 +213,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_head = False
         self._cycles = [*self._unfinished_cycles(), self.cycle]
+        if self._ends_after_response:
+            self.cycle.keep_alive = False
         if len(self.pipeline) == 1:
             # uvicorn stops reading when a request arrives before the last one is answered. Read one request ahead,
             # because a disconnect is noticed only while reading.
@@ -322,6 +325,15 @@ class Connection(HttpToolsProtocol):
                 % (status, _REASONS[status].encode(), len(body), body)
             )
         self.transport.close()
+
+    def end_after_response(self) -> None:
+        """Close the connection after the next response that ends, or when its client has been idle for long enough.
+
+        An idle connection is not closed at once, because a request may be on its way.
+        """
+        self._ends_after_response = True
+        for cycle in self._unfinished_cycles()[-1:]:
+            cycle.keep_alive = False
 
     def close_now(self) -> None:
         """Close the connection without finishing its responses."""

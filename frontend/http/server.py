@@ -22,6 +22,19 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self._slow_client_s = slow_client_s
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no connection is open."""
+        return not self.server_state.connections
+
+    def stop_accepting(self) -> None:
+        """Stop accepting connections. Those that are open may send one more request, and close when they are idle."""
+        for server in self.servers:
+            server.close()
+        for connection in self.server_state.connections:
+            if isinstance(connection, Connection):
+                connection.end_after_response()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the process's signal handlers unchanged."""

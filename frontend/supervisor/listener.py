@@ -22,19 +22,20 @@ BACKLOG = 2048
 class Listener:
     """A listening TCP or Unix socket and its URL."""
 
-    def __init__(self, config: FrontendConfig) -> None:
-        """Open the socket.
+    def __init__(self, config: FrontendConfig, taken_over: socket.socket | None = None) -> None:
+        """Open the socket, or use one that another engine has opened. Its path belongs to that one until `own_path`.
 
         Raises:
             ConfigError: The socket cannot be opened; the message names the address and the remedy.
         """
-        self._uds = config.uds
+        self._uds = config.uds if taken_over is None else None
+        self._path = config.uds
         if config.uds is not None:
-            self.socket = _listen_unix(config.uds)
+            self.socket = taken_over or _listen_unix(config.uds)
             self.port = config.port
             self.url = f"unix://{os.path.abspath(config.uds)}"
         else:
-            self.socket = _listen_tcp(config.host, config.port, config.slow_client_s)
+            self.socket = taken_over or _listen_tcp(config.host, config.port, config.slow_client_s)
             self.port = self.socket.getsockname()[1]
             scheme = "https" if config.ssl_certfile else "http"
             self.url = f"{scheme}://{_reachable_host(config.host)}:{self.port}{config.root_path}"
@@ -48,6 +49,15 @@ class Listener:
         uds, self._uds = self._uds, None
         if uds is not None:
             _unlink_if_present(uds)
+
+    def own_path(self) -> None:
+        """Delete the path of the socket in `close`, because the other engine no longer does."""
+        self._uds = self._path
+
+    def hand_over(self) -> None:
+        """Close the socket in this process only. Its path belongs to another engine now."""
+        self._uds = None
+        self.socket.close()
 
     def __enter__(self) -> Listener:
         return self

@@ -27,7 +27,7 @@ class RunDirectory:
 
     def __init__(self) -> None:
         base = _base_directory()
-        _sweep(base)
+        _sweep()
         self.path, self._lock = _create_locked(base)
 
     def remove(self) -> None:
@@ -40,6 +40,11 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def run_directories() -> list[Path]:
+    """Return the run directories of this user's engines, which may have ended."""
+    return [path for path in _base_directory().glob(f"{PREFIX}????????") if _looks_like_ours(path)]
 
 
 def _base_directory() -> Path:
@@ -87,9 +92,9 @@ def _try_lock(path: str | Path) -> int | None:
     return None
 
 
-def _sweep(base: Path) -> None:
-    for path in base.glob(f"{PREFIX}????????"):
-        lock = _try_lock(path) if _looks_like_ours(path) else None
+def _sweep() -> None:
+    for path in run_directories():
+        lock = _try_lock(path)
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)

@@ -34,6 +34,7 @@ from ...protocol.supervisor_messages import (
 from ...protocol.transport import StatusPublisher, StatusReceiver
 from . import recovery
 from .child import Child
+from .handover import HandoverSocket
 from .local_process import HAS_EXIT_FD, LocalProcess, Process, ProcessSpec, Role
 from .nodes import Nodes
 from .parse_journal import PoisonBodies, journal_path, read_journal
@@ -116,10 +117,11 @@ class Supervisor:
 
     Call `start`, `wait_until_ready`, `watch` or `poll`, `drain` and `close`, in this order.
 
-    Every wait raises `StopRequested` when `signals` receives a signal. It raises `ProcessFailed` when the engine cannot
-    continue: a process failed before the engine was ready, or keeps failing and no other can serve in its place. After
-    the engine was ready, a process that crashes or hangs is restarted, and `on_recovery` receives a line about it.
-    Leaving the `with` block kills all remaining processes. The caller owns `run_dir`.
+    Every wait raises `StopRequested` when `signals` receives a signal, and `HandoverRequested` when a successor takes
+    the listening socket. It raises `ProcessFailed` when the engine cannot continue: a process failed before the engine
+    was ready, or keeps failing and no other can serve in its place. After the engine was ready, a process that crashes
+    or hangs is restarted, and `on_recovery` receives a line about it. Leaving the `with` block kills all remaining
+    processes. The caller owns `run_dir`.
     """
 
     def __init__(
@@ -161,6 +163,8 @@ class Supervisor:
             # The caller gets no supervisor that it could close.
             self._context.destroy()
             raise
+        self._handover: HandoverSocket | None = None
+        self._offers_handover = False
         if signals is not None:
             self._poller.register(signals.fd, zmq.POLLIN)
 
@@ -203,8 +207,19 @@ class Supervisor:
         while not self.ready:
             self._wait(None)
 
+    def offer_handover(self, handover: HandoverSocket) -> None:
+        """Let waits raise HandoverRequested when a successor takes the listening socket over."""
+        self._handover, self._offers_handover = handover, True
+        self._poller.register(handover.fd, zmq.POLLIN)
+
+    def _end_handovers(self) -> None:
+        if self._offers_handover and self._handover is not None:
+            self._offers_handover = False
+            self._poller.unregister(self._handover.fd)
+            self._handover.stop_listening()
+
     def watch(self) -> None:
-        """Handle events until a stop signal arrives or the engine cannot continue. This never returns."""
+        """Handle events until a wait raises: this never returns."""
         while True:
             self._wait(None)
 
@@ -212,8 +227,18 @@ class Supervisor:
         """Handle events since the last call, without waiting."""
         self._wait(0.0)
 
+    def retire(self) -> None:
+        """Stop accepting connections, and wait until those that are open have ended, however long that takes.
+
+        Meanwhile requests on them are served, and cores and workers are restarted when they crash.
+        """
+        self._end_handovers()
+        self._ending.add(Role.FRONTEND)
+        self._wait_for_exit(self._end(Role.FRONTEND, signal.SIGUSR1), math.inf)
+
     def drain(self, on_frontends_ended: Callable[[], None] = lambda: None) -> None:
         """Let the frontends finish their streams, then stop the store, cores and workers."""
+        self._end_handovers()
         self._ending.add(Role.FRONTEND)
         for unit in self._units:
             unit.dismiss_spare()
@@ -243,6 +268,8 @@ class Supervisor:
         self._statuses.close()
         self._publisher.close()
         self._context.term()
+        if self._handover is not None:
+            self._handover.close()
 
     def _fail_streams(self, reason: str) -> None:
         """Let the frontends end every response with an error that contains the reason."""
@@ -266,10 +293,10 @@ class Supervisor:
     def _children(self) -> Iterable[Child]:
         return [child for unit in self._units for child in unit.children.values()]
 
-    def _end(self, role: Role) -> list[Child]:
+    def _end(self, role: Role, signum: signal.Signals = signal.SIGTERM) -> list[Child]:
         children = [child for child in self._children() if child.spec.role is role]
         for child in children:
-            child.signal(signal.SIGTERM)
+            child.signal(signum)
         return children
 
     def _wait_for_exit(self, children: list[Child], timeout_s: float) -> None:
@@ -291,6 +318,8 @@ class Supervisor:
         self._poller.poll(math.ceil(timeout_s * 1000))
         if self._signals is not None:
             self._signals.raise_if_received()
+        if self._offers_handover and self._handover is not None:
+            self._handover.raise_if_requested()
         self._read_reports()
         self._kill_hung_processes()
         self._rotation.advance(time.monotonic())

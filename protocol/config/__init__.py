@@ -71,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         run_dir: A directory with mode 0700 for the sockets of this engine.
         epoch: How often this replica or frontend was started. Only this field differs between processes; each one
             receives it on its command line.
+        takes_over: Whether another engine accepts connections until the frontends of this one are ready.
     """
 
     run_dir: str
@@ -84,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     recovery: RecoveryConfig = RecoveryConfig()
     kv_transfer: KVTransferConfig | None = None
     store: StoreConfig = StoreConfig()
+    takes_over: bool = False
     version: int = PROTOCOL_VERSION
 
     def core_address(self, core_index: int) -> str:

@@ -37,7 +37,7 @@ def main() -> int:
         try:
             with Supervisor(config, specs, signals=signals) as supervisor:
                 console.supervisor, console.run_dir = supervisor, run_dir.path
-                run_until_stopped(supervisor, console, "ready", lambda: None)
+                run_until_stopped(supervisor, console, lambda: console.line("ready"))
         except StopRequested as stop:
             return 128 + stop.signum
         except EngineError as error:

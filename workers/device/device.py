@@ -11,7 +11,7 @@ import torch
 
 from ...protocol.config import Device, DeviceConfig
 from ...protocol.errors import ConfigError
-from .control_groups import CGROUPS, control_groups
+from ...protocol.machine.control_groups import CGROUPS, control_groups
 
 
 def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:

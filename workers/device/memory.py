@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
-
-import psutil
 
 from ...protocol.config import EngineConfig
 from ...protocol.errors import ConfigError
@@ -18,14 +13,11 @@ from ...protocol.kv_cache_groups import (
     max_request_blocks,
     max_request_tokens,
 )
-from .control_groups import CGROUPS, control_groups
+from ...protocol.machine.memory import available_bytes, total_bytes
 from .memory_profile import GIB, MemoryProfile
 
 CPU_SHARE = 0.25
 """Share of the free memory for the KV caches of all workers. The rest is for other work and the page cache."""
-
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Memory limits of a control group of version 2 and of version 1. Version 1 has a huge number for no limit."""
 
 
 def count_kv_blocks(
@@ -120,42 +112,3 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers:
 def free_host_bytes(config: EngineConfig) -> int:
     """Return the bytes that the KV cache of one worker may take of a machine without a GPU."""
     return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers
-
-
-def total_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return the machine's memory in bytes, or the lowest limit of this process's control groups."""
-    return _least(psutil.virtual_memory().total, _limit_of, cgroups)
-
-
-def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return the free memory of the machine in bytes, or the least that a control group of this process has left."""
-    return _least(psutil.virtual_memory().available, _left_of, cgroups)
-
-
-def _least(of_machine: int, of_group: Callable[[Path], int], cgroups: Path) -> int:
-    amounts = [of_machine]
-    with suppress(OSError, ValueError):
-        amounts += map(of_group, control_groups("memory", cgroups))
-    return min(amounts)
-
-
-def _limit_of(group: Path) -> int:
-    for name in _LIMITS:
-        if (group / name).exists():
-            limit = (group / name).read_text().strip()
-            return sys.maxsize if limit == "max" else int(limit)
-    return sys.maxsize
-
-
-def _left_of(group: Path) -> int:
-    limit = _limit_of(group)
-    if limit == sys.maxsize:
-        return limit
-    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    is_v2 = (group / "memory.max").exists()
-    used, prefix = ("memory.current", "") if is_v2 else ("memory.usage_in_bytes", "total_")
-    # The page cache counts as used, but is freed when memory is needed.
-    page_cache = sum(
-        int(statistics.get(f"{prefix}{part}_file", 0)) for part in ("active", "inactive")
-    )
-    return max(0, limit - int((group / used).read_text()) + page_cache)

@@ -1,0 +1,187 @@
+"""`engine upgrade`: start a server that takes the place of a running one without downtime.
+
+The new server gets the listening socket of the old one. By default it loads its model while the old one serves, and
+both have their weights in memory until the last request of the old one has ended. If the memory does not suffice, it
+waits for the old one to exit first; connections that arrive meanwhile wait in the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import selectors
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ... import __version__
+from ...protocol.config import DeviceConfig
+from ...protocol.errors import ConfigError
+from ...protocol.machine.memory import available_bytes
+from ..model_source.options import ResolvedModel
+from ..supervisor.console import Console
+from ..supervisor.handover import Predecessor, find_predecessor
+from ..supervisor.listener import Listener
+from ..supervisor.signals import StopRequested, StopSignals
+from .arguments import Settings, parse_settings
+from .engine_config import has_gpu, make_frontend_config
+from .serve import resolve_model, run_supervisor, serve_model
+
+MEMORY_FACTOR: Final = 1.5
+"""Free memory that a second engine needs, in sizes of its weights: packed weights, KV cache and processes."""
+
+
+class Overlap(enum.StrEnum):
+    """Whether both servers run at the same time."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+def upgrade(argv: Sequence[str]) -> int:
+    """Take the place of a running server, and serve until a stop signal. Return the exit code, as `engine serve` does.
+
+    With `--detach`, return 0 as soon as the new server is ready, and 1 if it fails before that.
+    """
+    parser = argparse.ArgumentParser(
+        prog="engine upgrade",
+        description="Start a server of this version in place of a running one: it takes over the listening socket, and "
+        "the old one finishes its requests and exits. Without arguments it serves the same model with the same flags.",
+        usage="engine upgrade [MODEL] [flags]",
+        epilog="MODEL and all flags of engine serve are accepted. They override those of the old server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--pid", type=int, help="Process ID of the old server, if there are several"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=Overlap,
+        choices=list(Overlap),
+        default=Overlap.AUTO,
+        help="Run both servers until the new one is ready (default: auto, if the memory suffices)",
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="Continue in the background when the server is ready"
+    )
+    parsed, arguments = parser.parse_known_args(argv)
+    # Invalid flags end the command here.
+    given = parse_settings(arguments, {})
+    on_ready = _continue_in_background() if parsed.detach else _do_nothing
+
+    def run(console: Console, signals: StopSignals) -> None:
+        predecessor = find_predecessor(pid=parsed.pid, url_end=_url_end(given))
+        old = predecessor.engine
+        if not arguments:
+            os.chdir(old.directory)
+        settings = parse_settings(arguments, earlier=old.arguments)
+        console.line(f"engine {__version__}, in place of engine {old.version} at {old.url}")
+        argument_lists = [*old.arguments, arguments]
+        _take_over(
+            predecessor, settings, argument_lists, parsed.overlap, on_ready, console, signals
+        )
+
+    return run_supervisor(run)
+
+
+def _url_end(given: Settings) -> str | None:
+    """Return the end of the URL of the old server that the flags name; None if they name none."""
+    frontend = given["frontend"]
+    if (uds := frontend.get("uds")) is not None:
+        return f"unix://{os.path.abspath(uds)}"
+    if (port := frontend.get("port")) is not None:
+        return f":{port}{frontend.get('root_path', '')}"
+    return None
+
+
+def _take_over(
+    predecessor: Predecessor,
+    settings: Settings,
+    arguments: list[list[str]],
+    overlap: Overlap,
+    on_ready: Callable[[], None],
+    console: Console,
+    signals: StopSignals,
+) -> None:
+    if not predecessor.engine.url.startswith("unix:"):
+        settings["frontend"]["port"] = predecessor.listener.getsockname()[1]
+    frontend = make_frontend_config(settings)
+    try:
+        model = resolve_model(settings, console, signals)
+    except StopRequested:
+        return
+    if overlap is Overlap.ON and "path" in settings["store"]:
+        raise ConfigError(
+            "--overlap on: the file of --store can be open in one server only; use --overlap auto"
+        )
+    is_together = overlap is Overlap.ON or (
+        overlap is Overlap.AUTO
+        and "path" not in settings["store"]
+        and _has_memory_for_both(settings, model)
+    )
+    listener = Listener(frontend, taken_over=predecessor.listener)
+    if not is_together:
+        console.line("waiting for the old server to finish its requests; new connections wait")
+        predecessor.take()
+        listener.own_path()
+        if not _wait_for_exit(predecessor, signals):
+            listener.close()
+            return
+
+    def finish() -> None:
+        if is_together:
+            predecessor.take()
+            listener.own_path()
+        on_ready()
+
+    with listener:
+        serve_model(arguments, settings, model, listener, console, signals, finish)
+
+
+def _has_memory_for_both(settings: Settings, model: ResolvedModel) -> bool:
+    """Return whether the weights of both servers fit. A server on a GPU takes nearly all of its memory."""
+    if has_gpu(DeviceConfig(**settings["device"]).device):
+        return False
+    return MEMORY_FACTOR * model.size_bytes < available_bytes()
+
+
+def _wait_for_exit(predecessor: Predecessor, signals: StopSignals) -> bool:
+    """Wait until the old server has exited. Return False if a stop signal arrives first."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(predecessor.fd, selectors.EVENT_READ)
+        selector.register(signals.fd, selectors.EVENT_READ)
+        try:
+            selector.select()
+            signals.raise_if_received()
+        except StopRequested:
+            return False
+    return True
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _continue_in_background() -> Callable[[], None]:
+    """Fork. Return in the child only, whose call of the returned function ends the parent with exit code 0.
+
+    If the child exits before that, the parent exits with the same code.
+    """
+    is_ready, ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(is_ready)
+        os.setsid()
+
+        def end_parent() -> None:
+            os.write(ready, b"\n")
+            os.close(ready)
+
+        return end_parent
+    os.close(ready)
+    if os.read(is_ready, 1):
+        sys.exit(0)
+    _, status = os.waitpid(pid, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))

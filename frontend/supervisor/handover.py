@@ -1,0 +1,199 @@
+"""The handover of a listening socket from a running engine to its successor, which may be another version.
+
+A serving engine listens on a Unix socket in its run directory. Whoever connects receives one line of JSON, a
+`ServedEngine`, together with the descriptor of the listening socket. A line `take` in return asks the engine to stop
+accepting connections; it finishes what has begun and exits, which closes the connection. A successor that gives up
+before that closes the connection, and the engine goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...protocol.errors import EngineError
+from .run_dir import run_directories
+
+SOCKET_NAME: Final = "handover"
+
+TAKE: Final = b"take\n"
+
+MAX_GREETING_BYTES: Final = 1 << 20
+"""Maximum size of a greeting: Linux limits the arguments of a process to a few megabytes."""
+
+GREETING_S: Final = 5.0
+"""Maximum seconds that an engine takes to greet; its supervisor does nothing that blocks longer."""
+
+
+class HandoverFailed(EngineError):
+    """No running engine could be taken over."""
+
+
+class HandoverRequested(Exception):
+    """A successor is ready and accepts connections from now on."""
+
+
+class ServedEngine(msgspec.Struct, frozen=True):
+    """What an engine says about itself.
+
+    Attributes:
+        version: Its version, for people.
+        pid: The process ID of its supervisor.
+        url: Where it listens.
+        arguments: The arguments of `engine serve`, then those of each `engine upgrade` since.
+        directory: Its working directory, to which paths in `arguments` are relative.
+    """
+
+    version: str
+    pid: int
+    url: str
+    arguments: list[list[str]]
+    directory: str
+
+
+class HandoverSocket:
+    """The socket of a running engine on which successors ask for its listening socket.
+
+    `fd` is readable when `raise_if_requested` has something to do.
+    """
+
+    def __init__(self, run_dir: str, engine: ServedEngine, listener: socket.socket) -> None:
+        self._greeting = msgspec.json.encode(engine) + b"\n"
+        self._listening_fd = listener.fileno()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = Path(run_dir, SOCKET_NAME)
+        self._socket.bind(str(self._path))
+        self._socket.listen()
+        self._socket.setblocking(False)
+        self._successors: dict[int, socket.socket] = {}
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+
+    def raise_if_requested(self) -> None:
+        """Greet those that have connected. Raise HandoverRequested if one of them takes the listening socket."""
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._socket.fileno():
+                self._greet()
+            elif self._receive(fd) == TAKE:
+                raise HandoverRequested
+
+    def _greet(self) -> None:
+        with contextlib.suppress(OSError):
+            successor, _ = self._socket.accept()
+            successor.setblocking(False)
+            socket.send_fds(successor, [self._greeting], [self._listening_fd])
+            self._epoll.register(successor.fileno(), select.EPOLLIN)
+            self._successors[successor.fileno()] = successor
+
+    def _receive(self, fd: int) -> bytes:
+        """Return what a successor has sent. It is dropped if it has closed the connection."""
+        successor = self._successors[fd]
+        try:
+            received = successor.recv(len(TAKE))
+        except OSError:
+            received = b""
+        if received != TAKE:
+            self._epoll.unregister(fd)
+            self._successors.pop(fd).close()
+        return received
+
+    def stop_listening(self) -> None:
+        """Refuse further successors. Those that are connected see when this process exits."""
+        self._path.unlink(missing_ok=True)
+        self._socket.close()
+
+    def close(self) -> None:
+        """Close the socket and all connections."""
+        self.stop_listening()
+        for successor in self._successors.values():
+            successor.close()
+        self._epoll.close()
+
+
+class Predecessor:
+    """A running engine, as its successor sees it. `listener` is its listening socket, which both now have open."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Receive the greeting.
+
+        Raises:
+            OSError: The engine does not greet.
+            msgspec.DecodeError: Its greeting is not one.
+        """
+        connection.settimeout(GREETING_S)
+        greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 1)
+        if not descriptors:
+            raise OSError("the engine sent no listening socket")
+        self._connection = connection
+        self.listener = socket.socket(fileno=descriptors[0])
+        while not greeting.endswith(b"\n"):
+            piece = connection.recv(MAX_GREETING_BYTES)
+            if not piece:
+                raise OSError("the engine closed the connection")
+            greeting += piece
+        self.engine = msgspec.json.decode(greeting, type=ServedEngine)
+        connection.settimeout(None)
+
+    @property
+    def fd(self) -> int:
+        """A descriptor that is readable once the engine has exited."""
+        return self._connection.fileno()
+
+    def take(self) -> None:
+        """Ask the engine to stop accepting connections, and to exit when its requests have ended."""
+        # It may have failed meanwhile, which leaves nothing to ask for.
+        with contextlib.suppress(OSError):
+            self._connection.sendall(TAKE)
+
+    def close(self) -> None:
+        """Close this process's descriptors. Before `take`, the engine goes on serving."""
+        self._connection.close()
+        self.listener.close()
+
+
+def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> Predecessor:
+    """Return the running engine of this user with this process ID, and with a URL that ends like this.
+
+    Raises:
+        HandoverFailed: There is none, or more than one.
+    """
+    found: list[Predecessor] = []
+    for each in _running_engines():
+        engine = each.engine
+        if pid in (None, engine.pid) and engine.url.endswith(url_end or ""):
+            found.append(each)
+        else:
+            each.close()
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(f"{each.engine.url} (--pid {each.engine.pid})" for each in found)
+    for each in found:
+        each.close()
+    if found:
+        raise HandoverFailed(
+            f"{len(found)} engines can be upgraded: {shown}; choose one with --pid"
+        )
+    wanted = f" with process ID {pid}" if pid is not None else f" at {url_end}" if url_end else ""
+    raise HandoverFailed(
+        f"no engine{wanted} is running that can be upgraded: it must be ready, on one machine, and belong to the same "
+        "user with the same XDG_RUNTIME_DIR or TMPDIR; start one with engine serve"
+    )
+
+
+def _running_engines() -> Iterator[Predecessor]:
+    for directory in run_directories():
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(GREETING_S)
+        try:
+            connection.connect(os.path.join(directory, SOCKET_NAME))
+            yield Predecessor(connection)
+        except (OSError, msgspec.DecodeError):
+            connection.close()

@@ -1,0 +1,1 @@
+"""What this machine gives to the processes of an engine."""
