@@ -13,12 +13,13 @@ from ...protocol.errors import ConfigError, EngineError
 from ...protocol.process import name_process
 from ..model_source.options import ModelOptions, ResolvedModel
 from ..supervisor.console import Console, StartupProgress, format_bytes
+from ..supervisor.engine_processes import engine_processes
 from ..supervisor.handover import HandoverRequested, HandoverSocket, ServedEngine
 from ..supervisor.listener import Listener
 from ..supervisor.run_dir import RunDirectory
 from ..supervisor.service_manager import notify_service_manager
 from ..supervisor.signals import StopRequested, StopSignals
-from ..supervisor.supervisor import Supervisor, engine_processes
+from ..supervisor.supervisor import Supervisor
 from .arguments import Settings, parse_settings, unread_variables
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork

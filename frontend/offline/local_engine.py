@@ -19,8 +19,9 @@ from ..client.engine_client import EngineClient
 from ..model_source.config import resolve_model
 from ..model_source.options import ModelOptions
 from ..supervisor.console import Console, StartupProgress
+from ..supervisor.engine_processes import engine_processes
 from ..supervisor.run_dir import RunDirectory
-from ..supervisor.supervisor import ProcessFailed, Supervisor, engine_processes
+from ..supervisor.supervisor import ProcessFailed, Supervisor
 from ..tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -39,10 +39,11 @@ from ...protocol.supervisor_messages import (
 )
 from ...protocol.transport import Peer, StatusReceiver
 from .console import Console
+from .engine_processes import engine_processes
 from .local_process import LocalProcess, ProcessSpec
 from .run_dir import RunDirectory
 from .signals import StopRequested, StopSignals
-from .supervisor import DRAIN_GRACE_S, engine_processes
+from .supervisor import DRAIN_GRACE_S
 
 FINAL_ERROR_S: Final = 0.1
 """Seconds to wait for the last report of a process that exited."""

@@ -10,11 +10,9 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -42,7 +40,7 @@ from .recovery import RecoveryUnit
 from .rotation import Rotation
 from .signals import StopRequested, StopSignals
 
-__all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor", "engine_processes"]
+__all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor"]
 
 WATCH_INTERVAL_S = 0.1
 """Seconds between checks of children where the system cannot signal their exit."""
@@ -65,51 +63,6 @@ DRAIN_GRACE_S = 5.0
 
 class ProcessFailed(EngineError):
     """A process failed and the engine cannot continue. The message is complete enough to be the last line of output."""
-
-
-def engine_processes(
-    config: EngineConfig, config_path: Path, listen_fd: int | None
-) -> list[ProcessSpec]:
-    """Return the processes of `config`, slowest to start first. Without a `listen_fd` there are no frontends."""
-
-    def spec(name: str, role: Role, module: str, index: int, *args: int) -> ProcessSpec:
-        # -P: a file in the current directory must not shadow a module.
-        command = (sys.executable, "-P", "-m", f"engine.{module}", str(config_path))
-        argv = command + tuple(map(str, (index, *args)))
-        return ProcessSpec(name, role, argv, replica=index)
-
-    def worker(core: int, rank: int) -> ProcessSpec:
-        number = core * parallel.workers_per_core + rank
-        here = spec(f"worker {number}", Role.WORKER, "workers", core, rank)
-        if parallel.is_external or parallel.node_of(number) > 0:
-            return replace(here, node=parallel.node_of(number))
-        if parallel.spans_nodes(core):
-            return replace(here, env=rendezvous_environment(config, core, parallel.master_addr))
-        return here
-
-    parallel = config.parallel
-    cores = range(parallel.data_parallel_size)
-    specs = [worker(core, rank) for core in cores for rank in range(parallel.workers_per_core)]
-    specs += [
-        replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
-    ]
-    if listen_fd is not None:
-        specs.append(spec("store", Role.STORE, "frontend.store", 0))
-        for client in range(parallel.api_server_count):
-            frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
-            # Threads of a product of arrays would only compete with those of the workers.
-            specs.append(
-                replace(frontend, pass_fds=(listen_fd,), env={"OPENBLAS_NUM_THREADS": "1"})
-            )
-    return specs
-
-
-def rendezvous_environment(config: EngineConfig, core_index: int, host: str) -> dict[str, str]:
-    """Return torch.distributed's variables for a replica that spans machines.
-
-    `host` is where its workers connect to each other.
-    """
-    return {"MASTER_ADDR": host, "MASTER_PORT": str(config.rendezvous_port(core_index))}
 
 
 class Supervisor:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from engine.frontend.supervisor.engine_processes import engine_processes
 from engine.frontend.supervisor.nodes import Nodes, RemoteProcess
-from engine.frontend.supervisor.supervisor import engine_processes
 from engine.protocol.cluster_key import ClusterKey
 from engine.protocol.config import (
     PROTOCOL_VERSION,

@@ -14,9 +14,10 @@ import zmq
 from engine.frontend.supervisor import recovery
 from engine.frontend.supervisor import supervisor as supervisor_module
 from engine.frontend.supervisor.child import Child
+from engine.frontend.supervisor.engine_processes import engine_processes
 from engine.frontend.supervisor.local_process import LocalProcess, ProcessSpec, Role
 from engine.frontend.supervisor.recovery import RecoveryUnit
-from engine.frontend.supervisor.supervisor import ProcessFailed, Supervisor, engine_processes
+from engine.frontend.supervisor.supervisor import ProcessFailed, Supervisor
 from engine.protocol.config import ParallelConfig, RecoveryConfig
 from engine.protocol.supervisor_messages import ProcessStatus, Stage
 from msgspec.structs import replace
