@@ -106,6 +106,8 @@ def _document() -> dict[str, Any]:
         config=SimpleNamespace(frontend=FrontendConfig(), model=model),
         transcriber=None,
         fingerprint="",
+        store=None,
+        when_ready=[],
     )
     return describe_routes(make_routes(serving))
 

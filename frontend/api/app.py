@@ -18,6 +18,7 @@ from .docs_page import HEADERS, render_docs
 from .edge import Edge
 from .openapi import describe_routes
 from .pooling import Pooling
+from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
 from .routes.chat_completions import ChatCompletions
 from .routes.completions import Completions
@@ -68,6 +69,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/models/{name:path}", management.model),
         Route("/completions", completions, methods=["POST"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
+        *response_routes(serving, intake),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", scores.score, methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),

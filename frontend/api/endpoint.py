@@ -61,9 +61,22 @@ class Endpoint(ABC, Generic[Request]):
             await self._answer(scope, receive, send, lease)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
-        serving, state = self._serving, scope["state"]
-        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
+        deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
         request, body_size = await self._receive(scope, receive, lease)
+        await self._generate(scope, receive, send, lease, request, body_size, deadline)
+
+    async def _generate(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        lease: MemoryLease,
+        request: Request,
+        body_size: int,
+        deadline: float,
+    ) -> None:
+        """Answer a request whose body has about `body_size` bytes until its deadline in CLOCK_MONOTONIC seconds."""
+        serving, state = self._serving, scope["state"]
         serving.verify_model(request.model)
         serving.verify_serving()
         verify_streaming(request)
@@ -107,18 +120,29 @@ class Endpoint(ABC, Generic[Request]):
                     "system_fingerprint": serving.fingerprint,
                 },
             )
-            if request.stream:
-                stream = EventStream(send, state["connection"])
-                await stream.run(receive, group, answer.chunks())
-            else:
-                await wait_for_end(group, receive)
-                response = await serving.executor.run(
-                    group.weight + answer.prompt_weight,
-                    lambda: json_response(answer.whole(read_outputs(group))),
-                )
-                await response(scope, receive, send)
+            await self._reply(answer, group, scope, receive, send)
         finally:
             group.abort()
+
+    async def _reply(
+        self,
+        answer: Answer[Request],
+        group: RequestGroup,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send the answer as a stream or as a whole."""
+        if answer.request.stream:
+            stream = EventStream(send, scope["state"]["connection"])
+            await stream.run(receive, group, answer.chunks())
+            return
+        await wait_for_end(group, receive)
+        response = await self._serving.executor.run(
+            group.weight + answer.prompt_weight,
+            lambda: json_response(answer.whole(read_outputs(group))),
+        )
+        await response(scope, receive, send)
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease

@@ -36,6 +36,14 @@ class LogprobsRenderer:
         """Return the `logprobs` of a chat choice; `bytes` are the token's own, even for part of a character."""
         return {"content": encode_list(map(self._chat_position, positions), at_once=1)}
 
+    def chat_entries(self, positions: Iterable[PositionLogprobs]) -> list[Json]:
+        """Return the entries of `chat` as objects that can be changed."""
+        return [
+            self._chat_token(position.token_id, position.logprob)
+            | {"top_logprobs": [self._chat_token(*candidate) for candidate in position.top]}
+            for position in positions
+        ]
+
     def _chat_position(self, position: PositionLogprobs) -> Json:
         chosen = self._chat_token(position.token_id, position.logprob)
         chosen["top_logprobs"] = encode_list(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -55,7 +55,8 @@ ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 class Serving:
     """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
 
-    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for.
+    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. Routes add
+    to `when_ready` what they do as soon as the server is ready.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Serving:
         self._templates = templates
         self.engine = engine
         self.store = store
+        self.when_ready: list[Callable[[], Awaitable[None]]] = []
         self._begin_time = time.monotonic()
         self._start_s = 0.0
         self._drain_deadline = 0.0

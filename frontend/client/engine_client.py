@@ -88,6 +88,7 @@ class EngineClient:
         draining: Set by the server during shutdown.
         dead_reason: Why the engine failed; None while it works.
         executor: The thread executor, which the server uses as well.
+        client_index: The number of this frontend.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class EngineClient:
         self.dead_reason: str | None = None
         self.metrics = Metrics(config, client_index)
         self._config = config
-        self._client_index = client_index
+        self.client_index = client_index
         self._tokenizer = tokenizer
         self.executor = ThreadExecutor(journal)
         self._input = InputProcessor(config, tokenizer, self.executor)
@@ -148,7 +149,7 @@ class EngineClient:
         )
         for core_index in range(self._config.parallel.data_parallel_size):
             core = CoreConnection(
-                self._context, self._config, self._client_index, core_index, events
+                self._context, self._config, self.client_index, core_index, events
             )
             self._cores.append(core)
             self._isolation_queue.append(IsolationQueue(self._send))
@@ -389,7 +390,7 @@ class EngineClient:
         self.metrics.record_ready(ready)
         num_frontends = self._config.parallel.api_server_count
         self._isolation_queue[ready.core_index].reset(
-            (self._client_index + ready.epoch) % num_frontends
+            (self.client_index + ready.epoch) % num_frontends
         )
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index and self._may_continue(sequence):

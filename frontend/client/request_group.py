@@ -299,15 +299,16 @@ class Sequence:
             self.retry_after_s,
         )
 
-    def read_some(self) -> Delta:
-        """Return the new output, or its first part if all of it would take long to read.
+    def read_some(self, max_tokens: int = TOKENS_AT_ONCE) -> Delta:
+        """Return the new output, or its first part if it has more than `max_tokens` or would take long to read.
 
         After a part, the group returns the sequence again for the rest.
         """
-        params, limit = self.params, TOKENS_AT_ONCE
+        params, limit = self.params, max_tokens
         if params.logprobs is not None:
             # -1 requests the whole vocabulary.
-            limit = max(1, LOGPROBS_AT_ONCE // (1 + params.logprobs)) if params.logprobs >= 0 else 1
+            most = max(1, LOGPROBS_AT_ONCE // (1 + params.logprobs)) if params.logprobs >= 0 else 1
+            limit = min(limit, most)
         if len(self.token_ids) - self._num_read > limit:
             return self._read_part(limit)
         return self.read()

@@ -23,6 +23,7 @@ from engine.protocol.config import (
     FrontendConfig,
     ModelConfig,
     SchedulerConfig,
+    StoreConfig,
 )
 from engine.protocol.supervisor_messages import ProcessStatus, Stage, SupervisorMessage
 from engine.protocol.transport import StatusReceiver
@@ -53,6 +54,7 @@ class FrontendProcess:
         scheduler: SchedulerConfig | None = None,
         epoch: int = FIRST_EPOCH,
         tokenizer_path: str | None = None,
+        store_path: Path | None = None,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
@@ -78,6 +80,7 @@ class FrontendProcess:
                 eos_token_ids=(tokenizer.eos_token_id,),
             ),
             scheduler=scheduler or SchedulerConfig(),
+            store=StoreConfig(path=None if store_path is None else str(store_path)),
             frontend=FrontendConfig(**frontend),
         )
         self._log = self.run_dir / "log"

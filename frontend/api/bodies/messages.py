@@ -33,6 +33,13 @@ from ..schema.ollama import (
     OllamaGenerateRequest,
     OllamaModelRequest,
 )
+from ..schema.responses import (
+    ConversationItemsRequest,
+    ConversationRequest,
+    InputTokensRequest,
+    ResponseFields,
+    ResponsesRequest,
+)
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -59,6 +66,10 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     OllamaModelRequest,
     LoadLoraRequest,
     UnloadLoraRequest,
+    ResponsesRequest,
+    InputTokensRequest,
+    ConversationRequest,
+    ConversationItemsRequest,
 )
 
 MAX_CPU_S: Final = 5
@@ -124,9 +135,10 @@ def pack(request: Any) -> tuple[Decoded, int]:
     """Return the message for a request, and its number of token ids. Removes the token ids from the request."""
     # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
-    for name in WITHOUT_EFFECT:
-        if hasattr(request, name):
-            setattr(request, name, None)
+    if not isinstance(request, ResponseFields | ConversationRequest):  # They are returned there.
+        for name in WITHOUT_EFFECT:
+            if hasattr(request, name):
+                setattr(request, name, None)
     decoded = Decoded(SCHEMAS.index(schema), b"")
     num_token_ids = 0
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
@@ -176,6 +188,8 @@ def _pack_texts(request: Any, decoded: Decoded) -> None:
         if len(prompt) > LONG_TEXT:
             move(prompt)
             request.prompt, decoded.is_prompt = None, True
+    elif isinstance(request, ResponseFields) and isinstance(request.input, list):
+        request.input = move(request.input)
     elif (messages := getattr(request, "messages", None)) is not None:
         request.messages = move(messages)
     decoded.texts = texts or None

@@ -357,6 +357,8 @@ REFUSED: dict[str, str] = {
     "chat_template": "is not accepted from requests; start the server with --chat-template",
     "audio": _NOT_SUPPORTED,
     "web_search_options": "is not supported; this server does not search the web",
+    "prompt": "is not supported; this server has no prompt templates: send instructions and input",
+    "context_management": "is not supported; use truncation auto",
 }
 """Rejected fields, with the rest of the error message."""
 
@@ -377,5 +379,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0),
     "dynatemp_range": (0,),
     "samplers": ([], ""),
+    "context_management": ([],),
 }
 """Values of rejected fields that are accepted because they request nothing."""

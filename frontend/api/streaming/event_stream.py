@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -138,10 +138,17 @@ class EventStream:
         self._started = False
         self._was_silent = False
 
-    async def run(self, receive: Receive, group: RequestGroup, chunks: ChunkEncoder) -> None:
+    async def run(
+        self,
+        receive: Receive,
+        group: RequestGroup,
+        chunks: ChunkEncoder,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Write until every sequence has finished or the client is gone.
 
-        While the client does not read, new output accumulates and later becomes one chunk.
+        While the client does not read, new output accumulates and later becomes one chunk. What `before_end` does is
+        done before the client receives the end.
 
         Raises:
             APIError: The request failed before anything was written.
@@ -167,6 +174,10 @@ class EventStream:
                 raise
             logger.exception("a stream failed")
             end = chunks.format.encode_error(internal_error("Internal server error"))
+        if watch.disconnected:
+            return
+        if before_end is not None:
+            await before_end()
         body = end + chunks.format.done
         if not self._connection.has_chunks:
             self._connection.write_chunk(body)

@@ -10,7 +10,7 @@ from typing import Self
 from starlette.types import Send
 
 from ...http.errors import APIError
-from .event_stream import KEEP_ALIVE_S, OPENAI_STREAM, ChunkWriter, event
+from .event_stream import KEEP_ALIVE_S, OPENAI_STREAM, ChunkWriter, StreamFormat, event
 
 
 class TextEvents:
@@ -20,11 +20,16 @@ class TextEvents:
     """
 
     def __init__(
-        self, send: Send, connection: ChunkWriter, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        send: Send,
+        connection: ChunkWriter,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        form: StreamFormat = OPENAI_STREAM,
     ) -> None:
         self._send = send
         self._connection = connection
         self._keep_alive_s = keep_alive_s
+        self._format = form
         self._is_started = False
         self._wrote_at = time.monotonic()
         # Comments and events come from two tasks.
@@ -42,23 +47,27 @@ class TextEvents:
     ) -> bool:
         self._keeper.cancel()
         if error is None:
-            await self._end(OPENAI_STREAM.done)
+            await self._end(self._format.done)
             return True
         if isinstance(error, APIError) and self._is_started:
-            await self._end(OPENAI_STREAM.encode_error(error) + OPENAI_STREAM.done)
+            await self._end(self._format.encode_error(error) + self._format.done)
             return True
         return False
 
     async def write(self, content: object) -> None:
         """Send an event, and wait while the client does not read."""
-        await self._write(event(content))
+        await self.write_encoded(event(content))
+
+    async def write_encoded(self, data: bytes) -> None:
+        """Send events that are encoded already, and wait while the client does not read."""
+        await self._write(data)
 
     async def _write(self, data: bytes) -> None:
         async with self._writing:
             if not self._is_started:
                 self._is_started = True
                 self._connection.begin_stream()
-                await self._send(OPENAI_STREAM.start)
+                await self._send(self._format.start)
             self._wrote_at = time.monotonic()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -71,6 +80,6 @@ class TextEvents:
         while True:
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:
-                await self._write(OPENAI_STREAM.keep_alive)
+                await self._write(self._format.keep_alive)
                 continue
             await asyncio.sleep(self._keep_alive_s - silent_s)

@@ -58,8 +58,12 @@ class CallWriter:
             body[field] = body.get(field, "") + delta.arguments
         return self._fields(list(pieces.values()))
 
+    def is_custom(self, index: int) -> bool:
+        """Return whether a call that was translated is one of a custom tool."""
+        return index in self._custom_indices
+
     def _kind_of(self, index: int) -> tuple[str, str]:
-        if index in self._custom_indices:
+        if self.is_custom(index):
             return "custom", "input"
         return "function", "arguments"
 

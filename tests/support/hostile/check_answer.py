@@ -59,7 +59,7 @@ def _find_fault_of_success(answer: Answer) -> str:
         content = answer.json
     except ValueError as error:
         return f"status {answer.status} with a body that is not JSON: {error}"
-    if isinstance(content, dict) and "error" in content:
+    if isinstance(content, dict) and content.get("error"):
         return f"status {answer.status} with an error: {answer.body[:300]!r}"
     return ""
 

@@ -54,6 +54,7 @@ BASES: Final[dict[str, bytes]] = {
     "prompt": b'"Hi"',
     "tokens": b"[1, 2]",
     "max_tokens": b"1",
+    "max_output_tokens": b"1",
     "input": b'"Hi"',
     "query": b'"Hi"',
     "documents": b'[{"text": "Hi"}]',
@@ -92,9 +93,10 @@ class Route:
         members = {name: base for name, base in BASES.items() if name in self.fields}
         if self.is_batch:
             members["messages"] = b"[" + members["messages"] + b"]"
-        if "messages" in members and "prompt" in members:
-            # A body may have only one of these two. Keep the one that the attack is on.
-            del members["messages" if field == "prompt" else "prompt"]
+        for other in ("messages", "input"):
+            if other in members and "prompt" in members:
+                # A body may have only one of these two. Keep the one that the attack is on.
+                del members[other if field == "prompt" else "prompt"]
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
         return b"{" + b", ".join(pairs) + b"}"

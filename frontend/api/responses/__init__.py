@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: a dialect of chats whose answers are stored."""

@@ -1,0 +1,258 @@
+"""Writes answers of the Responses API, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from ...client.engine_client import Delta, Sequence
+from ...http.errors import APIError
+from ...http.json_pieces import encode_whole
+from ..dialects.dialect import DialectChunks
+from ..generation import raise_if_failed
+from ..logprobs import Json
+from ..routes.chat_completions import ChatAnswer
+from ..serving import Serving
+from ..streaming.event_stream import OPENAI_STREAM, StreamFormat
+from .output import OutputBuilder
+from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
+
+_ERROR_CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Codes of failed responses by status; those of other statuses are "server_error"."""
+
+TOKENS_OF_BACKGROUND_EVENTS: Final = 1
+"""Tokens of a stored event. With a fixed number, a repeated run writes the same events."""
+
+
+def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json:
+    """Return a response without output: what the request asked for."""
+    body = exchange.body
+    defaults = serving.config.frontend.default_sampling
+    reasoning, text = body.reasoning or {}, body.text or {}
+
+    def effective(name: str) -> float:
+        given = getattr(body, name)
+        return float(defaults.get(name, 1.0) if given is None else given)
+
+    response: Json = {
+        "id": exchange.response_id,
+        "object": "response",
+        "created_at": exchange.created_at,
+        "status": status,
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": serving.answering_model(body.model),
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.get("effort"),
+            "summary": reasoning.get("summary") or reasoning.get("generate_summary"),
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": effective("temperature"),
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": effective("top_p"),
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+    if body.conversation is not None:
+        given = body.conversation
+        response["conversation"] = {"id": given if isinstance(given, str) else given["id"]}
+    return response
+
+
+def _shown_tool(tool: Json) -> Json:
+    if tool.get("type") == "function" and "function" not in tool:
+        return {"parameters": None, "strict": None} | tool
+    return tool
+
+
+class ResponsesAnswer(ChatAnswer):
+    """The answer to one request, in the format of the Responses API."""
+
+    request: ResponseChat
+
+    @property
+    def exchange(self) -> Exchange:
+        """The response that is answered."""
+        exchange: Exchange = self.request.exchange
+        return exchange
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        message = self.choices[0].read_whole(output)
+        builder = self.new_builder(lambda kind, **fields: None)
+        builder.add(message, self.render_logprobs(output))
+        return self.finish(builder, output)
+
+    def chunks(self) -> ResponseChunks:
+        """Return the encoder of a stream."""
+        return ResponseChunks(self)
+
+    def new_builder(self, emit: Any) -> OutputBuilder:
+        """Return a builder of the output."""
+        exchange = self.exchange
+        return OutputBuilder(
+            exchange.response_id,
+            emit,
+            is_custom=self.choices[0].calls.is_custom,
+            summarizes=exchange.summarizes_reasoning,
+            encrypts=exchange.includes(INCLUDE_REASONING),
+        )
+
+    def render_logprobs(self, delta: Delta) -> list[Json]:
+        """Return the logprobs of the tokens of a delta; [] unless the request includes them."""
+        if delta.logprobs is None or not self.exchange.includes(INCLUDE_LOGPROBS):
+            return []
+        return self.renderer.chat_entries(delta.logprobs)
+
+    def finish(self, builder: OutputBuilder, delta: Delta) -> Json:
+        """Close the last item and return the response as it ends."""
+        is_cut = delta.finish_reason == "length"
+        builder.close(is_cut=is_cut)
+        response = self.describe("incomplete" if is_cut else "completed")
+        response["output"] = builder.items
+        response["usage"] = self.token_counts()
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        return response
+
+    def describe(self, status: str) -> Json:
+        """Return the response without its output."""
+        return describe_response(self.serving, self.exchange, status)
+
+    def token_counts(self) -> Json:
+        """Return the usage so far."""
+        [sequence] = self._group.sequences
+        return {
+            "input_tokens": sequence.num_prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": sequence.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": sequence.num_read_tokens,
+            "output_tokens_details": {
+                "reasoning_tokens": self.choices[0].num_reasoning_tokens or 0
+            },
+            "total_tokens": sequence.num_prompt_tokens + sequence.num_read_tokens,
+        }
+
+
+def describe_failure(error: APIError) -> Json:
+    """Return the `error` of a failed response."""
+    return {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
+
+
+def encode_error_event(error: APIError) -> bytes:
+    """Return the event for an error outside of a response."""
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    content = {"type": "error", "sequence_number": 0, **fields}
+    return b"event: error\ndata: %b\n\n" % encode_whole(content)
+
+
+RESPONSE_STREAM: Final = replace(OPENAI_STREAM, done=b"", encode_error=encode_error_event)
+"""How the stream of a response is written around its events."""
+
+
+class EventWriter:
+    """Writes events with sequence numbers, which count from 0."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._num_events = 0
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Write an event."""
+        content = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_whole(content)))
+
+    def take(self) -> bytes:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return b"".join(events)
+
+
+class ResponseChunks(DialectChunks):
+    """Writes the events of a response: its start, its items one after the other, and its end.
+
+    `final` is the response as it ended; None before that.
+    """
+
+    def __init__(self, answer: ResponsesAnswer) -> None:
+        super().__init__(answer)
+        self._response = answer
+        self._writer = EventWriter()
+        self._builder = answer.new_builder(self._writer.emit)
+        self._has_begun = False
+        self._is_background = bool(answer.exchange.body.background)
+        self.final: Json | None = None
+
+    @property
+    def format(self) -> StreamFormat:
+        """The format around the events; an error is one more event."""
+        return replace(RESPONSE_STREAM, encode_error=self._encode_error)
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        if self._is_background:
+            delta = sequence.read_some(TOKENS_OF_BACKGROUND_EVENTS)
+            raise_if_failed(delta)
+        else:
+            delta = self.read(sequence)
+        if not self._has_begun:
+            self._begin()
+        self._builder.add(self.choice.read(delta), self._response.render_logprobs(delta))
+        if delta.finish_reason is not None:
+            self.final = self._response.finish(self._builder, delta)
+        return self._writer.take()
+
+    def closing(self) -> bytes:
+        """Return the event that ends the response."""
+        assert self.final is not None
+        self._writer.emit(f"response.{self.final['status']}", response=self.final)
+        return self._writer.take()
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        if self._is_background:
+            queued = self._response.describe("queued")
+            self._writer.emit("response.created", response=queued)
+            self._writer.emit("response.queued", response=queued)
+        else:
+            self._writer.emit("response.created", response=self._response.describe("in_progress"))
+        self._writer.emit("response.in_progress", response=self._response.describe("in_progress"))
+
+    def _encode_error(self, error: APIError) -> bytes:
+        if not self._has_begun:
+            self._begin()
+        self._builder.close(is_cut=True)
+        self.final = self._response.describe("failed")
+        self.final |= {"error": describe_failure(error), "output": self._builder.items}
+        self._writer.emit("response.failed", response=self.final)
+        return self._writer.take()

@@ -1,0 +1,155 @@
+"""The routes of conversations and their items."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...http.errors import bad_request, json_response
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..logprobs import Json
+from ..openapi import accepts
+from ..schema.responses import ConversationItemsRequest, ConversationRequest
+from ..serving import Serving
+from ..stored.pages import list_body, parse_page
+from ..stored.records import not_found
+from .ids import new_id
+from .items import MessageBuilder, normalize_input
+from .request import verify_metadata
+from .states import ResponseStates
+
+MAX_ITEMS_AT_ONCE: Final = 20
+"""Maximum number of items in one request."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Conversations:
+    """Creates, reads, changes and deletes conversations."""
+
+    def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
+        strict = serving.config.frontend.strict
+        self._intake = intake
+        self._states = states
+        self._decoder = BodyDecoder(ConversationRequest, strict)
+        self._items_decoder = BodyDecoder(ConversationItemsRequest, strict)
+
+    @accepts(ConversationRequest)
+    async def create(self, request: Request) -> Response:
+        """Create a conversation."""
+        body = await self._receive(request, self._decoder)
+        verify_metadata(body.metadata)
+        identifier, owner = new_id("conv"), _owner(request)
+        items = _read_items(body.items or [], identifier, 0)
+        conversation = {
+            "id": identifier,
+            "object": "conversation",
+            "created_at": int(time.time()),
+            "metadata": body.metadata or {},
+        }
+        await self._put(conversation, len(items), owner)
+        await self._states.add_items(identifier, items, owner)
+        return json_response(conversation)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return a conversation."""
+        record = await self._get(request)
+        return json_response(record["conversation"])
+
+    @accepts(ConversationRequest)
+    async def update(self, request: Request) -> Response:
+        """Replace the metadata of a conversation."""
+        body = await self._receive(request, self._decoder)
+        verify_metadata(body.metadata)
+        if body.items is not None:
+            raise bad_request("items", "items are added at /v1/conversations/{id}/items")
+        record = await self._get(request)
+        conversation = record["conversation"] | {"metadata": body.metadata or {}}
+        await self._put(conversation, record["num_items"], _owner(request))
+        return json_response(conversation)
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a conversation with its items."""
+        identifier, owner = request.path_params["id"], _owner(request)
+        if not await self._states.conversations.delete(identifier, owner):
+            raise not_found("The conversation", identifier)
+        await self._states.items.delete_children(identifier, owner)
+        return json_response({"id": identifier, "object": "conversation.deleted", "deleted": True})
+
+    @accepts(ConversationItemsRequest)
+    async def add_items(self, request: Request) -> Response:
+        """Add items to the end of a conversation."""
+        body = await self._receive(request, self._items_decoder)
+        if not body.items:
+            raise bad_request("items", "items is required and must not be empty")
+        record = await self._get(request)
+        conversation, owner = record["conversation"], _owner(request)
+        items = _read_items(body.items, conversation["id"], record["num_items"])
+        await self._put(conversation, record["num_items"] + len(items), owner)
+        await self._states.add_items(conversation["id"], items, owner)
+        return json_response(list_body(items, has_more=False))
+
+    async def list_items(self, request: Request) -> Response:
+        """List the items of a conversation."""
+        page = parse_page(request.query_params)
+        record = await self._get(request)
+        identifier = record["conversation"]["id"]
+        found = await self._states.items.read_page(
+            _owner(request), page, identifier, prefix=f"{identifier}/"
+        )
+        return json_response(list_body(*found))
+
+    async def retrieve_item(self, request: Request) -> Response:
+        """Return an item of a conversation."""
+        item = await self._states.items.find(_item_key(request), _owner(request))
+        if item is None:
+            raise not_found("The item", request.path_params["item_id"])
+        return json_response(item)
+
+    async def delete_item(self, request: Request) -> Response:
+        """Delete an item of a conversation, and return the conversation."""
+        if not await self._states.items.delete(_item_key(request), _owner(request)):
+            raise not_found("The item", request.path_params["item_id"])
+        record = await self._get(request)
+        return json_response(record["conversation"])
+
+    async def _get(self, request: Request) -> Json:
+        record: Json = await self._states.conversations.get(
+            request.path_params["id"], _owner(request)
+        )
+        return record
+
+    async def _put(self, conversation: Json, num_items: int, owner: str) -> None:
+        """Store a conversation. The identifiers of its next items depend on how many items clients have added."""
+        record = {"conversation": conversation, "num_items": num_items}
+        await self._states.conversations.put(conversation["id"], record, owner)
+
+    async def _receive(self, request: Request, decoder: BodyDecoder[T]) -> T:
+        with self._intake.lease() as lease:
+            body, _ = await self._intake.receive(request.scope, request.receive, decoder, lease)
+            return body
+
+
+def _read_items(given: list[Json], conversation: str, num_before: int) -> list[Json]:
+    if len(given) > MAX_ITEMS_AT_ONCE:
+        raise bad_request(
+            "items", f"items must have at most {MAX_ITEMS_AT_ONCE} items, got {len(given)}"
+        )
+    items = normalize_input(given, conversation, "items", num_before)
+    # Nothing is stored that no response could read.
+    MessageBuilder().add_items(items, "items")
+    return items
+
+
+def _owner(request: Request) -> str:
+    owner: str = request.scope["state"]["owner"]
+    return owner
+
+
+def _item_key(request: Request) -> str:
+    return f"{request.path_params['id']}/{request.path_params['item_id']}"

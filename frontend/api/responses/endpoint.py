@@ -1,0 +1,193 @@
+"""`POST /v1/responses` and `POST /v1/responses/input_tokens`."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...client.engine_client import RequestGroup
+from ...http.deadline import read_deadline
+from ...http.errors import APIError, json_response
+from ..answer import Answer
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..chat_prompt import RenderedChat, render_chat
+from ..generation import read_outputs, wait_for_end
+from ..logprobs import Json
+from ..openapi import accepts
+from ..routes.chat_completions import ChatAnswer, ChatCompletions, ChatPlan, reasoning_kwargs
+from ..schema import ChatCompletionRequest
+from ..schema.responses import InputTokensRequest, ResponsesRequest
+from ..serving import Serving
+from ..streaming.event_stream import EventStream
+from ..tools.tool_choice import parse_tool_choice
+from .answer import ResponsesAnswer, describe_response
+from .background import BackgroundRun, BackgroundRuns
+from .events import read_run, send_events
+from .ids import new_id
+from .request import Exchange, ResponseChat, rename_fields, translate_prompt, translate_response
+from .states import ResponseStates, size_of
+from .truncation import drop_oldest
+
+logger = logging.getLogger(__name__)
+
+SEED_BITS: Final = 62
+"""Bits of the seeds of background responses that have none."""
+
+
+class Responses(ChatCompletions):
+    """The responses endpoint."""
+
+    cuts_max_tokens = True
+
+    def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = ResponsesRequest
+        self._body_decoder = BodyDecoder(ResponsesRequest, serving.config.frontend.strict)
+        self._states = states
+        self.runs = BackgroundRuns(states, self._run, serving)
+
+    @property
+    def answer_type(self) -> type[ChatAnswer]:
+        """The class that writes answers."""
+        return ResponsesAnswer
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        serving, state = self._serving, scope["state"]
+        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
+        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        serving.verify_model(body.model)
+        serving.verify_serving()
+        exchange = await self._states.begin(body, state["owner"])
+        try:
+            if not body.background:
+                request, size = await self._translate(exchange, size)
+                await self._generate(scope, receive, send, lease, request, size, deadline)
+                return
+            if body.seed is None:
+                # If the run is repeated, it has the same tokens.
+                body.seed = random.getrandbits(SEED_BITS)
+            run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
+            await self.runs.start(run)
+        except APIError as error:
+            raise rename_fields(error) from None
+        if body.stream:
+            await send_events(read_run(run, 0), scope, receive, send)
+        else:
+            await json_response(run.response | {"status": "queued"})(scope, receive, send)
+
+    async def _run(self, run: BackgroundRun) -> None:
+        """Generate the response of a run."""
+        with self._intake.lease() as lease:
+            request, size = await self._translate(run.exchange, 0)
+            request.run = run
+            await self._generate(run.scope, run.receive, run.send, lease, request, size, 0.0)
+
+    async def _translate(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
+        """Return the chat of an exchange and its size in bytes; `size` is that of the body, 0 if it is not known."""
+        size = size or sum(map(size_of, exchange.input))
+        size += sum(map(size_of, exchange.context))
+        request = await self._serving.executor.run(size, lambda: translate_response(exchange))
+        return request, size
+
+    async def _render(
+        self, plan: ChatPlan, request: ChatCompletionRequest, size: int
+    ) -> RenderedChat:
+        assert isinstance(request, ResponseChat)
+        body: ResponsesRequest = request.exchange.body
+        if body.truncation != "auto":
+            return await super()._render(plan, request, size)
+
+        async def render(kept: ChatCompletionRequest) -> RenderedChat:
+            return await super(Responses, self)._render(plan, kept, size)
+
+        max_model_len = self._serving.config.model.max_model_len
+        return await drop_oldest(request, render, max_model_len, body.max_output_tokens)
+
+    async def _reply(
+        self,
+        answer: Answer[ChatCompletionRequest],
+        group: RequestGroup,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        assert isinstance(answer, ResponsesAnswer)
+        run: BackgroundRun | None = answer.request.run
+        if run is not None:
+            run.accept(group)
+        if answer.request.stream:
+            chunks = answer.chunks()
+
+            async def before_end() -> None:
+                await self._end(answer, chunks.final, run)
+
+            stream = EventStream(send, scope["state"]["connection"])
+            await stream.run(receive, group, chunks, before_end)
+            return
+        await wait_for_end(group, receive)
+        response = await self._serving.executor.run(
+            group.weight, lambda: answer.whole(read_outputs(group))
+        )
+        await self._end(answer, response, run)
+        if run is None:
+            await json_response(response)(scope, receive, send)
+
+    async def _end(
+        self, answer: ResponsesAnswer, response: Json | None, run: BackgroundRun | None
+    ) -> None:
+        """Store a response that has ended, before its client knows. Without the store it is answered all the same."""
+        if response is None:
+            return
+        if run is not None:
+            run.response = response
+        try:
+            await self._states.save(answer.exchange, response)
+        except APIError as error:
+            logger.warning("cannot store %s: %s", answer.exchange.response_id, error.message)
+            response["store"] = False
+
+
+class InputTokens:
+    """Counts the tokens of the prompt of a response."""
+
+    def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
+        self._serving = serving
+        self._intake = intake
+        self._states = states
+        self._decoder = BodyDecoder(InputTokensRequest, serving.config.frontend.strict)
+
+    @accepts(InputTokensRequest)
+    async def count(self, http: Request) -> Response:
+        """Return the number of tokens of the prompt."""
+        serving = self._serving
+        with self._intake.lease() as lease:
+            body, size = await self._intake.receive(http.scope, http.receive, self._decoder, lease)
+            serving.verify_model(body.model)
+            serving.verify_tokenizer("input")
+            owner = http.scope["state"]["owner"]
+            context, items = await self._states.read_items(body, new_id("resp"), owner)
+            size += sum(map(size_of, context))
+            try:
+                request = await serving.executor.run(
+                    size, lambda: translate_prompt(body, context, items)
+                )
+                tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
+                chat = await render_chat(
+                    serving,
+                    request,
+                    size,
+                    tools=tools.shown,
+                    template_kwargs=reasoning_kwargs(request),
+                )
+            except APIError as error:
+                raise rename_fields(error) from None
+        return json_response(
+            {"object": "response.input_tokens", "input_tokens": len(chat.token_ids)}
+        )

@@ -1,0 +1,121 @@
+"""Sends the events of stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from ...chat import MessageDelta, ToolCallDelta
+from ..bodies.disconnection import while_connected
+from ..logprobs import Json
+from ..streaming.text_events import TextEvents
+from .answer import RESPONSE_STREAM, EventWriter
+from .background import EVENT_END, BackgroundRun
+from .output import OutputBuilder
+from .states import ENDED, ResponseStates
+
+WAIT_S: Final = 60.0
+"""Seconds after which a reader of a run looks at it again, even if nobody woke it."""
+
+POLL_S: Final = 0.1
+"""Seconds between looks at the events of a run in another frontend."""
+
+
+async def send_events(
+    events: AsyncIterator[bytes], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send events as a stream until they end.
+
+    Raises:
+        APIError: The events cannot be read, and none was sent.
+        ClientDisconnected: The client closed the connection first.
+    """
+
+    async def write() -> None:
+        async with TextEvents(send, scope["state"]["connection"], form=RESPONSE_STREAM) as stream:
+            async for data in events:
+                await stream.write_encoded(data)
+
+    await while_connected(receive, write())
+
+
+async def read_run(run: BackgroundRun, first: int) -> AsyncIterator[bytes]:
+    """Yield the events of a run in this frontend, from number `first` on."""
+    position = first
+    while True:
+        is_done = run.is_done
+        if position < len(run.events):
+            events = run.events[position:]
+            position += len(events)
+            yield b"".join(events)
+        elif is_done:
+            return
+        else:
+            await run.wait(WAIT_S)
+
+
+async def read_stored(
+    states: ResponseStates, identifier: str, owner: str, first: int
+) -> AsyncIterator[bytes]:
+    """Yield the events of a response from the store, from number `first` on, while another frontend writes them.
+
+    Raises:
+        APIError: The response was deleted meanwhile (404), or the store does not answer (503).
+    """
+    after, position = "", 0
+    while True:
+        record = await states.responses.get(identifier, owner)
+        parts, after = await states.events.read_parts(identifier, owner, after)
+        for part in parts:
+            events = [each + EVENT_END for each in part.split(EVENT_END) if each]
+            skipped = max(0, min(first - position, len(events)))
+            position += len(events)
+            if skipped < len(events):
+                yield b"".join(events[skipped:])
+        if record["response"]["status"] in ENDED and not parts:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
+    """Yield the events of a response that has ended, from number `first` on, each text in one piece."""
+    writer = EventWriter()
+    running = response | {
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+    }
+    writer.emit("response.created", response=running)
+    writer.emit("response.in_progress", response=running)
+    items = response["output"]
+    kinds = [item["type"] for item in items]
+    builder = OutputBuilder(
+        response["id"],
+        writer.emit,
+        is_custom=lambda index: kinds[index] == "custom_tool_call",
+        summarizes=any(item.get("summary") for item in items),
+        encrypts=any(item.get("encrypted_content") for item in items),
+    )
+    for i, item in enumerate(items):
+        match item["type"]:
+            case "reasoning":
+                [part] = item.get("content") or item["summary"]
+                builder.add(MessageDelta(reasoning=part["text"]), [])
+            case "message":
+                [part] = item["content"]
+                builder.add(MessageDelta(content=part["text"]), part["logprobs"])
+            case kind:
+                arguments = item["arguments" if kind == "function_call" else "input"]
+                call = ToolCallDelta(i, item["call_id"], item["name"], arguments)
+                builder.add(MessageDelta(tool_calls=[call]), [])
+    builder.close(is_cut=response["status"] != "completed")
+    writer.emit(f"response.{response['status']}", response=response)
+    events = [each + EVENT_END for each in writer.take().split(EVENT_END) if each]
+    if first < len(events):
+        yield b"".join(events[first:])

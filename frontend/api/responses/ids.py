@@ -1,0 +1,43 @@
+"""Identifiers of responses, conversations and items.
+
+An item's identifier contains that of the response or conversation that it was created in, so a reference finds it
+without an index.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Final
+
+_ITEM: Final = re.compile(r"[a-z]{2,8}_([0-9a-f]{32})(c?)[0-9a-f]+")
+
+ITEM_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""Beginnings of the identifiers of items, by the type of item."""
+
+
+def new_id(prefix: str) -> str:
+    """Return an identifier that nobody can guess."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def item_id(kind: str, owner_id: str, index: int) -> str:
+    """Return the identifier of an item of a response or a conversation."""
+    prefix, _, unique = owner_id.partition("_")
+    mark = "c" if prefix == "conv" else ""
+    return f"{ITEM_PREFIXES.get(kind, 'item')}_{unique}{mark}{index:04x}"
+
+
+def owner_of_item(identifier: str) -> str | None:
+    """Return the response or conversation that an item was created in; None for an identifier of another form."""
+    match = _ITEM.fullmatch(identifier)
+    if match is None:
+        return None
+    return f"{'conv' if match[2] else 'resp'}_{match[1]}"

@@ -1,0 +1,235 @@
+"""Reads the items of an input: stores them in one form, and translates them to chat messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ...http.errors import bad_request
+from ..dialects.dialect import expect, refuse
+from ..logprobs import Json
+from .ids import item_id
+
+ROLES: Final = ("user", "assistant", "system", "developer")
+
+ENCODED_REASONING: Final = "engine1."
+"""Beginning of the `encrypted_content` of reasoning: its text follows in base64."""
+
+_ITEM_TYPES: Final = (
+    "message, reasoning, function_call, function_call_output, custom_tool_call, "
+    "custom_tool_call_output or item_reference"
+)
+_PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_text or refusal"
+
+
+def encode_reasoning(text: str) -> str:
+    """Return reasoning in the form of `encrypted_content`, which clients send back."""
+    return ENCODED_REASONING + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def normalize_input(
+    given: str | list[Json] | None, owner_id: str, param: str, first: int = 0
+) -> list[Json]:
+    """Return the items of an input, each with its type and an identifier.
+
+    Args:
+        given: A text, or the items as the client sent them.
+        owner_id: The response or conversation that the items belong to.
+        param: The field that errors name.
+        first: The number of the first item among those with the same owner.
+
+    Raises:
+        APIError: A reference has no identifier (400).
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [
+        _normalize(item, f"{param}[{i}]", owner_id, first + i) for i, item in enumerate(given or ())
+    ]
+
+
+def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference"
+    normalized = item | {"type": kind}
+    if kind == "message":
+        content = item.get("content")
+        if isinstance(content, str):
+            if item.get("role") == "assistant":
+                part: Json = {"type": "output_text", "text": content, "annotations": []}
+            else:
+                part = {"type": "input_text", "text": content}
+            normalized["content"] = [part]
+    if kind != "item_reference":
+        if not isinstance(item.get("id"), str):
+            normalized["id"] = item_id(str(kind), owner_id, index)
+        if kind != "reasoning":
+            normalized["status"] = item.get("status") or "completed"
+    elif not isinstance(item.get("id"), str):
+        refuse(f"{where}.id", "the id of an item", item.get("id"))
+    return normalized
+
+
+class MessageBuilder:
+    """Translates items to chat messages. Items that the model wrote one after the other become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self._open: Json | None = None
+        """The last message, if it is the model's and may still grow."""
+
+    def add_items(self, items: Iterable[Json], param: str) -> None:
+        """Translate items.
+
+        Raises:
+            APIError: A field is invalid (400).
+        """
+        for i, item in enumerate(items):
+            self._add_item(item, f"{param}[{i}]")
+
+    def _add_item(self, item: Json, where: str) -> None:
+        match item["type"]:
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                message = self._begin_turn("reasoning_content", "content", "tool_calls")
+                message["reasoning_content"] = _reasoning_of(item, where)
+            case "function_call":
+                function = {
+                    "name": _string(item, "name", where),
+                    "arguments": _string(item, "arguments", where),
+                }
+                self._add_call(item, where, {"type": "function", "function": function})
+            case "custom_tool_call":
+                custom = {
+                    "name": _string(item, "name", where),
+                    "input": _string(item, "input", where),
+                }
+                self._add_call(item, where, {"type": "custom", "custom": custom})
+            case "function_call_output" | "custom_tool_call_output":
+                self._open = None
+                message = {"role": "tool", "content": _output_of(item, where)}
+                message["tool_call_id"] = _string(item, "call_id", where)
+                if isinstance(item.get("name"), str):
+                    message["name"] = item["name"]
+                self.messages.append(message)
+            case kind:
+                refuse(
+                    f"{where}.type",
+                    f"{_ITEM_TYPES}, because this server runs no tools itself",
+                    kind,
+                )
+
+    def _add_message(self, item: Json, where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            refuse(f"{where}.role", '"user", "assistant", "system" or "developer"', role)
+        content = expect(item.get("content"), list, f"{where}.content", "a string or an array")
+        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        if role == "assistant":
+            self._begin_turn("content")["content"] = parts
+        else:
+            self._open = None
+            self.messages.append({"role": role, "content": parts})
+
+    def _add_call(self, item: Json, where: str, call: Json) -> None:
+        message = self._begin_turn()
+        call["id"] = _string(item, "call_id", where)
+        message.setdefault("tool_calls", []).append(call)
+
+    def _begin_turn(self, *missing: str) -> Json:
+        """Return the open message of the model if it has none of these fields, and otherwise a new one."""
+        message = self._open
+        if message is None or any(message.get(name) is not None for name in missing):
+            message = self._open = {"role": "assistant", "content": None}
+            self.messages.append(message)
+        return message
+
+
+def _reasoning_of(item: Json, where: str) -> str:
+    """Return the text of reasoning: its content, or what was encoded, or its summary."""
+    if parts := item.get("content"):
+        return _join_texts(parts, f"{where}.content")
+    encoded = item.get("encrypted_content")
+    if isinstance(encoded, str) and encoded.startswith(ENCODED_REASONING):
+        try:
+            data = base64.urlsafe_b64decode(encoded.removeprefix(ENCODED_REASONING))
+            return data.decode()
+        except (binascii.Error, ValueError):
+            place = f"{where}.encrypted_content"
+            raise bad_request(place, f"{place} was not written by this server") from None
+    return _join_texts(item.get("summary") or [], f"{where}.summary")
+
+
+def _join_texts(parts: Any, where: str) -> str:
+    parts = expect(parts, list, where, "an array")
+    texts = []
+    for i, part in enumerate(parts):
+        place = f"{where}[{i}]"
+        texts.append(_string(expect(part, dict, place, "an object"), "text", place))
+    return "\n\n".join(texts)
+
+
+def _output_of(item: Json, where: str) -> str | list[Json]:
+    output = item.get("output")
+    if isinstance(output, str):
+        return output
+    parts = expect(output, list, f"{where}.output", "a string or an array")
+    return [_part(part, f"{where}.output[{i}]") for i, part in enumerate(parts)]
+
+
+def _part(part: Any, where: str) -> Json:
+    """Return a content part in the form of chat completions."""
+    kind = expect(part, dict, where, "an object").get("type")
+    match kind:
+        case "input_text" | "output_text" | "text":
+            return {"type": "text", "text": _string(part, "text", where)}
+        case "refusal":
+            return {"type": "text", "text": _string(part, "refusal", where)}
+        case "input_image":
+            return _image(_string(part, "image_url", where), part.get("detail"))
+        case "input_file":
+            return _file(part, where)
+        case "input_audio":
+            audio = expect(part.get("input_audio"), dict, f"{where}.input_audio", "an object")
+            return {"type": "input_audio", "input_audio": audio}
+        case _:
+            refuse(f"{where}.type", _PART_TYPES, kind)
+
+
+def _image(url: str, detail: Any = None) -> Json:
+    image: Json = {"url": url}
+    if isinstance(detail, str):
+        image["detail"] = detail
+    return {"type": "image_url", "image_url": image}
+
+
+def _file(part: Json, where: str) -> Json:
+    """Return a file as text, or as an image."""
+    if part.get("file_data") is None:
+        name = "file_url" if part.get("file_url") is not None else "file_data"
+        refuse(f"{where}.{name}", "left out for file_data, a text or an image in base64", None)
+    data = _string(part, "file_data", where)
+    media_type = ""
+    if data.startswith("data:"):
+        head, _, data = data.partition(",")
+        media_type = head.removeprefix("data:").removesuffix(";base64")
+        if media_type.startswith("image/"):
+            return _image(f"{head},{data}")
+    place = f"{where}.file_data"
+    try:
+        text = base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise bad_request(
+            place, f"{place} must be a UTF-8 text or an image in base64, because no PDF is read"
+        ) from None
+    filename = part.get("filename")
+    return {"type": "text", "text": f"{filename}\n\n{text}" if filename else text}
+
+
+def _string(fields: Json, name: str, where: str) -> str:
+    text: str = expect(fields.get(name), str, f"{where}.{name}", "a string")
+    return text

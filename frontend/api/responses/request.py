@@ -1,0 +1,282 @@
+"""Translates the bodies of the Responses API to chat completion requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from ...http.errors import APIError, bad_request, echo
+from ..dialects.dialect import expect, refuse
+from ..logprobs import Json
+from ..schema import ChatCompletionRequest
+from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
+from .items import MessageBuilder
+
+INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDE_REASONING: Final = "reasoning.encrypted_content"
+_INCLUDABLE: Final = (
+    INCLUDE_LOGPROBS,
+    INCLUDE_REASONING,
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)
+_TOOL_KINDS: Final = ("function", "custom")
+
+MAX_METADATA: Final = 16
+"""Maximum number of pairs in `metadata`."""
+MAX_METADATA_KEY: Final = 64
+MAX_METADATA_VALUE: Final = 512
+MAX_TOP_LOGPROBS: Final = 20
+
+_SENT_NAMES: Final = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("truncate_prompt_tokens", "truncation"),
+)
+"""Names of fields in chat completions, and of the same fields here."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A response with everything that its answer needs beside the chat.
+
+    Attributes:
+        body: The request.
+        response_id: The identifier of the response.
+        created_at: When the response was created, in seconds since 1970.
+        input: The items of the request itself.
+        context: The items before them: those of earlier responses, or of the conversation.
+        owner: The tenant that may read the response.
+    """
+
+    body: ResponsesRequest
+    response_id: str
+    created_at: int
+    input: list[Json]
+    context: list[Json] = field(default_factory=list)
+    owner: str = ""
+
+    @property
+    def summarizes_reasoning(self) -> bool:
+        """True if reasoning is the summary of its item instead of the content."""
+        reasoning = self.body.reasoning or {}
+        return bool(reasoning.get("summary") or reasoning.get("generate_summary"))
+
+    def includes(self, name: str) -> bool:
+        """Return whether the client asked for a part of the output that is left out otherwise."""
+        return name in (self.body.include or ())
+
+
+class ResponseChat(ChatCompletionRequest, kw_only=True):
+    """The chat completion request of a response. `run` is its background run; None if its client waits for it."""
+
+    exchange: Any = None
+    run: Any = None
+
+
+def translate_response(exchange: Exchange) -> ResponseChat:
+    """Return the same request as a chat completion.
+
+    Raises:
+        APIError: A field is invalid; it is named as in the body (400).
+    """
+    body = exchange.body
+    _verify(body)
+    logprobs = exchange.includes(INCLUDE_LOGPROBS)
+    return ResponseChat(
+        **_prompt_fields(body, exchange.context, exchange.input),
+        **{name: getattr(body, name) for name in SAMPLING_FIELDS},
+        stream=body.stream,
+        max_tokens=body.max_output_tokens,
+        user=body.user or body.safety_identifier,
+        logprobs=logprobs or None,
+        top_logprobs=body.top_logprobs if logprobs else None,
+        exchange=exchange,
+    )
+
+
+def translate_prompt(
+    body: ResponseFields, context: list[Json], items: list[Json]
+) -> ChatCompletionRequest:
+    """Return a chat completion request with the prompt of a response.
+
+    Raises:
+        APIError: A field is invalid; it is named as in the body (400).
+    """
+    return ChatCompletionRequest(**_prompt_fields(body, context, items))
+
+
+def _prompt_fields(body: ResponseFields, context: list[Json], items: list[Json]) -> Json:
+    if not items and not context and not body.instructions:
+        raise bad_request("input", "input is required and must not be empty")
+    if body.truncation not in (None, "auto", "disabled"):
+        refuse("truncation", '"auto" or "disabled"', body.truncation)
+    builder = MessageBuilder()
+    if body.instructions:
+        builder.messages.append({"role": "system", "content": body.instructions})
+    builder.add_items(context, "input")
+    builder.add_items(items, "input")
+    text, reasoning = body.text or {}, body.reasoning or {}
+    effort, verbosity = reasoning.get("effort"), text.get("verbosity")
+    if effort is not None:
+        expect(effort, str, "reasoning.effort", "a string")
+    if verbosity is not None:
+        expect(verbosity, str, "text.verbosity", '"low", "medium" or "high"')
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    return {
+        "model": body.model,
+        "messages": builder.messages,
+        "tools": tools or None,
+        "tool_choice": _tool_choice(body.tool_choice, has_tools=bool(tools)),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(text.get("format")),
+        "verbosity": verbosity,
+        "reasoning_effort": effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+
+
+def _verify(body: ResponsesRequest) -> None:
+    for i, name in enumerate(body.include or ()):
+        if name not in _INCLUDABLE:
+            refuse(f"include[{i}]", f"one of {', '.join(_INCLUDABLE)}", name)
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        refuse("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}", body.top_logprobs)
+    for name, low in (("max_output_tokens", 1), ("max_tool_calls", 1)):
+        value = getattr(body, name)
+        if value is not None and value < low:
+            refuse(name, f"at least {low}", value)
+    if body.stream_options and not body.stream:
+        raise bad_request("stream_options", "stream_options is only allowed with stream=true")
+    if body.background and body.store is False:
+        raise bad_request("background", "background needs store=true")
+    verify_metadata(body.metadata)
+
+
+def verify_metadata(metadata: dict[str, str] | None) -> None:
+    """Raise APIError 400 for metadata that is too large."""
+    if len(metadata or ()) > MAX_METADATA:
+        raise bad_request(
+            "metadata",
+            f"metadata must have at most {MAX_METADATA} pairs, got {len(metadata or ())}",
+        )
+    for key, value in (metadata or {}).items():
+        if len(key) > MAX_METADATA_KEY:
+            raise bad_request(
+                "metadata", f"keys of metadata must have at most {MAX_METADATA_KEY} characters"
+            )
+        if len(value) > MAX_METADATA_VALUE:
+            raise bad_request(
+                "metadata",
+                f"values of metadata must have at most {MAX_METADATA_VALUE} characters, got {len(value)}",
+            )
+
+
+def _tool(tool: Json, where: str) -> Json:
+    """Return a tool in the form of chat completions, where its fields are in an inner object."""
+    kind = tool.get("type")
+    if kind not in _TOOL_KINDS:
+        refuse(
+            f"{where}.type",
+            '"function" or "custom", because this server runs no tools itself',
+            kind,
+        )
+    if isinstance(tool.get(kind), dict):
+        # Chat completions have this form, and some clients send it here.
+        return tool
+    fields = {k: v for k, v in tool.items() if k != "type" and v is not None}
+    return {"type": kind, kind: fields}
+
+
+def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | None:
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        if kind not in (*_TOOL_KINDS, "allowed_tools"):
+            refuse(
+                "tool_choice.type",
+                '"function", "custom" or "allowed_tools", because this server runs no tools itself',
+                kind,
+            )
+    elif choice == "auto" and not has_tools:
+        # It is the default, which clients send with every request.
+        return None
+    return choice
+
+
+def _response_format(form: Any) -> Json | None:
+    if form is None:
+        return None
+    where = "text.format"
+    kind = expect(form, dict, where, "an object").get("type")
+    if kind == "json_schema":
+        if isinstance(form.get("json_schema"), dict):
+            return {"type": kind, "json_schema": form["json_schema"]}
+        return {"type": kind, "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if kind not in ("text", "json_object"):
+        refuse(f"{where}.type", '"text", "json_object" or "json_schema"', kind)
+    return {"type": kind}
+
+
+def rename_fields(error: APIError) -> APIError:
+    """Return an error of a chat completion with the names that the fields have here."""
+    if error.status != 400 or error.param is None:
+        return error
+    param = error.param
+    for name, sent in _SENT_NAMES:
+        if param == name or param.startswith((f"{name}.", f"{name}[")):
+            param = sent + param.removeprefix(name)
+            break
+    else:
+        if param.startswith("tools["):
+            for kind in _TOOL_KINDS:
+                param = param.replace(f"].{kind}", "]", 1)
+        elif param == "messages" or param.startswith(("messages.", "messages[")):
+            param = "input"
+    if param == error.param:
+        return error
+    return APIError(
+        error.status,
+        error.message.replace(error.param, param),
+        type=error.type,
+        param=param,
+        code=error.code,
+        headers=error.headers,
+    )
+
+
+def conversation_id(body: ResponseFields) -> str | None:
+    """Return the conversation that a response belongs to.
+
+    Raises:
+        APIError: The field has a wrong form, or is combined with another (400).
+    """
+    if body.conversation is None:
+        return None
+    if body.previous_response_id is not None:
+        raise bad_request(
+            "previous_response_id", "previous_response_id cannot be combined with conversation"
+        )
+    given = body.conversation
+    found = given if isinstance(given, str) else given.get("id")
+    if not isinstance(found, str):
+        raise bad_request(
+            "conversation", f"conversation must be an id or an object with one, got {echo(given)}"
+        )
+    return found
+
+
+def without_nulls(value: msgspec.Struct) -> Json:
+    """Return the fields of a body that the client sent."""
+    return {
+        name: field
+        for name in value.__struct_fields__
+        if (field := getattr(value, name)) is not None
+    }

@@ -1,0 +1,41 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from ..bodies.intake import Intake
+from ..serving import Serving
+from .conversations import Conversations
+from .endpoint import InputTokens, Responses
+from .states import ResponseStates
+from .stored import StoredResponses
+
+
+def response_routes(serving: Serving, intake: Intake) -> list[Route]:
+    """Return the routes of responses and conversations. Unfinished runs start again when the server is ready."""
+    states = ResponseStates(serving.store, serving.config.frontend.max_body_bytes)
+    responses = Responses(serving, intake, states)
+    serving.when_ready.append(responses.runs.resume)
+    stored = StoredResponses(states, responses.runs)
+    conversations = Conversations(serving, intake, states)
+    one, items = "/conversations/{id}", "/conversations/{id}/items"
+    return [
+        Route("/responses", responses, methods=["POST"]),
+        Route(
+            "/responses/input_tokens",
+            InputTokens(serving, intake, states).count,
+            methods=["POST"],
+        ),
+        Route("/responses/{id}", stored, methods=["GET", "DELETE"]),
+        Route("/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/responses/{id}/input_items", stored.input_items),
+        Route("/conversations", conversations.create, methods=["POST"]),
+        Route(one, conversations.retrieve),
+        Route(one, conversations.update, methods=["POST"]),
+        Route(one, conversations.delete, methods=["DELETE"]),
+        Route(items, conversations.list_items),
+        Route(items, conversations.add_items, methods=["POST"]),
+        Route(f"{items}/{{item_id}}", conversations.retrieve_item),
+        Route(f"{items}/{{item_id}}", conversations.delete_item, methods=["DELETE"]),
+    ]

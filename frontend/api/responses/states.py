@@ -1,0 +1,190 @@
+"""The stored responses and conversations, and what a new response takes from them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from ...http.errors import APIError, bad_request, echo
+from ...store.client import StoreClient
+from ..logprobs import Json
+from ..schema.responses import ResponseFields, ResponsesRequest
+from ..stored.records import MAX_OBJECTS_AT_ONCE, Page, Records, not_found
+from .ids import new_id, owner_of_item
+from .items import normalize_input
+from .request import Exchange, conversation_id
+
+MAX_EARLIER: Final = 10_000
+"""Maximum number of earlier responses that one continues."""
+
+ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
+
+
+class ResponseStates:
+    """Reads and writes responses and conversations.
+
+    A stored response has the fields `response`, as clients see it, and `input`, the items of its own request. The
+    earlier items are those of the response before it.
+
+    Args:
+        store: The client of the store.
+        max_bytes: The maximum size of the items that a response takes from the store.
+    """
+
+    def __init__(self, store: StoreClient, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.responses = Records(store, "response", "The response")
+        self.events = Records(store, "response.event", "The event")
+        self.runs = Records(store, "response.run", "The run")
+        self.cancellations = Records(store, "response.cancel", "The response")
+        self.conversations = Records(store, "conversation", "The conversation")
+        self.items = Records(store, "conversation.item", "The item")
+
+    async def begin(self, body: ResponsesRequest, owner: str) -> Exchange:
+        """Return a new response with the items that it takes from the store.
+
+        Raises:
+            APIError: Something that the request refers to does not exist (404), or the items are too large (400).
+        """
+        identifier = new_id("resp")
+        context, items = await self.read_items(body, identifier, owner)
+        return Exchange(body, identifier, int(time.time()), items, context, owner)
+
+    async def read_items(
+        self, body: ResponseFields, identifier: str, owner: str
+    ) -> tuple[list[Json], list[Json]]:
+        """Return the items before those of a request, and its own.
+
+        Raises:
+            APIError: Something that the request refers to does not exist (404), or the items are too large (400).
+        """
+        conversation = conversation_id(body)
+        items = normalize_input(body.input, identifier, "input")
+        if any(item["type"] == "item_reference" for item in items):
+            items = [await self._resolve(item, i, owner) for i, item in enumerate(items)]
+        if conversation is not None:
+            return await self._conversation_items(conversation, owner), items
+        if body.previous_response_id is not None:
+            return await self.read_earlier(body.previous_response_id, owner), items
+        return [], items
+
+    async def save(self, exchange: Exchange, response: Json) -> None:
+        """Store a response, unless its client does not want that, and add it to its conversation if it has ended.
+
+        Raises:
+            APIError: The store does not answer (503).
+        """
+        if exchange.body.store is not False:
+            record = {
+                "response": response,
+                "input": exchange.input,
+                "has_events": bool(exchange.body.background and exchange.body.stream),
+            }
+            await self.responses.put(exchange.response_id, record, exchange.owner)
+        conversation = conversation_id(exchange.body)
+        if conversation is not None and response["status"] in ("completed", "incomplete"):
+            await self.add_items(conversation, exchange.input + response["output"], exchange.owner)
+
+    async def add_items(self, conversation: str, items: list[Json], owner: str) -> None:
+        """Add items to a conversation."""
+        for item in items:
+            await self.items.put(f"{conversation}/{item['id']}", item, owner, parent=conversation)
+
+    async def _conversation_items(self, conversation: str, owner: str) -> list[Json]:
+        await self.conversations.get(conversation, owner)
+        items: list[Json] = []
+        page = Page(MAX_OBJECTS_AT_ONCE, is_descending=False)
+        while True:
+            found, has_more = await self.items.read_page(
+                owner, page, conversation, prefix=f"{conversation}/"
+            )
+            items += found
+            if not has_more:
+                return items
+            self._verify_size(items, "conversation")
+            page = Page(MAX_OBJECTS_AT_ONCE, is_descending=False, after=found[-1]["id"])
+
+    async def read_earlier(self, identifier: str, owner: str) -> list[Json]:
+        """Return the items of a response and of those that it continues, the earliest first."""
+        turns: list[list[Json]] = []
+        next_id: str | None = identifier
+        while next_id is not None:
+            record = await self.responses.find(next_id, owner)
+            if record is None:
+                where = "" if next_id == identifier else f", which {echo(identifier)} continues,"
+                raise APIError(
+                    404,
+                    f"Previous response with id {echo(next_id)}{where} was not found",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            response = record["response"]
+            if response["status"] not in ENDED:
+                raise bad_request(
+                    "previous_response_id",
+                    f"previous_response_id must be a response that has ended, got one that is {response['status']}",
+                )
+            turn = record["input"] + response["output"]
+            turns.append(turn)
+            if len(turns) > MAX_EARLIER:
+                raise bad_request(
+                    "previous_response_id",
+                    f"previous_response_id must continue at most {MAX_EARLIER} responses",
+                )
+            if len(turns) % 16 == 0:
+                self._verify_size([item for each in turns for item in each], "previous_response_id")
+            if conversation := response.get("conversation"):
+                # Its earlier items are in the conversation.
+                before = await self._items_before(conversation["id"], turn, owner)
+                turns.append(before)
+                break
+            next_id = response.get("previous_response_id")
+        return [item for turn in reversed(turns) for item in turn]
+
+    async def _items_before(self, conversation: str, turn: list[Json], owner: str) -> list[Json]:
+        items = await self._conversation_items(conversation, owner)
+        first = turn[0]["id"] if turn else None
+        at = next((i for i, item in enumerate(items) if item["id"] == first), len(items))
+        return items[:at]
+
+    def _verify_size(self, items: list[Json], param: str) -> None:
+        num_bytes = sum(map(size_of, items))
+        if num_bytes > self._max_bytes:
+            raise bad_request(
+                param,
+                f"{param} has items of {num_bytes} bytes, but at most {self._max_bytes} are allowed (--max-body-bytes)",
+            )
+
+    async def _resolve(self, item: Json, index: int, owner: str) -> Json:
+        """Return the item that a reference names; any other item as it is."""
+        if item["type"] != "item_reference":
+            return item
+        identifier = item["id"]
+        found = await self._find_item(identifier, owner)
+        if found is None:
+            error = not_found("Item with id", identifier)
+            error.param = f"input[{index}].id"
+            raise error
+        return found
+
+    async def _find_item(self, identifier: str, owner: str) -> Json | None:
+        home = owner_of_item(identifier)
+        if home is None:
+            return None
+        if home.startswith("conv_"):
+            item: Json | None = await self.items.find(f"{home}/{identifier}", owner)
+            return item
+        record = await self.responses.find(home, owner)
+        if record is None:
+            return None
+        items = record["input"] + record["response"]["output"]
+        return next((item for item in items if item["id"] == identifier), None)
+
+
+def size_of(value: Any) -> int:
+    """Return the approximate size of a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 8 + sum(len(key) + size_of(item) for key, item in value.items())
+    return 8 + sum(map(size_of, value)) if isinstance(value, list) else 8

@@ -1,0 +1,128 @@
+"""The routes of stored responses: read, delete, cancel, and list what a response was given."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...http.errors import bad_request, echo, json_response
+from ..logprobs import Json
+from ..stored.pages import cut_page, list_body, parse_page
+from ..stored.records import not_found
+from .background import BackgroundRuns
+from .events import read_run, read_stored, repeat_events, send_events
+from .states import ENDED, ResponseStates
+
+CANCEL_S: Final = 10.0
+"""Maximum seconds that a request to cancel waits for the end of the response."""
+CANCEL_POLL_S: Final = 0.1
+"""Seconds between looks at a response that another frontend runs."""
+
+
+class StoredResponses:
+    """Reads, cancels and deletes stored responses."""
+
+    def __init__(self, states: ResponseStates, runs: BackgroundRuns) -> None:
+        self._states = states
+        self._runs = runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a response, or its events, or delete it."""
+        request = Request(scope, receive)
+        identifier, owner = _key(request)
+        if scope["method"] == "DELETE":
+            await (await self._delete(identifier, owner))(scope, receive, send)
+            return
+        record = await self._states.responses.get(identifier, owner)
+        if not _is_true(request, "stream"):
+            await json_response(record["response"])(scope, receive, send)
+            return
+        first = _first_event(request)
+        if (run := self._runs.find(identifier, owner)) is not None:
+            events = read_run(run, first)
+        elif record["has_events"]:
+            events = read_stored(self._states, identifier, owner, first)
+        elif record["response"]["status"] in ENDED:
+            events = repeat_events(record["response"], first)
+        else:
+            raise bad_request(
+                "stream", "stream needs a response that was created with stream=true, or has ended"
+            )
+        await send_events(events, scope, receive, send)
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a background response, and return it."""
+        identifier, owner = _key(request)
+        response = await self._read(identifier, owner)
+        if not response["background"]:
+            raise bad_request(
+                "id",
+                f"{echo(identifier)} cannot be cancelled, because it does not run in the background",
+            )
+        if response["status"] not in ENDED:
+            run = self._runs.find(identifier, owner)
+            if run is not None:
+                run.cancel()
+            else:
+                await self._states.cancellations.put(identifier, {}, owner)
+            response = await self._wait_for_end(identifier, owner, response)
+        return json_response(response)
+
+    async def input_items(self, request: Request) -> Response:
+        """List the items that a response was given."""
+        identifier, owner = _key(request)
+        page = parse_page(request.query_params)
+        record = await self._states.responses.get(identifier, owner)
+        earlier = record["response"]["previous_response_id"]
+        items = record["input"]
+        if earlier is not None:
+            items = await self._states.read_earlier(earlier, owner) + items
+        return json_response(list_body(*cut_page(items, page, "The item")))
+
+    async def _read(self, identifier: str, owner: str) -> Json:
+        record = await self._states.responses.get(identifier, owner)
+        response: Json = record["response"]
+        return response
+
+    async def _wait_for_end(self, identifier: str, owner: str, response: Json) -> Json:
+        deadline = asyncio.get_running_loop().time() + CANCEL_S
+        while response["status"] not in ENDED and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(CANCEL_POLL_S)
+            response = await self._read(identifier, owner)
+        return response
+
+    async def _delete(self, identifier: str, owner: str) -> Response:
+        if (run := self._runs.find(identifier, owner)) is not None:
+            run.cancel()
+        if not await self._states.responses.delete(identifier, owner):
+            raise not_found("The response", identifier)
+        await self._states.events.delete_children(identifier, owner)
+        return json_response({"id": identifier, "object": "response", "deleted": True})
+
+
+def _key(request: Request) -> tuple[str, str]:
+    """Return the identifier in the path, and the owner."""
+    return request.path_params["id"], request.scope["state"]["owner"]
+
+
+def _is_true(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise bad_request(name, f"{name} must be true or false, got {echo(text)}")
+    return text in ("true", "1")
+
+
+def _first_event(request: Request) -> int:
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise bad_request(
+            "starting_after",
+            f"starting_after must be the sequence_number of an event, got {echo(text)}",
+        )
+    return int(text) + 1

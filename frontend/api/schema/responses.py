@@ -1,0 +1,111 @@
+"""The request bodies of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from . import Int
+
+
+class ResponseFields(msgspec.Struct, kw_only=True):
+    """The fields that describe the prompt of a response."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    prompt: Any = None
+
+    # Accepted because clients send them; they have no effect.
+    personality: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+
+
+class InputTokensRequest(ResponseFields, kw_only=True):
+    """The body of `POST /v1/responses/input_tokens`."""
+
+
+class ResponsesRequest(ResponseFields, kw_only=True):
+    """The body of `POST /v1/responses`."""
+
+    background: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: Int | None = None
+    # It limits calls of hosted tools only, of which there are none.
+    max_tool_calls: Int | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int | None = None
+    # The tenant, unless the server has several API keys.
+    user: str | None = None
+    safety_identifier: str | None = None
+
+    # Fields of Engine, as in chat completions.
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    thinking_token_budget: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+
+    context_management: Any = None
+
+    # Accepted because clients send them; they have no effect.
+    background_options: dict[str, Any] | None = None
+    moderation: Any = None
+
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "thinking_token_budget",
+    "priority",
+    "cache_salt",
+)
+"""Fields that have the same name and meaning in chat completions."""
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/conversations`, and of `POST /v1/conversations/{id}` without the items."""
+
+    metadata: dict[str, str] | None = None
+    items: list[dict[str, Any]] | None = None
+
+
+class ConversationItemsRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /v1/conversations/{id}/items`."""
+
+    items: list[dict[str, Any]] | None = None

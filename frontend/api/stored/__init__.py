@@ -1,0 +1,1 @@
+"""Objects that endpoints keep for their clients."""

@@ -1,0 +1,54 @@
+"""Reads the query of a list, and writes its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.datastructures import QueryParams
+
+from ...http.errors import bad_request, echo
+from ..logprobs import Json
+from .records import Page, not_found
+
+
+def parse_page(
+    query: QueryParams, *, default: int = 20, most: int = 100, order: str = "desc"
+) -> Page:
+    """Return the page that a query asks for.
+
+    Raises:
+        APIError: A parameter is invalid (400).
+    """
+    text = query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+        raise bad_request("limit", f"limit must be between 1 and {most}, got {echo(text)}")
+    order = query.get("order", order)
+    if order not in ("asc", "desc"):
+        raise bad_request("order", f'order must be "asc" or "desc", got {echo(order)}')
+    return Page(int(text), order == "desc", query.get("after", ""))
+
+
+def cut_page(items: Sequence[Json], page: Page, what: str) -> tuple[list[Json], bool]:
+    """Return a page of a list that is complete, and whether there are more items.
+
+    Raises:
+        APIError: The item after which the page begins does not exist (404).
+    """
+    ordered = list(reversed(items)) if page.is_descending else list(items)
+    if page.after:
+        at = next((i for i, item in enumerate(ordered) if item.get("id") == page.after), None)
+        if at is None:
+            raise not_found(what, page.after)
+        ordered = ordered[at + 1 :]
+    return ordered[: page.limit], len(ordered) > page.limit
+
+
+def list_body(items: list[Json], has_more: bool) -> Json:
+    """Return the body of a list."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0].get("id") if items else None,
+        "last_id": items[-1].get("id") if items else None,
+        "has_more": has_more,
+    }
