@@ -53,7 +53,9 @@ class WeightFormat(IntEnum):
         """The format of activations that products with this format take."""
         if self <= WeightFormat.U8:
             return ActivationKind.INT8
-        return ActivationKind.BF16 if self is WeightFormat.BF16 else ActivationKind.F32
+        if self in (WeightFormat.BF16, WeightFormat.F8):
+            return ActivationKind.BF16
+        return ActivationKind.F32
 
 
 FLOAT8_ROWS = 1000

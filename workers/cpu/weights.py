@@ -301,7 +301,12 @@ class NativeWeightReader(WeightReader):
         assert few is not None
         if few.scale_OG.shape[1] == 1:
             return len(part), few.factor
-        return ColumnGroups.from_part(part, few.group_size, few.shape[1]).size, few.factor
+        group_size = ColumnGroups.from_part(part, few.group_size, few.shape[1]).size
+        if weight_format is WeightFormat.F8 and group_size % 2 and group_size < len(part):
+            raise NotSupportedNatively(
+                f"{name!r} has a scale for every {group_size} columns, which is no even number"
+            )
+        return group_size, few.factor
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = super()._shape(name)

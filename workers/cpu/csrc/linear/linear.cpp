@@ -13,7 +13,7 @@ namespace {
 
 const LinearKernels& linear_kernels() { return *kernels().linear; }
 
-// Codes of f8, without their signs, are 2^-8 of their values as fp16; so are the scales of nvfp4.
+// E4M3 numbers, without their signs, are 2^-8 of their values as fp16.
 float from_float8(uint8_t code) {
   return from_fp16(uint16_t((code & 128) << 8 | (code & 127) << 7)) * kFloat8Unit;
 }
@@ -27,19 +27,21 @@ float scale_of(const PackedWeight& w, const uint8_t* scales, int column) {
 
 void unpack_float_row(const PackedWeight& w, const uint8_t* tile, int row, float* out) {
   const uint8_t* weight = tile + row % kColumnTile * element_bytes(w.format);
-  const uint8_t* scales = nullptr;
-  if (w.format == WeightFormat::f8)
-    scales = w.data + float_scales_at(w, row / kColumnTile) + row % kColumnTile * sizeof(float);
   for (int k = 0; k < w.k; k++, weight += float_stride(w.format)) {
-    if (w.format == WeightFormat::f32) {
+    if (w.format == WeightFormat::f32)
       std::memcpy(out + k, weight, 4);
-    } else if (w.format == WeightFormat::f16) {
+    else
       out[k] = from_fp16(load_u16(weight));
-    } else {
-      float scale;
-      std::memcpy(&scale, scales + k / w.group * kFloatScaleStride, sizeof(float));
-      out[k] = from_float8(*weight) / kFloat8Unit * scale;
-    }
+  }
+}
+
+void unpack_float8_row(const PackedWeight& w, const uint8_t* tile, int row, float* out) {
+  const uint8_t* codes = tile + row % kColumnTile * 2;
+  const uint8_t* scales = w.data + float_scales_at(w, row / kColumnTile) + row % kColumnTile * sizeof(float);
+  for (int k = 0; k < w.k; k++) {
+    float scale;
+    std::memcpy(&scale, scales + k / w.group * kFloatScaleStride, sizeof(float));
+    out[k] = from_float8(codes[k / 2 * kFloat8PairStride + k % 2]) * scale;
   }
 }
 
@@ -83,6 +85,7 @@ void unpack_weight_row(const PackedWeight& w, int row, float* out) {
   if (w.format == WeightFormat::bf16) return unpack_bf16_row(w, row, out);
   const int column = row % kColumnTile;
   const uint8_t* tile = w.data + tile_at(w, row / kColumnTile);
+  if (w.format == WeightFormat::f8) return unpack_float8_row(w, tile, row, out);
   if (!is_integer(w.format)) return unpack_float_row(w, tile, row, out);
   const int groups = w.k / kGroup;
   const uint8_t* scales = tile + scales_at(w.format, groups);

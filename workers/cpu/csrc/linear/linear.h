@@ -34,8 +34,8 @@ constexpr int kNumWeightFormats = 11;
 // How a row of activations is stored for the product with weights of a format.
 enum class ActivationKind : int32_t {
   int8 = 0,  // for the integer formats: int8 and a float32 scale per group of 32
-  bf16 = 1,  // for bf16
-  f32 = 2,   // for f16, f32 and f8
+  bf16 = 1,  // for bf16 and f8
+  f32 = 2,   // for f16 and f32
   // For the integer formats: int8, with a second int8 for outliers. Without it an outlier would enlarge its group's
   // scale so much that the rest of the group has only few levels.
   int8_split = 3,
@@ -45,7 +45,7 @@ enum class ActivationKind : int32_t {
 struct PackedWeight {
   WeightFormat format;
   int32_t n, k;
-  int32_t group;  // the elements along k that share a scale, in f8; the last group may be shorter
+  int32_t group;  // the elements along k that share a scale, in f8: an even number, or k; the last group may be shorter
   float scale;    // of all elements, in nvfp4
   uint8_t* data;
 };

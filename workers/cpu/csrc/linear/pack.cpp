@@ -260,10 +260,10 @@ bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source,
 // Returns whether all numbers are finite.
 bool pack_f8_row(const PackedWeight& w, const uint8_t* source, int row) {
   const int tile = row / kColumnTile, column = row % kColumnTile;
-  uint8_t* out = w.data + tile_at(w, tile) + column;
+  uint8_t* const out = w.data + tile_at(w, tile) + 2 * column;
   bool are_finite = true;
-  for (int i = 0; i < w.k; i++, out += float_stride(w.format)) {
-    *out = source[i];
+  for (int i = 0; i < w.k; i++) {
+    out[i / 2 * kFloat8PairStride + i % 2] = source[i];
     are_finite &= (source[i] & 127) != 127;
   }
   uint8_t* scales = w.data + float_scales_at(w, tile) + sizeof(float) * column;
@@ -271,7 +271,6 @@ bool pack_f8_row(const PackedWeight& w, const uint8_t* source, int row) {
     float scale;
     std::memcpy(&scale, source + w.k + i / w.group * sizeof(float), sizeof(float));
     are_finite &= std::isfinite(scale);
-    scale *= kFloat8Unit;
     std::memcpy(scales, &scale, sizeof(float));
   }
   return are_finite;

@@ -12,9 +12,9 @@
 //   scales   16 fp16, or bytes in mxfp4 (u6 and nvfp4: 16 for the first half of the group, 16 for the second)
 // then, where the format has them, for each pair of groups
 //   offsets  16 pairs of bf16: the format's offset plus zero point * scale, because products are of code - zero_point
-// Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k][64]. Behind a block of f8 are the scales of
-// its groups, float32 [groups][64], times 2^8: kernels read the codes as fp16, which makes them 2^-8 of their values. A kernel needs four sums at a time to keep the
-// multipliers busy, and so it still reads a single stream. bf16 has its own layout: bf16_block.h.
+// Float weights are in blocks of four tiles, f32 [k][64], f16 [k][64] or f8 [k / 2][64][2]. Behind a block of f8 are the
+// scales of its groups, float32 [groups][64]. A kernel needs four sums at a time to keep the multipliers busy, and so it
+// still reads a single stream. bf16 has its own layout: bf16_block.h.
 #pragma once
 
 #include <cstddef>
@@ -94,31 +94,41 @@ constexpr size_t tile_bytes(WeightFormat format, int groups) {
 
 constexpr int kFloatBlockTiles = 4;
 
-constexpr int element_bytes(WeightFormat format) {
-  return format == WeightFormat::f8 ? 1 : format == WeightFormat::f16 ? 2 : 4;
-}
+constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
 
-// Bytes from a float tile's elements to the next ones along k.
+// Bytes from the elements of a tile of f16 or f32 to the next ones along k.
 constexpr int float_stride(WeightFormat format) {
   return element_bytes(format) * kColumnTile * kFloatBlockTiles;
 }
 
-// What the codes of f8, read as fp16, are multiplied with to be their values.
+// What E4M3 numbers, read as fp16, are multiplied with to be their values.
 constexpr float kFloat8Unit = 256;
+// What makes the exponent and fraction of an E4M3 number those of a bf16 number, and the eight numbers for which it does
+// not: as words, and as their low bytes and then their high bytes.
+constexpr int16_t kFloat8Bias = 120 << 7;
+constexpr uint16_t kSmallestFloat8[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+constexpr uint8_t kSmallestFloat8Bytes[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60,
+                                              0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
+// Bytes from a pair of f8 along k to the next one, and of the pairs of a tile.
+constexpr int kFloat8PairStride = 2 * kColumnTile * kFloatBlockTiles, kFloat8PairBytes = 2 * kColumnTile;
+constexpr size_t float8_block_bytes(int k) { return size_t(k + 1) / 2 * kFloat8PairStride; }
 // Bytes from the scales of a group of f8 to the next ones.
 constexpr size_t kFloatScaleStride = sizeof(float) * kColumnTile * kFloatBlockTiles;
 
 // Returns where a tile of integer, f16, f32 or f8 weights begins, in bytes.
 constexpr size_t tile_at(WeightFormat format, int k, int group, int tile) {
   if (is_integer(format)) return tile * tile_bytes(format, k / kGroup);
-  size_t block_bytes = size_t(k) * float_stride(format);
-  if (format == WeightFormat::f8) block_bytes += size_t(k + group - 1) / group * kFloatScaleStride;
-  return tile / kFloatBlockTiles * block_bytes + size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
+  if (format == WeightFormat::f8) {
+    const size_t block_bytes = float8_block_bytes(k) + size_t(k + group - 1) / group * kFloatScaleStride;
+    return tile / kFloatBlockTiles * block_bytes + size_t(tile % kFloatBlockTiles) * kFloat8PairBytes;
+  }
+  return tile / kFloatBlockTiles * size_t(k) * float_stride(format) +
+         size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
 }
 inline size_t tile_at(const PackedWeight& w, int tile) { return tile_at(w.format, w.k, w.group, tile); }
 // Returns where the scales of a tile of f8 begin.
 inline size_t float_scales_at(const PackedWeight& w, int tile) {
-  return tile_at(w, tile / kFloatBlockTiles * kFloatBlockTiles) + size_t(w.k) * float_stride(w.format) +
+  return tile_at(w, tile / kFloatBlockTiles * kFloatBlockTiles) + float8_block_bytes(w.k) +
          tile % kFloatBlockTiles * sizeof(float) * kColumnTile;
 }
 
