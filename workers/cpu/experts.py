@@ -186,27 +186,21 @@ class NativeExpertExchange(structs.ExpertExchange):
         self.group.continue_step()
         return 1
 
-    def _dispatch(
-        self,
-        rows: int,
-        row_bytes: int,
-        counts: int,
-        num_experts: int,
-        received: int,
-        num_own: int,
-    ) -> int:
-        counts_E = _view(counts, (num_experts,), np.int64)
-        x_AD = _view(rows, (int(counts_E.sum()), row_bytes), np.uint8)
-        self._received, counts_Ne = self.group.dispatch(x_AD, counts_E)
-        _view(received, (self.group.size, num_own), np.int64).copy_(counts_Ne)
+    def _dispatch(self, rows: int, row_bytes: int, counts: int, received: int) -> int:
+        counts_N = self._counts(counts)
+        x_MD = _view(rows, (int(counts_N.sum()), row_bytes), np.uint8)
+        self._received, received_N = self.group.dispatch(x_MD, counts_N)
+        self._counts(received).copy_(received_N)
         return _address_of(self._received)
 
-    def _collect(self, rows: int, row_bytes: int) -> int:
-        assert self._received is not None
-        self._collected = self.group.collect(
-            _view(rows, (len(self._received), row_bytes), np.uint8)
-        )
+    def _collect(self, rows: int, row_bytes: int, counts: int, expected: int) -> int:
+        counts_N = self._counts(counts)
+        y_BD = _view(rows, (int(counts_N.sum()), row_bytes), np.uint8)
+        self._collected = self.group.exchange(y_BD, counts_N, self._counts(expected))
         return _address_of(self._collected)
+
+    def _counts(self, address: int) -> Tensor:
+        return _view(address, (self.group.size,), np.int64)
 
 
 _NOTHING = torch.zeros(64, dtype=torch.uint8)

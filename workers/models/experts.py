@@ -2,7 +2,8 @@
 
 Shapes: T tokens of a step, D hidden size, E experts, e those of this rank, C experts that a token chooses,
 A = T * C choices, ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. Where replicas
-divide the experts: N ranks, B rows that this rank receives.
+divide the experts: N ranks, M messages that this rank sends, B messages that it receives; A are its own choices, or
+those of the messages.
 """
 
 from __future__ import annotations
@@ -231,18 +232,44 @@ class Experts:
     def _exchange(
         self, group: ExpertGroup, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
     ) -> Tensor:
-        """Return the weighted sums [T, L] of outputs of all experts, and compute the rows of other ranks."""
-        expert_A, order_A = experts_TC.flatten().sort(stable=True)
-        x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
-        counts_E = torch.bincount(expert_A, minlength=self._spec.num_experts)
-        x_BL, counts_Ne = group.dispatch(x_AL, counts_E)
-        num_own = counts_Ne.shape[1]
-        expert_B = torch.arange(num_own, device=x_BL.device).repeat(group.size)
-        expert_B, order_B = expert_B.repeat_interleave(counts_Ne.flatten()).sort(stable=True)
-        y_BL = torch.empty_like(x_BL)
-        if len(x_BL):
-            y_BL[order_B] = self._compute(x_BL[order_B], expert_B)
-        y_AL = group.collect(y_BL)
+        """Return the weighted sums [T, L] of outputs of all experts, and compute the rows of other ranks.
+
+        A message is a row, the numbers of the experts that it chose among those of the receiver, or -1, and the
+        choices' weights if they multiply inputs. A rank returns the outputs in the order of messages and choices.
+        """
+        parts = group.parts(self._spec.num_experts)
+        sizes_N = torch.tensor([len(part) for part in parts], device=x_TL.device)
+        owners_E = torch.arange(group.size, device=x_TL.device).repeat_interleave(sizes_N)
+        first_N = sizes_N.cumsum(0) - sizes_N
+        owners_TC = owners_E[experts_TC]
+        visits_TN = owners_TC.new_zeros((len(x_TL), group.size)).scatter_(1, owners_TC, 1)
+        rank_M, row_M = visits_TN.T.nonzero(as_tuple=True)
+        is_there_MC = owners_TC[row_M] == rank_M[:, None]
+        choices_MC = (experts_TC[row_M] - first_N[rank_M, None]).masked_fill(~is_there_MC, -1)
+        parts_of_message = [x_TL[row_M], choices_MC.int()]
+        if self._spec.scales_inputs:
+            parts_of_message.append(weights_TC[row_M].float())
+        messages_MX = torch.cat([part.view(torch.uint8) for part in parts_of_message], 1)
+        messages_BX, received_N = group.dispatch(messages_MX, visits_TN.sum(0))
+        row_bytes, num_chosen = x_TL.shape[1] * x_TL.element_size(), self._num_chosen
+        row_BX, choices_BX, factors_BX = messages_BX.split(
+            (row_bytes, 4 * num_chosen, messages_BX.shape[1] - row_bytes - 4 * num_chosen), 1
+        )
+        choices_BC = choices_BX.contiguous().view(torch.int32).long()
+        row_A, choice_A = (choices_BC >= 0).nonzero(as_tuple=True)
+        expert_A, order_A = choices_BC[row_A, choice_A].sort(stable=True)
+        x_AL = row_BX.contiguous().view(x_TL.dtype)[row_A[order_A]]
+        if self._spec.scales_inputs:
+            factors_BC = factors_BX.contiguous().view(torch.float32)
+            x_AL = (x_AL * factors_BC[row_A, choice_A][order_A, None]).to(x_TL.dtype)
+            weights_TC = weights_TC.sign()
+        y_AL = torch.empty_like(x_AL)
+        if len(x_AL):
+            y_AL[order_A] = self._compute(x_AL, expert_A)
+        sender_B = torch.arange(group.size, device=x_TL.device).repeat_interleave(received_N)
+        returned_N = sender_B[row_A].bincount(minlength=group.size)
+        owner_A, order_A = owners_TC.flatten().sort(stable=True)
+        y_AL = group.exchange(y_AL, returned_N, owner_A.bincount(minlength=group.size))
         return self._kernels.combine(y_AL, order_A, weights_TC)
 
     def _inputs(self, x_TL: Tensor, order_A: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:

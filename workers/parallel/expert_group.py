@@ -1,15 +1,15 @@
 """Expert parallelism over data-parallel replicas: the workers of all replicas divide the experts of every layer.
 
-A worker sends the rows of its tokens to the ranks with their experts and receives the outputs (all-to-all). All ranks
-must take part in each exchange, but every core schedules by itself. So the ranks run in *rounds*: in a round, the rows
-of one step, or of a slice of a long one, pass through all layers. A replica with a step begins a round and invites the
-others. One that has no step joins as a guest, without rows. While no replica has a step there are no rounds.
+A worker sends the rows of its tokens to the ranks with their experts, each row once to a rank, and receives the outputs
+(all-to-all). All ranks must take part in each exchange, but every core schedules by itself. So the ranks run in
+*rounds*: in a round, the rows of one step, or of a slice of a long one, pass through all layers. A replica with a step
+begins a round and invites the others. One that has no step joins as a guest, without rows. While no replica has a step
+there are no rounds.
 
 The first tensor-parallel rank of each replica, its leader, decides in which rounds the replica has rows. It tells the
 other ranks of its replica, since they may receive a step earlier or later.
 
-Shapes: E experts, e those of this rank, N ranks, A rows that this rank sends, B rows that it receives, D elements of a
-row.
+Shapes: N ranks, M rows that this rank sends, B rows that it receives, D elements of a row.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class ExpertGroup:
         self._place = rank % replica_size
         self._replica_size = replica_size
         self._data = data
-        self._sent: list[int] = []
-        self._received: list[int] = []
         self._num_rounds = 0
         leaders = range(0, size, replica_size)
         self._leaders = [leader for leader in leaders if leader != rank]
@@ -67,9 +65,10 @@ class ExpertGroup:
 
     def part(self, count: int) -> range:
         """Return this rank's share of `count` experts."""
-        return self._parts(count)[self.rank]
+        return self.parts(count)[self.rank]
 
-    def _parts(self, count: int) -> list[range]:
+    def parts(self, count: int) -> list[range]:
+        """Return each rank's share of `count` experts."""
         starts = [rank * count // self.size for rank in range(self.size + 1)]
         return [range(*bounds) for bounds in pairwise(starts)]
 
@@ -111,38 +110,26 @@ class ExpertGroup:
             self._messages.send(_GUEST, self._followers)
             join_round()
 
-    def dispatch(self, x_AD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-        """Send rows to the ranks with their experts.
+    def dispatch(self, x_MD: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Send rows to other ranks.
 
         Args:
-            x_AD: Rows, ordered by expert.
-            counts_E: The number of rows of each expert, int64.
+            x_MD: Rows, ordered by receiver.
+            counts_N: The number of rows for each rank, int64.
 
         Returns:
-            The received rows, ordered by sender and then by expert, and the numbers of rows of each sender and expert,
-            int64 [N, e].
+            The received rows, ordered by sender, and the number of rows from each, int64 [N].
         """
-        parts = self._parts(len(counts_E))
-        num_own = len(parts[self.rank])
-        counts_Ne = counts_E.new_empty((self.size, num_own))
-        sizes = [num_own] * self.size, [len(part) for part in parts]
-        dist.all_to_all_single(counts_Ne.view(-1), counts_E, *sizes, group=self._data)
-        bounds = [0, *counts_E.cumsum(0).tolist()]
-        self._sent = [bounds[part.stop] - bounds[part.start] for part in parts]
-        self._received = counts_Ne.sum(1).tolist()
-        x_BD = x_AD.new_empty((sum(self._received), *x_AD.shape[1:]))
-        dist.all_to_all_single(
-            x_BD, x_AD.contiguous(), self._received, self._sent, group=self._data
-        )
-        return x_BD, counts_Ne
+        received_N = torch.empty_like(counts_N)
+        dist.all_to_all_single(received_N, counts_N, group=self._data)
+        return self.exchange(x_MD, counts_N, received_N), received_N
 
-    def collect(self, y_BD: Tensor) -> Tensor:
-        """Send back a row for each received one. Return those for the rows [A, D] that were sent."""
-        y_AD = y_BD.new_empty((sum(self._sent), *y_BD.shape[1:]))
-        dist.all_to_all_single(
-            y_AD, y_BD.contiguous(), self._sent, self._received, group=self._data
-        )
-        return y_AD
+    def exchange(self, x_MD: Tensor, counts_N: Tensor, expected_N: Tensor) -> Tensor:
+        """Send rows like `dispatch` where each rank knows how many it will receive from each."""
+        received, sent = expected_N.tolist(), counts_N.tolist()
+        x_BD = x_MD.new_empty((sum(received), *x_MD.shape[1:]))
+        dist.all_to_all_single(x_BD, x_MD.contiguous(), received, sent, group=self._data)
+        return x_BD
 
 
 class _Messages:

@@ -143,11 +143,8 @@ class ExpertExchange(ctypes.Structure):
     _fields_ = (
         ("num_ranks", c_int32),
         ("begin_round", CFUNCTYPE(c_int32)),
-        (
-            "dispatch",
-            CFUNCTYPE(c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p, c_int32),
-        ),
-        ("collect", CFUNCTYPE(c_void_p, c_void_p, c_int64)),
+        ("dispatch", CFUNCTYPE(c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+        ("collect", CFUNCTYPE(c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
     )
 
 

@@ -13,13 +13,11 @@ struct ExpertExchange {
   // Begins a round: the passage of rows through all layers, in which every rank takes part. The first round of a step
   // has begun before the step.
   int32_t (*begin_round)();
-  // Sends rows of `row_bytes`, which are ordered by expert. `counts` [num_experts] says how many each expert has. Returns
-  // the rows that this rank received, ordered by sender and then by expert; `received` [num_ranks, own experts] counts
-  // them.
-  const uint8_t* (*dispatch)(const uint8_t* rows, int64_t row_bytes, const int64_t* counts, int32_t num_experts,
-                             int64_t* received, int32_t num_own);
-  // Sends a row back for each row that the last dispatch received. Returns those for the rows that it sent.
-  const uint8_t* (*collect)(const uint8_t* rows, int64_t row_bytes);
+  // Sends rows of `row_bytes`, which are ordered by receiver. `counts` [num_ranks] says how many each rank gets. Returns
+  // the rows that this rank received, ordered by sender; `received` [num_ranks] counts them.
+  const uint8_t* (*dispatch)(const uint8_t* rows, int64_t row_bytes, const int64_t* counts, int64_t* received);
+  // Sends rows like dispatch, and receives `expected` [num_ranks] ones.
+  const uint8_t* (*collect)(const uint8_t* rows, int64_t row_bytes, const int64_t* counts, const int64_t* expected);
 };
 
 }  // namespace engine

@@ -8,8 +8,6 @@ namespace engine {
 
 namespace {
 
-// A factor follows a row that is sent; the next row is aligned again.
-constexpr size_t kFactorBytes = 64;
 // Rows that a tile has at most.
 constexpr int kRowBlock = 64;
 // With this many choices tiles are cut smaller, so that all threads end at about the same time.
@@ -82,56 +80,115 @@ void Experts::order_own(const Op& op, Division& division, int num_rows) {
   }
 }
 
+// A message is a row, then the numbers of the experts that it chose among those of the receiver, or -1, and with
+// `scales_inputs` their factors.
 size_t Experts::message_bytes(const Op& op) const {
-  const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
-  return row_bytes + (op.experts->scales_inputs ? kFactorBytes : 0);
+  const ExpertLayer& layer = *op.experts;
+  const size_t choice_bytes = sizeof(int32_t) + (layer.scales_inputs ? sizeof(float) : 0);
+  const size_t bytes = activation_row_bytes(op.input_kind, layer.size) + layer.router.num_chosen * choice_bytes;
+  return (bytes + 15) / 16 * 16;
 }
 
-// Sends the rows of the slice's choices to the ranks with their experts, and orders the received ones by expert. Of the
-// ranks of a replica, which have the same rows, each sends a share.
+// Sends the slice's rows to the ranks with their experts, each row once to a rank, and orders the received choices by
+// expert. Of the ranks of a replica, which have the same rows, each sends a share.
 void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int num_rows) {
-  const ExpertLayer& layer = *op.experts;
-  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_experts;
   const int rank = ranks_.are_several() ? ranks_.rank() : 0, num_ranks = ranks_.are_several() ? ranks_.num_ranks() : 1;
-  const int begin = num_rows * rank / num_ranks * num_chosen, end = num_rows * (rank + 1) / num_ranks * num_chosen;
-  sent_counts_.assign(num_experts, 0);
-  for (int i = begin; i < end; i++) sent_counts_[chosen_[i]]++;
-  next_.assign(num_experts, 0);
-  for (int e = 1; e < num_experts; e++) next_[e] = next_[e - 1] + int(sent_counts_[e - 1]);
-  const size_t row_bytes = activation_row_bytes(op.input_kind, layer.size), sent_bytes = message_bytes(op);
-  sent_.reserve(size_t(end - begin) * sent_bytes);
-  for (int i = 0; i < num_rows * num_chosen; i++) {
-    places_[i] = i < begin || i >= end ? -1 : next_[chosen_[i]]++;
-    if (places_[i] < 0) continue;
-    uint8_t* message = sent_.bytes() + places_[i] * sent_bytes;
-    std::memcpy(message, rows.activations(0, i / num_chosen, row_bytes), row_bytes);
-    if (!layer.scales_inputs) continue;
-    std::memcpy(message + row_bytes, &weights_[i], sizeof(float));
-    weights_[i] = 1.0f;
-  }
-  received_counts_.assign(size_t(exchange_->num_ranks) * layer.count, 0);
-  received_ = exchange_->dispatch(sent_.bytes(), sent_bytes, sent_counts_.data(), num_experts, received_counts_.data(),
-                                  layer.count);
+  const int begin = num_rows * rank / num_ranks, end = num_rows * (rank + 1) / num_ranks;
+  write_messages(op, rows, num_rows, begin, end);
+  received_rows_.assign(exchange_->num_ranks, 0);
+  received_ = exchange_->dispatch(sent_.bytes(), message_bytes(op), sent_rows_.data(), received_rows_.data());
   if (!received_) {
     have_failed_ = true;
-    std::fill(received_counts_.begin(), received_counts_.end(), 0);
+    std::fill(received_rows_.begin(), received_rows_.end(), 0);
   }
+  order_received(op, division);
+}
+
+// Writes the messages for rows [begin, end), ordered by receiver, and notes where the outputs of their choices will be:
+// a rank sends them back in the order of its messages and their choices.
+void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int begin, int end) {
+  const ExpertLayer& layer = *op.experts;
+  const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_experts, peers = exchange_->num_ranks;
+  const auto first_expert = [&](int peer) { return int(int64_t(peer) * num_experts / peers); };
+  owners_.resize(num_experts);
+  for (int peer = 0; peer < peers; peer++)
+    std::fill(owners_.begin() + first_expert(peer), owners_.begin() + first_expert(peer + 1), peer);
+  sent_rows_.assign(peers, 0);
+  expected_.assign(peers, 0);
+  last_row_.assign(peers, -1);
+  for (int i = begin * num_chosen; i < end * num_chosen; i++) {
+    const int peer = owners_[chosen_[i]], row = i / num_chosen;
+    sent_rows_[peer] += last_row_[peer] != row;
+    last_row_[peer] = row;
+    expected_[peer]++;
+  }
+  next_.assign(2 * peers, 0);
+  int *const next_message = next_.data(), *const next_output = next_.data() + peers;
+  for (int peer = 1; peer < peers; peer++) {
+    next_message[peer] = next_message[peer - 1] + int(sent_rows_[peer - 1]);
+    next_output[peer] = next_output[peer - 1] + int(expected_[peer - 1]);
+  }
+  const size_t row_bytes = activation_row_bytes(op.input_kind, layer.size), bytes = message_bytes(op);
+  const int all_messages = peers ? next_message[peers - 1] + int(sent_rows_[peers - 1]) : 0;
+  sent_.reserve(size_t(all_messages) * bytes);
+  std::fill_n(places_.begin(), size_t(num_rows) * num_chosen, -1);
+  last_row_.assign(peers, -1);
+  for (int i = begin * num_chosen; i < end * num_chosen; i++) {
+    const int peer = owners_[chosen_[i]], row = i / num_chosen;
+    if (last_row_[peer] != row) {
+      last_row_[peer] = row;
+      uint8_t* message = sent_.bytes() + size_t(next_message[peer]++) * bytes;
+      std::memcpy(message, rows.activations(0, row, row_bytes), row_bytes);
+      // All bytes of -1 are alike, and no factor is read without an expert.
+      std::memset(message + row_bytes, -1, bytes - row_bytes);
+    }
+    uint8_t* const choices = sent_.bytes() + size_t(next_message[peer] - 1) * bytes + row_bytes;
+    const int32_t expert = chosen_[i] - first_expert(peer);
+    std::memcpy(choices + i % num_chosen * sizeof(expert), &expert, sizeof(expert));
+    places_[i] = next_output[peer]++;
+    if (!layer.scales_inputs) continue;
+    std::memcpy(choices + (num_chosen + i % num_chosen) * sizeof(float), &weights_[i], sizeof(float));
+    weights_[i] = 1.0f;
+  }
+}
+
+// Orders the choices of the received rows by expert.
+void Experts::order_received(const Op& op, Division& division) {
+  const ExpertLayer& layer = *op.experts;
+  const int num_chosen = layer.router.num_chosen;
+  const size_t row_bytes = activation_row_bytes(op.input_kind, layer.size), bytes = message_bytes(op);
+  const auto for_choices = [&](auto&& use) {
+    int message = 0;
+    for (size_t peer = 0; peer < received_rows_.size(); peer++)
+      for (int64_t r = 0; r < received_rows_[peer]; r++, message++) {
+        const uint8_t* choices = received_ + size_t(message) * bytes + row_bytes;
+        for (int j = 0; j < num_chosen; j++) {
+          int32_t expert;
+          std::memcpy(&expert, choices + j * sizeof(expert), sizeof(expert));
+          if (expert >= 0 && expert < layer.count) use(peer, message, expert, choices + (num_chosen + j) * sizeof(float));
+        }
+      }
+  };
   std::vector<int>& starts = division.starts;
   starts.assign(layer.count + 1, 0);
-  for (size_t i = 0; i < received_counts_.size(); i++) starts[i % layer.count + 1] += int(received_counts_[i]);
+  returned_.assign(received_rows_.size(), 0);
+  for_choices([&](size_t peer, int, int expert, const uint8_t*) {
+    starts[expert + 1]++;
+    returned_[peer]++;
+  });
   for (int e = 0; e < layer.count; e++) starts[e + 1] += starts[e];
   const int choices = starts[layer.count];
   next_.assign(starts.begin(), starts.end() - 1);
   division.rows.resize(choices);
+  division.outputs.resize(choices);
   if (layer.scales_inputs) division.factors.resize(choices);
-  int index = 0;
-  for (size_t i = 0; i < received_counts_.size(); i++)
-    for (int64_t j = 0; j < received_counts_[i]; j++, index++) {
-      const int place = next_[i % layer.count]++;
-      division.rows[place] = index;
-      if (layer.scales_inputs)
-        std::memcpy(&division.factors[place], received_ + index * sent_bytes + row_bytes, sizeof(float));
-    }
+  int output = 0;
+  for_choices([&](size_t, int message, int expert, const uint8_t* factor) {
+    const int place = next_[expert]++;
+    division.rows[place] = message;
+    division.outputs[place] = output++;
+    if (layer.scales_inputs) std::memcpy(&division.factors[place], factor, sizeof(float));
+  });
   activations_.reserve(choices * (sizeof(float) * most_elements_ + 64));
   outputs_.reserve(choices * sizeof(float) * largest_output_);
 }
@@ -139,7 +196,8 @@ void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int n
 void Experts::begin_combine(const Op& op) {
   if (!exchange_) return;
   own_outputs_ =
-      reinterpret_cast<const float*>(exchange_->collect(outputs_.bytes(), sizeof(float) * largest_output_));
+      reinterpret_cast<const float*>(exchange_->collect(outputs_.bytes(), sizeof(float) * largest_output_,
+                                                        returned_.data(), expected_.data()));
   if (own_outputs_) return;
   have_failed_ = true;
   std::fill(places_.begin(), places_.end(), -1);
@@ -190,7 +248,7 @@ const uint8_t* Experts::weights_after(const Op& op, const Tile& tile) const {
 }
 
 const uint8_t* Experts::input_of(const Op& op, int index, const Rows& rows) const {
-  if (exchange_) return received_ + index * message_bytes(op);
+  if (exchange_) return received_ + size_t(index) * message_bytes(op);
   return rows.activations(0, index, activation_row_bytes(op.input_kind, op.experts->size));
 }
 
@@ -199,7 +257,7 @@ const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const 
   const int* of_choices = division_of(op).rows.data() + at.first;
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
   // An expert has each row at most once and in ascending order, so these rows follow each other.
-  if (of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1 && !(exchange_ && op.experts->scales_inputs))
+  if (!exchange_ && of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1)
     return input_of(op, of_choices[0], rows);
   // A thread computes several tiles of the same rows, most of the time one after the other.
   const int64_t serial = division_of(op).serial + at.first;
@@ -242,8 +300,7 @@ void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
   scratch.readahead.next_weights = nullptr;
   if (!tile.commit()) return;
   const int size = at.end - at.begin;
-  // Outputs for other ranks are in the order in which their rows were received.
-  const int* indices = exchange_ ? division_of(op).rows.data() : nullptr;
+  const int* indices = exchange_ ? division_of(op).outputs.data() : nullptr;
   for (int r = at.first; r < at.first + at.num_rows; r++, sums += size)
     std::copy_n(sums, size, output_of(indices ? indices[r] : r) + at.begin);
 }

@@ -61,6 +61,7 @@ class Experts {
     int64_t serial;           // of its first choice; no choice of another division has the same
     std::vector<int> starts;  // of each expert's choices, and the end of the last one's
     std::vector<int> rows;    // of each choice, among those of the slice or the received ones
+    std::vector<int> outputs;  // of each choice of a received row: its place in the order of rows and their choices
     std::vector<float> factors;  // on the input of each choice, if weights multiply inputs
     std::vector<ExpertTile> gated, output;
   };
@@ -70,6 +71,8 @@ class Experts {
   const uint8_t* weights_after(const Op& op, const Tile& tile) const;
   void order_own(const Op& op, Division& division, int num_rows);
   void dispatch(const Op& op, Division& division, const Rows& rows, int num_rows);
+  void write_messages(const Op& op, const Rows& rows, int num_rows, int begin, int end);
+  void order_received(const Op& op, Division& division);
   const uint8_t* input_of(const Op& op, int index, const Rows& rows) const;
   const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
   size_t message_bytes(const Op& op) const;
@@ -93,7 +96,10 @@ class Experts {
   const ExpertExchange* exchange_ = nullptr;
   bool have_failed_ = false;
   Buffer sent_;
-  std::vector<int64_t> sent_counts_, received_counts_;
+  std::vector<int> owners_;    // the rank of each expert
+  std::vector<int> last_row_;  // for which there is a message to each rank
+  // For each rank: messages to and from it, and outputs of choices from and to it.
+  std::vector<int64_t> sent_rows_, received_rows_, expected_, returned_;
   const uint8_t* received_ = nullptr;    // of the current layer
   const float* own_outputs_ = nullptr;  // of the choices of this rank's rows
 };
