@@ -210,7 +210,8 @@ def _models() -> str:
     for family in sorted(FAMILIES, key=lambda family: family.architecture.lower()):
         known = _SAME_CONFIG.get(family.model_type, family.model_type)
         config = AutoConfig.for_model(known).to_dict()
-        config |= {"architectures": [family.architecture]} | _USUAL.get(family.model_type, {})
+        config["architectures"] = [family.architecture]
+        config.get("text_config", config).update(_USUAL.get(family.model_type, {}))
         # The default tower of transformers is not that of published models, and the table is of decoders.
         config.pop("vision_config", None)
         spec = model_spec(config, "config.json")
@@ -223,6 +224,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
+    "glm4v_moe": {"head_dim": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},

@@ -283,7 +283,7 @@ class ModelSpec:
     normed.
 
     With `gates_attention` each head's output is multiplied by the sigmoid of a gate, whose projection is stored behind
-    that of the head's query.
+    that of the head's query, or on its own with `has_gate_projection`.
 
     With `num_positions` the first layer's input is the sum of the embeddings of a token and of its position, which is
     row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added,
@@ -347,6 +347,7 @@ class ModelSpec:
     key_bias: bool = True
     attention_output_bias: bool = False
     gates_attention: bool = False
+    has_gate_projection: bool = False
     mlp_bias: bool = False
     mlp_output_bias: bool = False
     head_bias: bool = False

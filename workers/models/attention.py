@@ -139,11 +139,16 @@ class Attention:
         return self._output(attended_THK.flatten(1))
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
-        """Return the queries and keys with the queries scaled by their position."""
-        steps_T = ((positions_T + scaling.offset) / scaling.length).floor()
-        factor_T11 = (1 + scaling.beta * steps_T.log1p()).view(-1, 1, 1)
+        """Return the queries and keys with the queries scaled by their positions."""
         q_THK, k_TGK = qk_THK.split((self._num_heads, self._num_kv_heads), 1)
-        return torch.cat(((q_THK * factor_T11).to(q_THK.dtype), k_TGK), 1)
+        return torch.cat((scale_queries(q_THK, positions_T, scaling), k_TGK), 1)
+
+
+def scale_queries(q_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
+    """Return queries scaled by their positions."""
+    steps_T = ((positions_T + scaling.offset) / scaling.length).floor()
+    factor_T11 = (1 + scaling.beta * steps_T.log1p()).view(-1, 1, 1)
+    return (q_THK * factor_T11).to(q_THK.dtype)
 
 
 def qkv_rows(
@@ -169,7 +174,7 @@ def qkv_rows(
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     queries_part, keys_part = _elements(spec, heads), _elements(spec, kv_heads)
-    if spec.gates_attention:
+    if spec.gates_attention and not spec.has_gate_projection:
         part = range(2 * queries_part.start, 2 * queries_part.stop)
         queries, gates = torch.arange(len(part)).view(-1, 2, spec.head_dim).unbind(1)
         return [
@@ -183,6 +188,8 @@ def qkv_rows(
         [query_size, kv_size, kv_size],
         [queries_part, keys_part, keys_part],
     )
+    if spec.has_gate_projection:
+        return [*rows, Rows(f"{prefix}gate_proj", query_size, queries_part, has_bias=False)]
     if not spec.key_bias:
         rows[1] = replace(rows[1], has_bias=False)
     if layer.kv_source is not None:

@@ -20,7 +20,7 @@ from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import LatentSpec, LayerSpec, ModelSpec
 from ..parallel.parallel_layers import RowParallelLinear
 from ..parallel.shard import ModelShard
-from .attention import rotary_order
+from .attention import rotary_order, scale_queries
 from .weights import Rows, WeightReader
 
 
@@ -41,6 +41,7 @@ class LatentAttention:
         self._latent = latent
         self._backend = backend
         self._layer = AttentionLayer(spec.attention_scale, layer.window)
+        self._query_scaling = layer.query_scaling
         heads = shard.heads(spec)
         self._num_heads = len(heads)
         self._query_norm: RMSNorm | None = None
@@ -99,6 +100,8 @@ class LatentAttention:
             rotated_TSR = apply_rotary(rotated_TSR, tables)
         q_THC = _multiply_heads(q_THP, self._keys_HPC)
         q_THK = torch.cat((q_THC, rotated_TSR[:, : self._num_heads]), -1)
+        if self._query_scaling is not None:
+            q_THK = scale_queries(q_THK, positions_T, self._query_scaling)
         c_T1C = self._key_norm(c_TC).unsqueeze(1)
         k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
         attended_THC = self._backend.forward_projected(

@@ -1,5 +1,6 @@
 """Small random models of every family, in transformers."""
 
+import json
 import random
 import re
 
@@ -24,6 +25,9 @@ SMALL = {
 CONFIGS = DENSE | WITH_EXPERTS | RECURRENT
 """The class of transformers and the differences from `SMALL`, by the name of a family."""
 
+_WITHOUT_CLASS = ("exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
+"""Model types that transformers computes with classes of other families."""
+
 WITH_TEXT_CONFIG = ("Gemma3n", "Gemma4", "Gemma4Unified")
 
 
@@ -36,9 +40,11 @@ def make_reference(name, **others):
     attention = "sdpa" if family == "Falcon" else "eager"
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
-    model = getattr(transformers, family.removesuffix("Text") + suffix)._from_config(
-        config, attn_implementation=attention
-    )
+    model_class = getattr(transformers, family.removesuffix("Text") + suffix, None)
+    if model_class is None:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    else:
+        model = model_class._from_config(config, attn_implementation=attention)
     for parameter_name, parameter in model.named_parameters():
         if re.search(r"norm|\bln_|bias$", parameter_name):
             torch.nn.init.normal_(parameter, 0.8, 0.3)
@@ -50,6 +56,16 @@ def make_reference(name, **others):
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model.eval()
+
+
+def save_reference(reference, path):
+    """Save a model with the architecture that published checkpoints have."""
+    reference.save_pretrained(path)
+    if reference.config.model_type in _WITHOUT_CLASS:
+        config = json.loads((path / "config.json").read_text())
+        name = type(reference.config).__name__.removesuffix("Config")
+        config["architectures"] = [f"{name}ForCausalLM"]
+        (path / "config.json").write_text(json.dumps(config))
 
 
 def prompt(length, seed=0):

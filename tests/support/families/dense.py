@@ -270,4 +270,35 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "bias": True,
         },
     ),
+    "exaone": ("Exaone", {}),
+    "internlm3": ("InternLM3", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "iquest-coder": ("IQuestCoder", {"head_dim": 12}),
+    "granite-windows": (
+        "GraniteSWA",
+        {
+            "sliding_window": 9,
+            "layer_rope_theta": [1e4, 0, 5e5],
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {"attention_multiplier": 0.1, "logits_scaling": 0.5, "residual_multiplier": 0.7},
+    ),
+    "hyperclovax-input-norms": ("HyperCLOVAX", {"use_post_norm": False}),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 10},
+    ),
+    "cwm": (
+        "Cwm",
+        {"head_dim": 16, "sliding_window": 9, "rope_parameters": LLAMA3, "bos_token_id": 1},
+    ),
+    "jais2": ("Jais2", {}),
+    "gpt-neo": (
+        "GPTNeo",
+        {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    ),
+    "mpt": ("Mpt", {"expansion_ratio": 4}),
 }

@@ -138,4 +138,108 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "minicpm3": ("MiniCPM3", LATENT),
+    "phi-moe-one": ("Phimoe", {"num_local_experts": 5, "num_experts_per_tok": 1}),
+    "youtu": ("Youtu", LATENT | {"tie_word_embeddings": True, "attention_bias": True}),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "rope_parameters": LONG | {"llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "axk1": (
+        "AXK1",
+        LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "sarvam-mla": (
+        "SarvamMLA",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "sarvam-moe": (
+        "SarvamMoE",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        EXPERTS | {"sliding_window": 9, "sliding_window_pattern": 2, "n_group": 3, "topk_group": 2},
+    ),
+    "hunyuan3": ("HYV3", EXPERTS | {"head_dim": 16, "num_shared_experts": 2}),
+    "solar-open": (
+        "SolarOpen",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "attention_bias": True,
+        },
+    ),
+    "afmoe": (
+        "Afmoe",
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "num_dense_layers": 2,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+        },
+    ),
+    "flint": (
+        "Flint",
+        EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        EXPERTS
+        | {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "granite-moe-windows": (
+        "GraniteMoeSWA",
+        {
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
 }

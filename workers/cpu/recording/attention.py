@@ -244,7 +244,7 @@ class AttentionRecorder:
             "rotate_store",
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
             num_stored=1,
-            vectors=[norm],
+            vectors=[norm, None, _scaling(layer.query_scaling)],
             eps=latent.norm_eps,
             **attention,
         )

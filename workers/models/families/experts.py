@@ -18,7 +18,7 @@ from .common import (
     sliding_layers,
     uniform_layers,
 )
-from .llama import granite, interleaved_axes, llama, qwen_layers
+from .llama import granite, interleaved_axes, llama, olmo2, qwen_layers
 from .llama_variants import ernie4_5, hunyuan
 from .rope import read_rope
 
@@ -96,6 +96,14 @@ def has_sparse_step(fields: ConfigFields) -> Callable[[int], bool]:
     return lambda i: i not in dense and (i + 1) % step == 0
 
 
+def has_listed_experts(
+    fields: ConfigFields, default: Callable[[int], bool]
+) -> Callable[[int], bool]:
+    """Return whether a layer has experts by `mlp_layer_types`; `default` applies if the config does not say."""
+    kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
+    return default if kinds is None else lambda i: kinds[i] == "sparse"
+
+
 def _mixtral(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(num_key_value_heads=8, rms_norm_eps=1e-5)
     experts = read_experts(fields, 8, 2, intermediate_size="intermediate_size")
@@ -165,15 +173,31 @@ def _olmoe(fields: ConfigFields) -> ModelSpec:
     return with_experts(llama(fields, qk_norm="full"), experts)
 
 
-def _granite_moe(fields: ConfigFields) -> ModelSpec:
+def _flex_olmo(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-6, rope_theta=500_000.0)
     experts = read_experts(
+        fields,
+        7,
+        5,
+        intermediate_size="intermediate_size",
+        renormalizes=fields.boolean("norm_topk_prob", False),
+    )
+    return with_experts(olmo2(fields), experts)
+
+
+def granite_experts(fields: ConfigFields) -> ExpertsSpec:
+    """Return the experts of a Granite model, with shared ones if it has a size of them."""
+    return read_experts(
         fields,
         8,
         2,
         intermediate_size="intermediate_size",
         shared_intermediate_size=fields.integer("shared_intermediate_size", 0, minimum=0),
     )
-    return with_experts(granite(fields), experts, tensor_names=GRANITE_NAMES)
+
+
+def _granite_moe(fields: ConfigFields) -> ModelSpec:
+    return with_experts(granite(fields), granite_experts(fields), tensor_names=GRANITE_NAMES)
 
 
 def deepseek_experts(fields: ConfigFields) -> ExpertsSpec:
@@ -211,6 +235,10 @@ def _glm4_moe(fields: ConfigFields) -> ModelSpec:
         first_dense(fields, 1),
         tensor_names=unused_layers(fields),
     )
+
+
+def _glm4_moe_images(fields: ConfigFields) -> ModelSpec:
+    return _glm4_moe(fields.with_defaults(attention_bias=True))
 
 
 def unused_layers(fields: ConfigFields) -> TensorNames:
@@ -320,10 +348,10 @@ def _phimoe(fields: ConfigFields) -> ModelSpec:
         head_bias=fields.boolean("lm_head_bias", False),
         **attention_biases(fields),
     )
+    # The sparse mixer is defined for two experts, whatever the config says.
     experts = read_experts(
-        fields,
+        fields.with_values({"num_experts_per_tok": 2}),
         16,
-        2,
         intermediate_size="intermediate_size",
         scoring="sparse mixer",
         mixer_noise=fields.number("router_jitter_noise", 0.01),
@@ -394,8 +422,10 @@ FAMILIES = (
     Family("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe),
     Family("PhiMoEForCausalLM", "phimoe", _phimoe),
     Family("PhimoeForCausalLM", "phimoe", _phimoe),
+    Family("FlexOlmoForCausalLM", "flex_olmo", _flex_olmo),
     Family("Dots1ForCausalLM", "dots1", _dots1),
     Family("Glm4MoeForCausalLM", "glm4_moe", _glm4_moe),
+    Family("Glm4vMoeForConditionalGeneration", "glm4v_moe", _glm4_moe_images),
     Family("GraniteMoeForCausalLM", "granitemoe", _granite_moe),
     Family("GraniteMoeSharedForCausalLM", "granitemoeshared", _granite_moe),
     Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2),

@@ -70,6 +70,10 @@ def _gemma2(fields: ConfigFields) -> ModelSpec:
     return _gemma(fields, layers, attention_softcap=softcap)
 
 
+def _vault_gemma(fields: ConfigFields) -> ModelSpec:
+    return replace(_gemma2(fields), norms=NormNames(mlp_input="pre_feedforward_layernorm"))
+
+
 def _gemma3(fields: ConfigFields) -> ModelSpec:
     # The configs on the hub leave out whatever is their class's default.
     fields = fields.with_defaults(**_GEMMA_DEFAULTS, **DEFAULTS_OF_GEMMA3)
@@ -335,4 +339,5 @@ FAMILIES = (
     Family("Gemma4ForConditionalGeneration", "gemma4", _gemma4),
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _gemma4_unified),
     Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _gemma4_unified),
+    Family("VaultGemmaForCausalLM", "vaultgemma", _vault_gemma),
 )

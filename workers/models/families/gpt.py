@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.spec import ModelSpec, NormNames
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, uniform_layers
 from .rope import read_rope
 
@@ -45,6 +45,18 @@ _OPT_NAMES = (
     (r"(^|\.)final_layer_norm\.", r"\1norm."),
     (r"(\.\d+)\.fc1\.", r"\1.mlp.up_proj."),
     (r"(\.\d+)\.fc2\.", r"\1.mlp.down_proj."),
+)
+
+
+_MPT_NAMES = (
+    (r"(^|\.)wte\.", r"\1embed_tokens."),
+    (r"(^|\.)blocks\.(\d+)\.", r"\1layers.\2."),
+    (r"\.norm_1\.", ".input_layernorm."),
+    (r"\.norm_2\.", ".post_attention_layernorm."),
+    (r"(^|\.)norm_f\.", r"\1norm."),
+    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.ffn\.", ".mlp."),
 )
 
 
@@ -126,6 +138,74 @@ def _gpt_bigcode(fields: ConfigFields) -> ModelSpec:
         num_positions=fields.integer("max_position_embeddings"),
         tensor_names=_GPT2_NAMES,
     )
+
+
+def _gpt_neo(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="gelu_new", tie_word_embeddings=True, max_position_embeddings=2048
+    )
+    return gpt_spec(
+        fields,
+        layers=tuple(LayerSpec(None, window) for window in _gpt_neo_windows(fields)),
+        attention_scale=1.0,
+        qkv_bias=False,
+        num_positions=fields.integer("max_position_embeddings"),
+        tensor_names=((r"\.attn\.attention\.", ".attn."), *_GPT2_NAMES),
+    )
+
+
+def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
+    """Return the window of each layer.
+
+    `attention_types` has pairs of a pattern and its number of repetitions.
+    """
+    count, window = fields.layer_count("num_hidden_layers"), fields.integer("window_size", 256)
+    kinds = fields.per_layer("attention_layers", count)
+    if kinds is None:
+        pairs = fields.get("attention_types", [[["global", "local"], 12]])
+        try:
+            kinds = [kind for pattern, repeats in pairs for kind in pattern * repeats]
+        except (TypeError, ValueError):
+            raise fields.wrong(
+                "attention_types", "pairs of a pattern and a number", pairs
+            ) from None
+        if len(kinds) != count:
+            raise fields.error(
+                f"attention_types has {len(kinds)} layers, but num_hidden_layers is {count}"
+            )
+    for kind in kinds:
+        if kind not in ("global", "local"):
+            raise fields.error(f"the attention type {kind!r} is not supported")
+    return [window if kind == "local" else None for kind in kinds]
+
+
+def _mpt(fields: ConfigFields) -> ModelSpec:
+    attention = fields.section("attn_config") or ConfigFields({}, fields.path)
+    for name in ("clip_qkv", "qk_ln", "prefix_lm"):
+        if attention.get(name):
+            raise fields.error(f"attn_config.{name} is not supported; use a model without it")
+    num_heads = fields.integer("num_attention_heads")
+    fields = fields.with_values({"hidden_act": "gelu", "activation": None}).with_defaults(
+        tie_word_embeddings=True, max_position_embeddings=2048
+    )
+    return gpt_spec(
+        fields,
+        has_biases=False,
+        norm_bias=False,
+        intermediate_size=4 * fields.integer("hidden_size"),
+        attention_scale=attention.positive("softmax_scale", head_dim(fields) ** -0.5),
+        alibi_slopes=_mpt_slopes(num_heads, attention.positive("alibi_bias_max", 8.0)),
+        tensor_names=_MPT_NAMES,
+    )
+
+
+def _mpt_slopes(num_heads: int, largest: float) -> tuple[float, ...]:
+    """Return the slopes of ALiBi from a series for a power of two of heads, of which every other one comes first."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = [2 ** (-largest * i / power) for i in range(1, power + 1)]
+    if power != num_heads:
+        slopes = [*slopes[1::2], *slopes[::2]]
+    return tuple(slopes[:num_heads])
 
 
 def _gptj(fields: ConfigFields) -> ModelSpec:
@@ -242,7 +322,10 @@ FAMILIES = (
     Family("FalconForCausalLM", "falcon", _falcon),
     Family("GPT2LMHeadModel", "gpt2", _gpt2),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", _gpt_bigcode),
+    Family("GPTNeoForCausalLM", "gpt_neo", _gpt_neo),
     Family("GPTJForCausalLM", "gptj", _gptj),
     Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox),
+    Family("MPTForCausalLM", "mpt", _mpt),
+    Family("MptForCausalLM", "mpt", _mpt),
     Family("OPTForCausalLM", "opt", _opt),
 )

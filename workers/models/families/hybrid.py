@@ -20,6 +20,7 @@ from .experts import (
     SHARED_EXPERT_NAMES,
     deepseek_experts,
     first_dense,
+    has_listed_experts,
     has_sparse_step,
     read_experts,
     unused_layers,
@@ -379,10 +380,8 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
             *MIXTRAL_NAMES,
         ),
     )
-    kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
-    if kinds is not None:
-        return with_experts(spec, deepseek_experts(fields), lambda i: kinds[i] == "sparse")
-    return with_experts(spec, deepseek_experts(fields), first_dense(fields, 1))
+    has_experts = has_listed_experts(fields, first_dense(fields, 1))
+    return with_experts(spec, deepseek_experts(fields), has_experts)
 
 
 FAMILIES = (

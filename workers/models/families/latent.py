@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import LatentSpec, ModelSpec
 from .common import Family, attention_biases, base_spec, uniform_layers
-from .experts import deepseek_experts, first_dense, read_experts, unused_layers, with_experts
+from .experts import (
+    deepseek_experts,
+    first_dense,
+    has_listed_experts,
+    read_experts,
+    unused_layers,
+    with_experts,
+)
+from .llama import llama4_scaling
 from .rope import read_rope
 
 
@@ -81,10 +90,70 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         rms_norm_eps=1e-5, routed_scaling_factor=1.8, n_shared_experts=1, moe_intermediate_size=1536
     )
-    kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
-    if kinds is not None:
-        return _with_sigmoid_experts(fields, lambda i: kinds[i] == "sparse")
+    return _with_sigmoid_experts(fields, has_listed_experts(fields, first_dense(fields, 1)))
+
+
+def _axk1(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
+    interval, first = fields.integer("moe_layer_freq", 1), first_dense(fields, 1)
+    has_experts = has_listed_experts(fields, lambda i: first(i) and i % interval == 0)
+    spec = _with_sigmoid_experts(fields, has_experts)
+    norms = replace(spec.norms, mlp_output="post_mlp_layernorm")
+    layers = tuple(
+        replace(layer, norms=norms) if layer.experts is not None else layer for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
+
+
+def _mistral4(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        n_shared_experts=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+        if fields.get("rope_scaling") is None
+        else None,
+    )
+    size = fields.integer("moe_intermediate_size", 2048)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        128,
+        4,
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        scale=fields.positive("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        num_groups_per_token=fields.integer("topk_group", 1),
+        group_score="best two",
+        shared_intermediate_size=size * fields.integer("n_shared_experts", minimum=0),
+    )
+    is_interleaved = fields.boolean("rope_interleave", True)
+    rope = read_rope(fields, fields.integer("qk_rope_head_dim"))
+    spec = latent_spec(
+        fields,
+        layers=uniform_layers(fields, rope, query_scaling=llama4_scaling(fields)),
+        rope_order="interleaved" if is_interleaved else "half",
+    )
+    return with_experts(spec, experts, first_dense(fields, 0), tensor_names=unused_layers(fields))
+
+
+def _sarvam_mla(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
     return _with_sigmoid_experts(fields, first_dense(fields, 1))
+
+
+def _youtu(fields: ConfigFields) -> ModelSpec:
+    is_interleaved = fields.boolean("rope_interleave", True)
+    return latent_spec(
+        fields.with_defaults(tie_word_embeddings=True),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        rope_order="interleaved" if is_interleaved else "half",
+    )
 
 
 def _minicpm3(fields: ConfigFields) -> ModelSpec:
@@ -106,8 +175,12 @@ def _minicpm3(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILIES = (
+    Family("AXK1ForCausalLM", "axk1", _axk1),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
     Family("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek_v3),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
+    Family("Mistral4ForCausalLM", "mistral4", _mistral4),
+    Family("SarvamMLAForCausalLM", "sarvam_mla", _sarvam_mla),
+    Family("YoutuForCausalLM", "youtu", _youtu),
 )

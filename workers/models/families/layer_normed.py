@@ -55,6 +55,17 @@ def _cohere2(fields: ConfigFields) -> ModelSpec:
     return _cohere_spec(fields, layers)
 
 
+def _jais2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(hidden_act="relu2", attention_bias=True)
+    return gpt_spec(
+        fields,
+        has_groups=True,
+        layers=uniform_layers(fields, read_rope(fields, head_dim(fields))),
+        mlp_bias=fields.boolean("mlp_bias", True),
+        **attention_biases(fields),
+    )
+
+
 def _nemotron(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="relu2", partial_rotary_factor=0.5)
     return gpt_spec(
@@ -133,6 +144,7 @@ def _starcoder2(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("Cohere2ForCausalLM", "cohere2", _cohere2),
     Family("CohereForCausalLM", "cohere", _cohere),
+    Family("Jais2ForCausalLM", "jais2", _jais2),
     Family("NemotronForCausalLM", "nemotron", _nemotron),
     Family("OlmoForCausalLM", "olmo", _olmo),
     Family("PhiForCausalLM", "phi", _phi),

@@ -42,13 +42,17 @@ def ministral3(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Ministral 3 model, or of the text part of a Mistral 3 model."""
     fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
     rope = read_rope(fields, head_dim(fields))
-    parameters = fields.first_section("rope_parameters", "rope_scaling")
-    scaling = None
-    if beta := parameters.number("llama_4_scaling_beta", 0.0):
-        length = parameters.integer("original_max_position_embeddings")
-        scaling = QueryScaling(beta, length)
     window = fields.optional_integer("sliding_window")
-    return base_spec(fields, uniform_layers(fields, rope, window, scaling))
+    return base_spec(fields, uniform_layers(fields, rope, window, llama4_scaling(fields)))
+
+
+def llama4_scaling(fields: ConfigFields) -> QueryScaling | None:
+    """Return the scaling of queries by `llama_4_scaling_beta`, if the config has one."""
+    parameters = fields.first_section("rope_parameters", "rope_scaling")
+    beta = parameters.number("llama_4_scaling_beta", 0.0)
+    if not beta:
+        return None
+    return QueryScaling(beta, parameters.integer("original_max_position_embeddings"))
 
 
 def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:

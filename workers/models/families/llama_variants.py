@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
-from .llama import llama, olmo2
+from .llama import granite, llama, olmo2
 from .rope import read_rope, read_rope_of_layer_type
 
 _POST_NORMS = NormNames(
@@ -75,6 +76,25 @@ def _exaone4(fields: ConfigFields) -> ModelSpec:
     return base_spec(fields, layers, norms=_POST_NORMS, qk_norm="head")
 
 
+def _exaone(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=500_000.0)
+    return llama(
+        fields,
+        tensor_names=(
+            (r"(^|\.)wte\.", r"\1embed_tokens."),
+            (r"(^|\.)h\.(\d+)\.", r"\1layers.\2."),
+            (r"(^|\.)ln_f\.", r"\1norm."),
+            (r"\.ln_1\.", ".input_layernorm."),
+            (r"\.ln_2\.", ".post_attention_layernorm."),
+            (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
+            (r"\.attn\.attention\.", ".self_attn."),
+            (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+            (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+            (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+        ),
+    )
+
+
 def _glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
     fields = fields.with_defaults(
         num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5
@@ -91,6 +111,12 @@ def _glm(fields: ConfigFields, **differences: Any) -> ModelSpec:
 def _glm4(fields: ConfigFields) -> ModelSpec:
     norms = NormNames(attention_output="post_self_attn_layernorm", mlp_output="post_mlp_layernorm")
     return _glm(fields, norms=norms)
+
+
+def _glm4_images(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of the text part of GLM-4.1V or GLM-4.6V-Flash."""
+    size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    return _glm4(fields.with_values({"head_dim": size, "attention_bias": True}))
 
 
 def _helium(fields: ConfigFields) -> ModelSpec:
@@ -123,6 +149,32 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
         rotates_before_norm=True,
         tensor_names=((r"\.query_layernorm\.", ".q_norm."), (r"\.key_layernorm\.", ".k_norm.")),
     )
+
+
+def _hyperclovax(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(attention_multiplier=head_dim(fields) ** -0.5)
+    spec = granite(fields)
+    norms = NormNames()
+    if fields.boolean("use_post_norm", True):
+        norms = NormNames(attention_output="post_norm1", mlp_output="post_norm2")
+    return replace(spec, logits_divisor=1 / spec.logits_divisor, norms=norms)
+
+
+def _internlm3(fields: ConfigFields) -> ModelSpec:
+    # Its own configs have a field for queries, keys and values, and one for all other projections.
+    has_biases = fields.boolean("bias", fields.boolean("attention_bias", False))
+    return llama(
+        fields.with_defaults(num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5),
+        qkv_bias=fields.boolean("qkv_bias", fields.boolean("attention_bias", False)),
+        attention_output_bias=has_biases,
+        mlp_bias=fields.boolean("bias", fields.boolean("mlp_bias", False)),
+    )
+
+
+def _iquest_coder(fields: ConfigFields) -> ModelSpec:
+    if fields.get("clip_qkv") is not None or fields.boolean("use_sliding_window", False):
+        raise fields.error("clip_qkv and use_sliding_window are not supported for this family")
+    return llama(fields.with_defaults(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5))
 
 
 def _nanochat(fields: ConfigFields) -> ModelSpec:
@@ -164,11 +216,17 @@ FAMILIES = (
     Family("ApertusForCausalLM", "apertus", _apertus),
     Family("ArceeForCausalLM", "arcee", _arcee),
     Family("Ernie4_5ForCausalLM", "ernie4_5", ernie4_5),
+    Family("ExaoneForCausalLM", "exaone", _exaone),
     Family("Exaone4ForCausalLM", "exaone4", _exaone4),
     Family("Glm4ForCausalLM", "glm4", _glm4),
     Family("GlmForCausalLM", "glm", _glm),
+    Family("Glm46VForConditionalGeneration", "glm46v", _glm4_images),
+    Family("Glm4vForConditionalGeneration", "glm4v", _glm4_images),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
+    Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
+    Family("InternLM3ForCausalLM", "internlm3", _internlm3),
+    Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss),

@@ -30,6 +30,8 @@ from . import (
     llama,
     llama_variants,
     rotary_encoders,
+    sigmoid_experts,
+    windowed,
 )
 from .common import Family, with_score_head
 
@@ -45,19 +47,29 @@ FAMILIES = (
     *llama.FAMILIES,
     *llama_variants.FAMILIES,
     *rotary_encoders.FAMILIES,
+    *sigmoid_experts.FAMILIES,
+    *windowed.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 _WITH_ANY_DECODER = {
+    "DeepseekVLForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Ovis2ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "VideoLlama3ForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 }
 """Architectures whose decoder may be of any family: that of `text_config`."""

@@ -89,16 +89,20 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
     model_.rows.rotate(qkv, num_heads + num_kv_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
   if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
-  if (const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2])) {
-    const int position = slice_.step.positions[slice_.first_token + row];
-    const float steps = std::floor((float(position) + scaling->offset) / scaling->length);
-    model_.rows.scale(qkv, 1.0f + scaling->beta * std::log1p(steps), num_heads * head_dim);
-  }
+  scale_queries(op, qkv, num_heads * head_dim, row);
   // The cache stores finite numbers only. So a token with a key or value that is not finite gets NaN queries: its own
   // result shows the failure.
   if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
     std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
   store(op, row, qkv, keys, values);
+}
+
+void Attention::scale_queries(const Op& op, float* queries, int size, int row) const {
+  const auto* scaling = reinterpret_cast<const QueryScaling*>(op.vectors[2]);
+  if (!scaling) return;
+  const int position = slice_.step.positions[slice_.first_token + row];
+  const float steps = std::floor((float(position) + scaling->offset) / scaling->length);
+  model_.rows.scale(queries, 1.0f + scaling->beta * std::log1p(steps), size);
 }
 
 // Values without a projection are the projected keys, which are rotated in their own place afterwards.
@@ -128,6 +132,7 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
     model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
   }
+  scale_queries(op, products, num_heads * head_dim, row);
   if (!model_.rows.all_finite(qkv, head_dim)) std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
 }

@@ -52,6 +52,7 @@ class Attention {
   void norm_queries_and_keys(const Op& op, float* qk, int row) const;
   // Norms heads by those of all ranks, whose squares are element `index` of their parts.
   void norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const;
+  void scale_queries(const Op& op, float* queries, int size, int row) const;
   void rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row);
   // Stores a row's converted queries, [num_heads][head_dim], and its keys and values.
   void store_queries(const Op& op, int row, const float* query_heads);

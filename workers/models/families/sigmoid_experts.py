@@ -1,0 +1,123 @@
+"""Families with Llama's layers and the experts of DeepSeek-V3: sigmoid scores and a correction bias."""
+
+from __future__ import annotations
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LayerSpec, ModelSpec
+from .common import Family, head_dim, sliding_layers, uniform_layers
+from .experts import (
+    deepseek_experts,
+    first_dense,
+    has_listed_experts,
+    unused_layers,
+    with_experts,
+)
+from .llama import llama
+from .rope import read_rope
+
+_FUSED_NAMES = (
+    (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),
+    (r"\.attention\.query_key_value\.", ".self_attn.qkv_proj."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+    (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+)
+
+
+def _exaone_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=1024,
+    )
+    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
+    pattern = fields.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        # One letter for each layer of the pattern, of which "L" has a window.
+        slides = sliding_layers(fields, lambda i: pattern[i % len(pattern)] == "L")
+    else:
+        period = fields.integer("sliding_window_pattern", 4)
+        slides = sliding_layers(fields, lambda i: (i + 1) % period != 0)
+    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    return with_experts(
+        llama(fields, layers=layers, qk_norm="head"),
+        deepseek_experts(fields),
+        has_listed_experts(fields, first_dense(fields, 1)),
+        tensor_names=(
+            (r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
+            *unused_layers(fields),
+        ),
+    )
+
+
+def _hunyuan3(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        head_dim=128,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        routed_scaling_factor=fields.positive("router_scaling_factor", 2.826),
+        moe_intermediate_size=1536,
+        num_experts=192,
+    )
+    rope = read_rope(fields, head_dim(fields), theta=11_158_840.0)
+    return with_experts(
+        llama(fields, layers=uniform_layers(fields, rope), qk_norm="head"),
+        deepseek_experts(fields),
+        has_listed_experts(fields, lambda i: i > 0),
+        tensor_names=(
+            (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+            (
+                r"\.mlp\.(expert_bias|e_score_correction_bias)$",
+                ".mlp.gate.e_score_correction_bias",
+            ),
+            (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+            *unused_layers(fields),
+        ),
+    )
+
+
+def _solar_open(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5, n_shared_experts=1
+    )
+    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0, partial=True)
+    spec = llama(fields, layers=uniform_layers(fields, rope), attention_output_bias=False)
+    experts = deepseek_experts(fields.with_defaults(moe_intermediate_size=1280))
+    return with_experts(spec, experts, tensor_names=unused_layers(fields))
+
+
+def _sarvam_moe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        head_dim=64,
+        num_key_value_heads=4,
+        attention_bias=fields.boolean("use_qkv_bias", False),
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        routed_scaling_factor=2.5,
+        moe_intermediate_size=1024,
+    )
+    rope = read_rope(fields, head_dim(fields), theta=8_000_000.0, partial=True)
+    spec = llama(
+        fields,
+        layers=uniform_layers(fields, rope),
+        attention_output_bias=False,
+        qk_norm="head" if fields.boolean("use_qk_norm", True) else None,
+    )
+    return with_experts(
+        spec,
+        deepseek_experts(fields),
+        first_dense(fields, 1),
+        tensor_names=(*_FUSED_NAMES, *unused_layers(fields)),
+    )
+
+
+FAMILIES = (
+    Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
+    Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
+    Family("HYV3ForCausalLM", "hy_v3", _hunyuan3),
+    Family("SarvamMoEForCausalLM", "sarvam_moe", _sarvam_moe),
+    Family("SolarOpenForCausalLM", "solar_open", _solar_open),
+)

@@ -1,0 +1,172 @@
+"""Families with Llama's norms, some of whose layers have windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
+from .experts import (
+    GRANITE_NAMES,
+    SHARED_EXPERT_NAMES,
+    granite_experts,
+    has_listed_experts,
+    has_sparse_step,
+    read_experts,
+    unused_layers,
+    with_experts,
+)
+from .llama import granite, llama
+from .rope import read_rope, read_rope_of_layer_type
+
+
+def _cwm(fields: ConfigFields) -> ModelSpec:
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    if fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(rope_parameters=llama3)
+    fields = fields.with_defaults(
+        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, sliding_window=8192
+    )
+    rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
+    window = fields.integer("sliding_window")
+    slides = sliding_layers(fields, lambda i: i % 4 != 0)
+    return llama(
+        fields, layers=tuple(LayerSpec(rope, window if sliding else None) for sliding in slides)
+    )
+
+
+def _granite_windows(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(sliding_window=128, rms_norm_eps=1e-5)
+    window = fields.integer("sliding_window")
+    slides = sliding_layers(fields, lambda i: i % 4 != 0)
+    rope = read_rope(fields, head_dim(fields))
+    thetas = fields.per_layer("layer_rope_theta", len(slides)) or [rope.theta] * len(slides)
+    for theta in thetas:
+        if theta is not None and (type(theta) not in (int, float) or theta < 0):
+            raise fields.error(f"layer_rope_theta has {theta!r}, which is no base of rotations")
+    layers = tuple(
+        # A base of 0 stands for no rotation.
+        LayerSpec(replace(rope, theta=float(theta)) if theta else None, window if sliding else None)
+        for theta, sliding in zip(thetas, slides, strict=True)
+    )
+    return replace(granite(fields), layers=layers, has_sinks=True)
+
+
+def _granite_moe_windows(fields: ConfigFields) -> ModelSpec:
+    names = (
+        *GRANITE_NAMES,
+        (r"\.block_sparse_moe\.router\.", ".mlp.gate."),
+        (r"\.block_sparse_moe\.", ".mlp."),
+    )
+    return with_experts(_granite_windows(fields), granite_experts(fields), tensor_names=names)
+
+
+def _mellum(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=128, num_key_value_heads=4, sliding_window=1024)
+    size = head_dim(fields)
+    local_rope, global_rope = (
+        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
+        for kind, theta in (("sliding_attention", 10_000.0), ("full_attention", 500_000.0))
+    )
+    window = fields.integer("sliding_window")
+    layers = tuple(
+        LayerSpec(local_rope, window) if slides else LayerSpec(global_rope)
+        for slides in sliding_layers(fields, lambda _: False)
+    )
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=896),
+        64,
+        8,
+        renormalizes=fields.boolean("norm_topk_prob", True),
+    )
+    return with_experts(
+        llama(fields, layers=layers, qk_norm="head"),
+        experts,
+        has_listed_experts(fields, lambda _: True),
+        tensor_names=unused_layers(fields),
+    )
+
+
+def _flint(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        head_dim=128, num_key_value_heads=4, sliding_window=513, mlp_only_layers=[0, 1]
+    )
+    last = fields.layer_count("num_hidden_layers") - 1
+    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
+    slides = sliding_layers(fields, lambda i: i > 1 and i % 4 != 1 and i != last)
+    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=512),
+        256,
+        6,
+        scoring="sigmoid",
+        renormalizes=fields.boolean("norm_topk_prob", True),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", 1024),
+    )
+    return with_experts(
+        llama(fields, layers=layers, qk_norm="head", has_sinks=True),
+        experts,
+        has_sparse_step(fields),
+        tensor_names=(*SHARED_EXPERT_NAMES, (r"\.softmax_offset$", ".sinks")),
+    )
+
+
+def _afmoe(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, sliding_window=1024)
+    interval = fields.integer("global_attn_every_n_layers", 4)
+    rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
+    slides = sliding_layers(fields, lambda i: (i + 1) % interval != 0)
+    layers = tuple(LayerSpec(rope, window) if sliding else LayerSpec(None) for sliding in slides)
+    is_scaled = fields.boolean("mup_enabled", False)
+    spec = base_spec(
+        fields,
+        layers,
+        norms=NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_mlp_layernorm",
+            mlp_output="post_mlp_layernorm",
+        ),
+        qk_norm="head",
+        gates_attention=True,
+        has_gate_projection=True,
+        embedding_scale=fields.integer("hidden_size") ** 0.5 if is_scaled else 1.0,
+        **attention_biases(fields),
+    )
+    size = fields.integer("moe_intermediate_size", 1408)
+    experts = read_experts(
+        fields.with_defaults(moe_intermediate_size=size),
+        64,
+        6,
+        scoring="sigmoid",
+        scale=fields.positive("route_scale", 1.0),
+        has_correction_bias=True,
+        shared_intermediate_size=size * fields.integer("num_shared_experts", 2, minimum=0),
+    )
+    first = fields.integer("num_dense_layers", 1, minimum=0)
+    return with_experts(
+        spec,
+        experts,
+        lambda i: i >= first,
+        tensor_names=(
+            (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+            (r"\.mlp\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+        ),
+    )
+
+
+FAMILIES = (
+    Family("AfmoeForCausalLM", "afmoe", _afmoe),
+    Family("CwmForCausalLM", "cwm", _cwm),
+    Family("FlintForCausalLM", "flint", _flint),
+    Family("GraniteMoeSWAForCausalLM", "granitemoe_swa", _granite_moe_windows),
+    Family("GraniteSWAForCausalLM", "granite_swa", _granite_windows),
+    Family("MellumForCausalLM", "mellum", _mellum),
+)
