@@ -23,12 +23,13 @@ from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings
 from .layouts.frames import fit_frames
 from .prompt_images import PreparedImage, PromptImages
-from .video_files import open_video
+from .video_files import Sampling, open_video
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
 _VIDEO_KINDS: Final = ("video_url", "input_video", "video")
 _MAX_FPS: Final = 1000.0
+_MAX_FRAMES: Final = 1024
 
 
 class ChatImage(NamedTuple):
@@ -40,11 +41,11 @@ class ChatImage(NamedTuple):
 
 
 class ChatVideo(NamedTuple):
-    """A video of a conversation: a URL, or its frames, of which a second has `fps` if that is known."""
+    """A video of a conversation: a URL, the bytes of a file, or its frames, and which frames are read."""
 
-    source: str | list[str | Image.Image]
+    source: str | bytes | list[str | Image.Image]
     where: str
-    fps: float | None = None
+    sampling: Sampling = Sampling()
 
 
 class MediaLimits(NamedTuple):
@@ -105,12 +106,12 @@ def _take(part: Any, where: str, media: list[ChatImage | ChatVideo], limits: Med
         )
     value = part.get(kind, part.get("video_url" if is_video else "image_url"))
     where = f"{where}.{kind}"
-    fps = part.get("fps")
+    fps, num_frames = part.get("fps"), part.get("num_frames")
     if isinstance(value, Mapping):
-        fps = value.get("fps", fps)
+        fps, num_frames = value.get("fps", fps), value.get("num_frames", num_frames)
         value, where = value.get("url"), f"{where}.url"
     if is_video:
-        media.append(make_video(value, where, fps))
+        media.append(make_video(value, where, fps, num_frames))
         return VIDEO_PART
     if kind == _EMBEDDINGS:
         if not isinstance(value, str | np.ndarray):
@@ -123,17 +124,31 @@ def _take(part: Any, where: str, media: list[ChatImage | ChatVideo], limits: Med
     return IMAGE_PART
 
 
-def make_video(value: Any, where: str, fps: Any = None) -> ChatVideo:
-    """Return a video: a URL, a list of URLs or Pillow's images, or an array uint8 [frames, height, width, 3].
+def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) -> ChatVideo:
+    """Return a video.
+
+    Args:
+        value: A URL, the bytes of a file, a list of URLs or Pillow's images, or an array uint8 [frames, height, width,
+            3].
+        where: The name of the field in errors.
+        fps: The frames of a second, or None.
+        num_frames: The number of frames that are read of a file, or None.
 
     Raises:
-        ParameterError: It is none of these, or `fps` is no positive number.
+        ParameterError: It is no video, or `fps` or `num_frames` is invalid.
     """
+    parent = where.rpartition(".")[0]
     if fps is not None and not (type(fps) in (int, float) and 0 < fps <= _MAX_FPS):
         raise ParameterError(
-            f"{where.rpartition('.')[0]}.fps",
+            f"{parent}.fps",
             f"must be above 0 and at most {_MAX_FPS:g}, got {echo(fps)}",
         )
+    if num_frames is not None and not (type(num_frames) is int and 0 < num_frames <= _MAX_FRAMES):
+        raise ParameterError(
+            f"{parent}.num_frames", f"must be 1 to {_MAX_FRAMES}, got {echo(num_frames)}"
+        )
+    if fps is not None and num_frames is not None:
+        raise ParameterError(f"{parent}.num_frames", "must not be given with fps; send one of them")
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
             raise ParameterError(
@@ -142,11 +157,11 @@ def make_video(value: Any, where: str, fps: Any = None) -> ChatVideo:
             )
         value = [Image.fromarray(frame) for frame in value]
     is_list = isinstance(value, list) and all(isinstance(f, str | Image.Image) for f in value)
-    if not value or not (is_list or isinstance(value, str)):
+    if not value or not (is_list or isinstance(value, str | bytes)):
         raise ParameterError(
             where, f"must be the URL of a video or a list of its frames, got {echo(value)}"
         )
-    return ChatVideo(value, where, fps)
+    return ChatVideo(value, where, Sampling(fps, num_frames))
 
 
 class ChatImages:
@@ -237,7 +252,7 @@ class ChatImages:
         source: Any = image.source
         prepare: Callable[[Any, str], PreparedImage]
         if isinstance(image, ChatVideo):
-            prepare = partial(self._prepare_video, fps=image.fps)
+            prepare = partial(self._prepare_video, sampling=image.sampling)
         elif image.is_embedded or isinstance(source, np.ndarray):
             prepare = self._place_embeddings
         else:
@@ -271,7 +286,7 @@ class ChatImages:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
 
     def _prepare_video(
-        self, source: str | bytes | list[str | Image.Image], where: str, fps: float | None
+        self, source: str | bytes | list[str | Image.Image], where: str, sampling: Sampling
     ) -> PreparedImage:
         assert self._videos is not None, "the model reads no videos"
         config, max_outputs = self._videos, self._max_model_len
@@ -279,4 +294,4 @@ class ChatImages:
         def fit(width: int, height: int, num_frames: int) -> tuple[int, int]:
             return fit_frames(width, height, num_frames, config, max_outputs)
 
-        return self._places.prepare_video(open_video(source, fps, where, config, fit))
+        return self._places.prepare_video(open_video(source, sampling, where, config, fit))

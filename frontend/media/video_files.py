@@ -1,4 +1,4 @@
-"""Decodes videos of requests, which are untrusted: animations, and frames one by one."""
+"""Decodes videos of requests, which are untrusted: files, animations, and frames one by one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from ...protocol.config.videos import VideoProcessor
 from ...protocol.errors import ParameterError
+from .containers import VideoTrack, container_format, read_container
 from .data_urls import read_data_url
 from .decode import decode_image, to_rgb
 from .layouts.pixels import Video
@@ -28,6 +29,22 @@ MAX_VIDEO_PIXELS: Final = 1 << 27
 
 TIMEOUT_S: Final = 20.0
 """Seconds that the frames of a video may take to decode."""
+
+
+class Sampling(NamedTuple):
+    """What a request says about the frames of a video.
+
+    Attributes:
+        fps: The frames of a second that are read of a file, or that given frames have.
+        num_frames: The number of frames that are read of a file.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+DEFAULT_SAMPLING: Final = Sampling()
+
 
 Fit: TypeAlias = Callable[[int, int, int], tuple[int, int]]
 """From the width, the height and the number of frames to the width and height in which the model reads them.
@@ -42,7 +59,7 @@ _DEFAULT_DURATION_MS: Final = 100
 
 def open_video(
     source: str | bytes | Sequence[str | Image.Image],
-    fps: float | None,
+    sampling: Sampling,
     where: str,
     config: VideoProcessor,
     fit: Fit,
@@ -50,9 +67,9 @@ def open_video(
     """Return the frames of a video in RGB, in the size in which the model reads them.
 
     Args:
-        source: A data URL, the content of an animation, or the frames: data URLs or Pillow's images. A URL of the type
-            video/jpeg has JPEG files in base64, with commas between them.
-        fps: The frames per second, if they are given one by one; by default as many as the model expects.
+        source: A data URL, the content of a file or animation, or the frames: data URLs or Pillow's images. A URL of
+            the type video/jpeg has JPEG files in base64, with commas between them.
+        sampling: Which frames are read; by default as many a second as the model expects.
         where: The name of the field in errors.
         config: How the model reads videos.
         fit: Returns the size of frames.
@@ -64,7 +81,7 @@ def open_video(
         return _given_frames(
             source[len(_FRAMES_URL) :].split(","),
             lambda text: _base64(text, where),
-            fps,
+            sampling.fps,
             where,
             config,
             fit,
@@ -72,8 +89,11 @@ def open_video(
     if isinstance(source, str):
         source = read_data_url(source, where)
     if isinstance(source, bytes):
-        return _animation(source, where, config, fit)
-    return _given_frames(source, lambda url: read_data_url(url, where), fps, where, config, fit)
+        read_file = _animation if container_format(source) is None else _container
+        return read_file(source, sampling, where, config, fit)
+    return _given_frames(
+        source, lambda url: read_data_url(url, where), sampling.fps, where, config, fit
+    )
 
 
 def _given_frames(
@@ -98,7 +118,7 @@ def _given_frames(
             to_rgb(frame) if isinstance(frame, Image.Image) else decode_image(read(frame), where)
         )
         if given is None:
-            given, size = image.size, _fit(fit, image, len(frames), where)
+            given, size = image.size, _fit(fit, image.size, len(frames), where)
         if image.size != given:
             raise ParameterError(
                 where, f"has frames of {given} and {image.size} pixels; send frames of one size"
@@ -109,8 +129,30 @@ def _given_frames(
     return Video(found, list(range(len(found))), fps, fps)
 
 
-def _animation(data: bytes, where: str, config: VideoProcessor, fit: Fit) -> Video:
-    """Return some frames of an animation, as many a second as the model expects."""
+def _container(
+    data: bytes, sampling: Sampling, where: str, config: VideoProcessor, fit: Fit
+) -> Video:
+    """Return some frames of an MP4, WebM or Matroska file."""
+    numbers: list[int] = []
+    size = 0, 0
+
+    def choose(track: VideoTrack) -> list[int]:
+        nonlocal numbers, size
+        numbers = sample_frames(track.num_frames, track.fps, config, sampling)
+        size = _fit(fit, (track.width, track.height), len(numbers), where)
+        return numbers
+
+    def shrink(frame: Image.Image) -> Image.Image:
+        return frame.resize(size, Image.Resampling(config.resample))
+
+    track, frames = read_container(data, where, choose, shrink, _Budget(where).check_time)
+    return Video(frames, numbers, track.fps, len(frames) / track.num_frames * track.fps)
+
+
+def _animation(
+    data: bytes, sampling: Sampling, where: str, config: VideoProcessor, fit: Fit
+) -> Video:
+    """Return some frames of an animation."""
     budget = _Budget(where)
     try:
         with warnings.catch_warnings():
@@ -129,8 +171,8 @@ def _animation(data: bytes, where: str, config: VideoProcessor, fit: Fit) -> Vid
             durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
             budget.check_time()
         fps = 1000 * num_frames / sum(durations_ms)
-        numbers = sample_frames(num_frames, fps, config)
-        size = _fit(fit, image, len(numbers), where)
+        numbers = sample_frames(num_frames, fps, config, sampling)
+        size = _fit(fit, image.size, len(numbers), where)
         frames = []
         for number in numbers:
             image.seek(number)
@@ -143,30 +185,43 @@ def _animation(data: bytes, where: str, config: VideoProcessor, fit: Fit) -> Vid
     except Exception as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            reason = f"it is none of {', '.join(_FORMATS)}"
+            reason = f"it is none of MP4, WebM, MKV, {', '.join(_FORMATS)}"
         raise ParameterError(
             where,
-            f"is not a video that can be read: {reason}; send an animation, or frames as {_FRAMES_URL}…,…",
+            f"is not a video that can be read: {reason}; send such a file, or frames as {_FRAMES_URL}…,…",
         ) from None
 
 
-def _fit(fit: Fit, image: Image.Image, num_frames: int, where: str) -> tuple[int, int]:
+def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> tuple[int, int]:
     try:
-        return fit(image.width, image.height, num_frames)
+        return fit(*size, num_frames)
     except ValueError as error:
         raise ParameterError(where, f"cannot be read by this model: {error}") from None
 
 
-def sample_frames(num_frames: int, fps: float, config: VideoProcessor) -> list[int]:
-    """Return the numbers of the frames to read of a file, as transformers' processors choose them."""
-    wanted = num_frames / fps * config.fps
+def sample_frames(
+    num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
+) -> list[int]:
+    """Return the numbers of the frames to read of a file, as transformers' processors choose them.
+
+    Args:
+        num_frames: The frames of the file.
+        fps: How many of them a second has.
+        config: How the model reads videos.
+        sampling: What the request says.
+    """
+    wanted = num_frames / fps * (sampling.fps or config.fps)
     if config.rounds_indices:
         count = min(max(int(wanted), config.min_frames), config.max_frames, num_frames)
+        if sampling.num_frames is not None:
+            count = min(sampling.num_frames, config.max_frames, num_frames)
         numbers: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
         return numbers
     unit = config.frames_per_patch
     most = min(config.max_frames, num_frames) // unit * unit
     count = math.floor(min(max(wanted, config.min_frames), most, num_frames) / unit) * unit
+    if sampling.num_frames is not None:
+        count = min(round(sampling.num_frames / unit) * unit, most)
     # A file with fewer frames than a patch is read as it is.
     count = count or num_frames
     step = num_frames / count

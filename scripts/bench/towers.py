@@ -84,7 +84,7 @@ def write_model(directory: Path, kind: str, num_layers: int) -> tuple[Path, Any]
         fields = json.loads(file.read_text()) | {"max_pixels": 1 << 22}
         file.write_text(json.dumps(fields))
         return path, model
-    tower = {
+    sizes = {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         # LLaVA's features are those of the last layer but one.
@@ -93,7 +93,7 @@ def write_model(directory: Path, kind: str, num_layers: int) -> tuple[Path, Any]
         "image_size": shape.image[0],
         "patch_size": shape.patch,
     }
-    return vision_directory(directory, kind, tower=tower)
+    return vision_directory(directory, kind, tower=sizes)
 
 
 def reference(
@@ -127,8 +127,12 @@ def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: i
     image = random_image(*SHAPES[kind].image)
     config = ConfigFields.read(path / "config.json")
     text = config.section("text_config")
+    assert text is not None
     processor = read_image_processor(path, config, text, {"do_image_splitting": False})
-    [tile, *_] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
+    assert processor is not None
+    parts = process_image(image, processor)
+    [tile, *_] = [part.payload for part in parts if isinstance(part, Tile)]
+    assert isinstance(tile, ImagePayload)
     spec = vision_spec(config, text.integer("hidden_size"))
     checkpoint = open_checkpoint(path)
     runs: dict[str, Callable[[], Any]] = {}
@@ -137,8 +141,8 @@ def measure(kind: str, directory: Path, num_layers: int, rounds: int, threads: i
         ("torch", TorchLayers),
     ):
         tower = make_tower(spec, checkpoint, CPU, torch.float32, threads, make)
-        runs[name] = partial(tower, tile.payload)
-    runs["transformers"] = reference(kind, path, model, image, tile.payload)
+        runs[name] = partial(tower, tile)
+    runs["transformers"] = reference(kind, path, model, image, tile)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds + 1):
         for name, run in runs.items():

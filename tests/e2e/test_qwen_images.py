@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +27,10 @@ from support.qwen_checkpoints import (
     video_patches,
 )
 from support.server import Server, assert_nothing_is_held
+from support.video_files import write_video
 
 torch.set_num_threads(1)
+MP4 = "mp4", "libx264", 45, (24, 40)
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
 
 
@@ -118,12 +122,19 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")
 
 
+@pytest.fixture(scope="module")
+def server(qwen3: Model) -> Iterator[Server]:
+    with Server(str(qwen3.path), *FLAGS) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
         ("qwen2_vl", ()),
         ("qwen2_5_vl", ("--cpu-backend", "torch", "-tp", "2")),
         ("qwen3_vl_moe", ()),
+        ("qwen3_5", ("-tp", "2")),
     ],
 )
 def test_answers_equal_those_of_transformers(
@@ -160,7 +171,7 @@ def test_images_are_read_under_memory_pressure_and_crashes(
         assert_nothing_is_held(server)
 
 
-def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model) -> None:
+def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Server) -> None:
     def num_cached(*parts: Part) -> int:
         status, answer = server.post("/v1/chat/completions", ask(*parts))
         assert status == 200, answer
@@ -168,29 +179,49 @@ def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model) -> None:
 
     text = "the old tower " * 20
     first, second = picture(21, 64, 64), picture(22, 64, 64)
-    with Server(str(qwen3.path), *FLAGS) as server:
-        assert num_cached(text, first, "fox") == 0
-        assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
-        # The tokens behind a cached image have the positions that they have without the cache.
-        qwen3.check_all(server, [0])
-        qwen3.check_all(server, [0, 1])
-        status, answer = server.post("/v1/chat/completions", ask("a", picture(1, 2000, 8)))
-        assert status == 400
-        assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
-        assert (
-            "it has 2000 x 8 pixels, and one side may be at most 200" in answer["error"]["message"]
-        )
-        animation = {"type": "video_url", "video_url": {"url": data_url(picture(1, 8, 8), "GIF")}}
-        status, answer = server.post("/v1/chat/completions", chat("a", animation, animation))
+    assert num_cached(text, first, "fox") == 0
+    assert num_cached(text, first, "dog") > num_cached(text, second, "dog") > 0
+    # The tokens behind a cached image have the positions that they have without the cache.
+    qwen3.check_all(server, [0])
+    qwen3.check_all(server, [0, 1])
+    status, answer = server.post("/v1/chat/completions", ask("a", picture(1, 2000, 8)))
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
+    assert "it has 2000 x 8 pixels, and one side may be at most 200" in answer["error"]["message"]
+    animation = {"type": "video_url", "video_url": {"url": data_url(picture(1, 8, 8), "GIF")}}
+    status, answer = server.post("/v1/chat/completions", chat("a", animation, animation))
+    assert status == 200, answer
+    status, answer = server.post("/v1/chat/completions", chat("a", *[animation] * 5))
+    assert status == 400
+    assert "have 5 videos, but at most 4 are allowed" in answer["error"]["message"]
+    animation["video_url"]["url"] = "data:video/mp4;base64,AAAA"
+    status, answer = server.post("/v1/chat/completions", chat("a", animation))
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[1].video_url.url"
+    assert_nothing_is_held(server)
+
+
+def test_frames_of_video_files_are_read(server: Server) -> None:
+    url = f"data:video/mp4;base64,{base64.b64encode(write_video(*MP4)).decode()}"
+    tokens = []
+    for fields in ({}, {"num_frames": 5}, {"fps": 4}):
+        part = {"type": "video_url", "video_url": {"url": url, **fields}}
+        status, answer = server.post("/v1/chat/completions", chat("a", part))
         assert status == 200, answer
-        status, answer = server.post("/v1/chat/completions", chat("a", *[animation] * 5))
-        assert status == 400
-        assert "have 5 videos, but at most 4 are allowed" in answer["error"]["message"]
-        animation["video_url"]["url"] = "data:video/mp4;base64,AAAA"
-        status, answer = server.post("/v1/chat/completions", chat("a", animation))
-        assert status == 400
-        assert answer["error"]["param"] == "messages[0].content[1].video_url.url"
-        assert_nothing_is_held(server)
+        tokens.append(answer["usage"]["prompt_tokens"])
+    # 9, 5 and 18 frames, two of which are a grid after its time.
+    assert tokens[1] < tokens[0] < tokens[2]
+    for wrong, param, message in (
+        ({"num_frames": 5, "fps": 1}, "num_frames", "must not be given with fps"),
+        ({"num_frames": 0}, "num_frames", "must be 1 to 1024, got 0"),
+        ({"url": url[:-400]}, "url", "is not a video that can be read"),
+    ):
+        part = {"type": "video_url", "video_url": {"url": url, **wrong}}
+        status, answer = server.post("/v1/chat/completions", chat("a", part))
+        assert status == 400, answer
+        assert answer["error"]["param"] == f"messages[0].content[1].video_url.{param}"
+        assert message in answer["error"]["message"]
+    assert_nothing_is_held(server)
 
 
 def test_offline_callers_pass_videos(qwen3: Model) -> None:

@@ -8,7 +8,7 @@ import torch
 from engine.frontend.media.layouts.frames import fit_frames, frames
 from engine.frontend.media.layouts.pixels import Tile
 from engine.frontend.media.processor import process_image
-from engine.frontend.media.video_files import open_video
+from engine.frontend.media.video_files import Sampling, open_video
 from engine.frontend.model_source.images.qwen import read_video_processor
 from engine.frontend.model_source.images.read import read_image_processor
 from engine.protocol.checkpoint.config_fields import ConfigFields
@@ -56,7 +56,7 @@ def test_logits_equal_those_of_transformers(model, load):
     videos = read_video_processor(path, config, text, {})
     video = open_video(
         [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
-        1.0,
+        Sampling(1.0),
         "v",
         videos,
         lambda *size: fit_frames(*size, videos, 1000),

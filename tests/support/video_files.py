@@ -1,0 +1,46 @@
+"""Video files, written with PyAV."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+FPS = 10
+
+
+def write_video(
+    file_format: str, codec: str, count: int, size: tuple[int, int] = (64, 48), group: int = 8
+) -> bytes:
+    """Return a file whose frames are gray, each brighter than the one before. Skip the test without PyAV.
+
+    Args:
+        file_format: FFmpeg's name of the container.
+        codec: FFmpeg's name of the encoder.
+        count: The number of frames, of which a second has `FPS`.
+        size: The width and the height.
+        group: The frames from one key frame to the next.
+    """
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=file_format) as container:
+        stream = container.add_stream(codec, rate=FPS)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        # Enough for every frame to keep its brightness.
+        stream.bit_rate = 1 << 24
+        stream.codec_context.gop_size = group
+        for number in range(count):
+            pixels = np.full((size[1], size[0], 3), brightness(number, count), np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def brightness(number: int, count: int) -> int:
+    """Return the brightness of a frame."""
+    return 20 + 200 * number // count
