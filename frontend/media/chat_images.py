@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from ..tokenizer import Tokenizer
 from .data_urls import is_data_url, read_data_url
 from .decode import decode_image, to_rgb
 from .downloads import Downloader
-from .embeddings import check_embeddings, read_embeddings
+from .embeddings import check_embeddings, read_embeddings, read_grid
 from .layouts.frames import fit_frames
 from .prompt_images import PreparedImage, PromptImages
 from .video_files import Sampling, open_video
@@ -33,11 +34,21 @@ _MAX_FRAMES: Final = 1024
 
 
 class ChatImage(NamedTuple):
-    """An image of a conversation: a URL, Pillow's image or an array from a caller in this process, or embeddings."""
+    """An image of a conversation: a URL, or Pillow's image from a caller in this process."""
 
-    source: str | Image.Image | NDArray[Any]
+    source: str | Image.Image
     where: str
-    is_embedded: bool = False
+
+
+class EmbeddedImage(NamedTuple):
+    """An image as its embeddings: a file in base64, or an array from a caller in this process.
+
+    `fields` may have their grid.
+    """
+
+    source: str | NDArray[Any]
+    where: str
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatVideo(NamedTuple):
@@ -48,6 +59,9 @@ class ChatVideo(NamedTuple):
     sampling: Sampling = Sampling()
 
 
+ChatItem: TypeAlias = ChatImage | EmbeddedImage | ChatVideo
+
+
 class MediaLimits(NamedTuple):
     """How many images and videos a prompt may have; None if the model reads no videos."""
 
@@ -55,15 +69,13 @@ class MediaLimits(NamedTuple):
     max_videos: int | None
 
 
-def take_media(
-    messages: Sequence[Any], limits: MediaLimits
-) -> tuple[list[Any], list[ChatImage | ChatVideo]]:
+def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
     """Return a copy of the messages with `IMAGE_PART` and `VIDEO_PART` in place of images and videos, and these.
 
     Raises:
         ParameterError: A part is invalid, or there are too many images or videos.
     """
-    media: list[ChatImage | ChatVideo] = []
+    media: list[ChatItem] = []
     taken: list[Any] = []
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -93,7 +105,7 @@ def _kind(part: Any) -> str:
     return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
-def _take(part: Any, where: str, media: list[ChatImage | ChatVideo], limits: MediaLimits) -> Any:
+def _take(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
     """Return what replaces the part, and append its image or video."""
     kind = _kind(part)
     if not kind:
@@ -107,21 +119,34 @@ def _take(part: Any, where: str, media: list[ChatImage | ChatVideo], limits: Med
     value = part.get(kind, part.get("video_url" if is_video else "image_url"))
     where = f"{where}.{kind}"
     fps, num_frames = part.get("fps"), part.get("num_frames")
+    if kind == _EMBEDDINGS:
+        media.append(make_embedded(value, where))
+        return IMAGE_PART
     if isinstance(value, Mapping):
         fps, num_frames = value.get("fps", fps), value.get("num_frames", num_frames)
         value, where = value.get("url"), f"{where}.url"
     if is_video:
         media.append(make_video(value, where, fps, num_frames))
         return VIDEO_PART
-    if kind == _EMBEDDINGS:
-        if not isinstance(value, str | np.ndarray):
-            raise ParameterError(where, f"must be a file in base64, got {echo(value)}")
-        media.append(ChatImage(value, where, is_embedded=True))
-        return IMAGE_PART
     if not isinstance(value, str | Image.Image) or not value:
         raise ParameterError(where, f"must be the URL of an image, got {echo(value)}")
     media.append(ChatImage(value, where))
     return IMAGE_PART
+
+
+def make_embedded(value: Any, where: str) -> EmbeddedImage:
+    """Return an image as its embeddings: a file in base64, an array, or an object that has one and its grid.
+
+    Raises:
+        ParameterError: It is none of these.
+    """
+    fields: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        fields, value = value, value.get(_EMBEDDINGS)
+        where = f"{where}.{_EMBEDDINGS}"
+    if not isinstance(value, str | np.ndarray):
+        raise ParameterError(where, f"must be a file in base64, got {echo(value)}")
+    return EmbeddedImage(value, where, fields)
 
 
 def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) -> ChatVideo:
@@ -202,11 +227,15 @@ class ChatImages:
         taken, images = await self._executor.run(body_size, take_media, messages, self._limits)
         return taken, await self.prepare(images)
 
-    def wrap(self, given: Any, where: str) -> ChatImage | ChatVideo:
+    def wrap(self, given: Any, where: str) -> ChatItem:
         """Return an image or a video of a caller in this process."""
-        return make_video(given, where) if where.endswith(".video") else ChatImage(given, where)
+        if where.endswith(".video"):
+            return make_video(given, where)
+        if isinstance(given, np.ndarray | Mapping):
+            return make_embedded(given, where)
+        return ChatImage(given, where)
 
-    async def prepare(self, images: Sequence[ChatImage | ChatVideo]) -> list[PreparedImage]:
+    async def prepare(self, images: Sequence[ChatItem]) -> list[PreparedImage]:
         """Return images and videos as the model reads them.
 
         Raises:
@@ -248,29 +277,33 @@ class ChatImages:
         token_ids = self._places.drop_start(token_ids)
         return text, token_ids, self._places.inputs(token_ids, images)
 
-    async def _prepare_one(self, image: ChatImage | ChatVideo, num_images: int) -> PreparedImage:
+    async def _prepare_one(self, image: ChatItem, num_images: int) -> PreparedImage:
         source: Any = image.source
         prepare: Callable[[Any, str], PreparedImage]
         if isinstance(image, ChatVideo):
             prepare = partial(self._prepare_video, sampling=image.sampling)
-        elif image.is_embedded or isinstance(source, np.ndarray):
-            prepare = self._place_embeddings
+        elif isinstance(image, EmbeddedImage):
+            place = partial(self._place_embeddings, fields=image.fields)
+            return await self._executor.in_thread(place, source, image.where)
         else:
             prepare = partial(self._prepare, num_images=num_images)
-        is_url = prepare != self._place_embeddings and isinstance(source, str)
-        if is_url and not is_data_url(source) and self._downloader is not None:
+        is_url = isinstance(source, str) and not is_data_url(source)
+        if is_url and self._downloader is not None:
             source = await self._downloads.in_thread(self._downloader.download, source, image.where)
         return await self._executor.in_thread(prepare, source, image.where)
 
-    def _place_embeddings(self, source: str | NDArray[Any], where: str) -> PreparedImage:
+    def _place_embeddings(
+        self, source: str | NDArray[Any], where: str, fields: Mapping[str, Any]
+    ) -> PreparedImage:
         if not self._reads_embeddings:
             raise ParameterError(
                 where, "is not accepted by this server, which runs without --enable-mm-embeds"
             )
         values = read_embeddings(source, where) if isinstance(source, str) else source
         checked = check_embeddings(values, where, self._size)
+        grid = read_grid(fields, where.removesuffix(f".{_EMBEDDINGS}"), len(checked))
         try:
-            return self._places.place_embeddings(checked)
+            return self._places.place_embeddings(checked, grid)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
 

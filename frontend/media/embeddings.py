@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from ...protocol.errors import ParameterError
 from ..http.shown_values import echo
 
+_MAX_COUNT: Final = 1 << 16
 _NPY: Final = b"\x93NUMPY"
 _TYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "<f4": "<f4", "<f2": "<f2"}
 """How numpy reads the types of safetensors and of npy files. The bits of BF16 are those of the upper half of F32."""
@@ -72,6 +74,49 @@ def check_embeddings(values: NDArray[Any], where: str, size: int) -> NDArray[np.
     if not np.isfinite(found).all():
         raise ParameterError(where, "has numbers that are NaN or infinite")
     return found
+
+
+def read_grid(given: Mapping[str, Any], where: str, num_embeddings: int) -> tuple[int, int] | None:
+    """Return the rows and columns of embeddings, or None if nothing is said about them.
+
+    Args:
+        given: It may have a `grid`, [rows, columns], or as in transformers an `image_grid_thw`, [1, rows, columns] of
+            patches, of which a square is an embedding.
+        where: The name of the field in errors.
+        num_embeddings: The number of embeddings.
+
+    Raises:
+        ParameterError: It is invalid, or does not fit the embeddings.
+    """
+    if (grid := given.get("grid")) is not None:
+        if not _are_counts(grid, 2):
+            raise ParameterError(f"{where}.grid", f"must be [rows, columns], got {echo(grid)}")
+        return grid[0], grid[1]
+    patches = given.get("image_grid_thw")
+    if patches is None:
+        return None
+    if isinstance(patches, np.ndarray):
+        patches = patches.tolist()
+    if isinstance(patches, list) and len(patches) == 1:
+        patches = patches[0]
+    name = f"{where}.image_grid_thw"
+    if not _are_counts(patches, 3) or patches[0] != 1:
+        raise ParameterError(name, f"must be [1, rows, columns], got {echo(patches)}")
+    _, rows, columns = patches
+    side = math.isqrt(max(1, rows * columns // num_embeddings))
+    if rows % side or columns % side or rows * columns != num_embeddings * side**2:
+        raise ParameterError(
+            name, f"has {rows} x {columns} patches, which do not make {num_embeddings} embeddings"
+        )
+    return rows // side, columns // side
+
+
+def _are_counts(value: Any, length: int) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == length
+        and all(type(count) is int and 0 < count <= _MAX_COUNT for count in value)
+    )
 
 
 def _safetensors(data: bytes) -> tuple[str, list[int], bytes]:

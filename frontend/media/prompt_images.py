@@ -12,17 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...protocol.config.images import (
-    AnyImageProcessor,
-    FitProcessor,
-    GridProcessor,
-    ResizeProcessor,
-)
+from ...protocol.config.images import AnyImageProcessor
 from ...protocol.config.videos import VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EmbeddingPayload, EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer import Tokenizer
+from .layouts.embedded import Grid, embedded
 from .layouts.frames import frames
 from .layouts.pixels import Parts, Tile, Video
 from .processor import process_image
@@ -59,9 +55,12 @@ def _encoder_input(tile: Tile) -> EncoderInput:
     num_tokens = tile.num_outputs
     if tile.row_length:
         num_tokens += num_tokens // tile.row_length - 1
-    # Frames of a video that are equal have equal embeddings, but other positions.
-    is_later = tile.grid is not None and tile.grid.continues
-    content_hash = sha256(data + (_encoder.encode(tile.grid) if is_later else b"")).digest()
+    # Frames of a video that are equal have equal embeddings, but other positions. The grid of pixels follows from their
+    # size, that of a client's embeddings does not.
+    has_other_grid = tile.grid is not None and (
+        tile.grid.continues or isinstance(tile.payload, EmbeddingPayload)
+    )
+    content_hash = sha256(data + (_encoder.encode(tile.grid) if has_other_grid else b"")).digest()
     return EncoderInput(
         0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length, tile.grid
     )
@@ -115,21 +114,15 @@ class PromptImages:
         """Return one of a prompt's images in RGB as the model reads it."""
         return PreparedImage(process_image(image, self._config, num_images), self._token)
 
-    def place_embeddings(self, values: NDArray[np.float32]) -> PreparedImage:
-        """Return an image whose embeddings [K, `output_size`] a client sent.
+    def place_embeddings(
+        self, values: NDArray[np.float32], grid: Grid | None = None
+    ) -> PreparedImage:
+        """Return an image whose embeddings [K, `output_size`] a client sent, with their grid if it is known.
 
         Raises:
-            ValueError: The model's prompts have more than the embeddings of an image in its place.
+            ValueError: The model needs a grid, or it does not fit the embeddings.
         """
-        config = self._config
-        if isinstance(config, FitProcessor | GridProcessor | ResizeProcessor):
-            raise ValueError(
-                "the prompt of this model depends on the size of an image; send the image"
-            )
-        rows, columns = values.shape
-        payload = EmbeddingPayload(rows, columns, values.astype("<f4").tobytes())
-        parts: Parts = [config.start, Tile(payload, len(values)), config.end]
-        return PreparedImage(parts, self._token)
+        return PreparedImage(embedded(values, grid, self._config), self._token)
 
     def prepare_video(self, video: Video) -> PreparedImage:
         """Return a video as the model reads it."""

@@ -25,7 +25,7 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token_id: The token whose embeddings an image's replace.
-        output_size: The size of an embedding.
+        output_size: The size of an embedding, with the parts that are added after the decoder's first layers.
         num_outputs: The embeddings of a tile, or the most of an image whose number depends on its size.
         resample: The filter, by Pillow's number.
         mark: The text that stands for an image in prompts; empty for that of `token_id`.

@@ -323,12 +323,49 @@ def _embeddings_file(values: torch.Tensor, *, as_npy: bool = False) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+@torch.inference_mode()
+def _embeddings(model: Model, image: Image.Image) -> tuple[torch.Tensor, list[int] | None]:
+    """Return transformers' embeddings of an image, and the grid that clients send with them."""
+    processor = image_processor(model.path, model.kind)
+    if model.kind == "idefics3":
+        inputs = processor([[image]], return_tensors="pt", return_row_col_info=True)
+        values = model.model.model.get_image_features(inputs["pixel_values"]).pooler_output
+        return values.flatten(0, 1), [inputs["rows"][0][0], inputs["cols"][0][0]]
+    options = {"patch_size": 16} if model.kind == "mistral3" else {}
+    inputs = processor(image, return_tensors="pt", **options)
+    if model.kind == "mistral3":
+        sizes = torch.as_tensor(inputs["image_sizes"])
+        found = model.model.model.get_image_features(inputs["pixel_values"], image_sizes=sizes)
+        return found.pooler_output[0], (sizes[0] // 16).tolist()
+    return model.model.model.get_image_features(inputs["pixel_values"]).pooler_output[0], None
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "mistral3"])
+def test_embeddings_take_the_place_of_an_image_with_a_grid(tmp_path: Path, kind: str) -> None:
+    model = Model(tmp_path, kind)
+    image = next(part for part in CHATS[2] if isinstance(part, Image.Image))
+    values, grid = _embeddings(model, image)
+    with LLM(str(model.path), dtype="float32", enable_mm_embeds=True) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+        def ask(part: dict[str, Any]) -> Any:
+            content = [part, {"type": "text", "text": "over the lazy dog"}]
+            return llm.chat([{"role": "user", "content": content}], params)[0]
+
+        expected = ask({"type": "image_pil", "image_pil": image})
+        given = {"image_embeds": values.numpy(), "grid": grid}
+        found = ask({"type": "image_embeds", "image_embeds": given})
+        assert found.prompt_token_ids == expected.prompt_token_ids
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        for wrong in ([1, 7], [0, 1], "2 x 2", [1]):
+            with pytest.raises(ParameterError, match="grid"):
+                ask({"type": "image_embeds", "image_embeds": given | {"grid": wrong}})
+
+
 def test_embeddings_take_the_place_of_an_image(tmp_path: Path, server: Server) -> None:
     model = Model(tmp_path, "llava-siglip")
     image = next(part for part in CHATS[2] if isinstance(part, Image.Image))
-    pixels = image_processor(model.path, model.kind)(image, return_tensors="pt")["pixel_values"]
-    with torch.inference_mode():
-        [values] = model.model.model.get_image_features(pixels).pooler_output
+    values, _ = _embeddings(model, image)
 
     def ask(server: Server, file: Any) -> tuple[int, Any]:
         request = chat(*CHATS[2])

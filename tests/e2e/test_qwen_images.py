@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
@@ -124,7 +125,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def server(qwen3: Model) -> Iterator[Server]:
-    with Server(str(qwen3.path), *FLAGS) as server:
+    with Server(str(qwen3.path), *FLAGS, "--enable-mm-embeds") as server:
         yield server
 
 
@@ -220,6 +221,48 @@ def test_frames_of_video_files_are_read(server: Server) -> None:
         status, answer = server.post("/v1/chat/completions", chat("a", part))
         assert status == 400, answer
         assert answer["error"]["param"] == f"messages[0].content[1].video_url.{param}"
+        assert message in answer["error"]["message"]
+    assert_nothing_is_held(server)
+
+
+def test_embeddings_with_a_grid_take_the_place_of_an_image(qwen3: Model, server: Server) -> None:
+    image = picture(6, 40, 72)
+    inputs = qwen_image_processor(qwen3.path)(image, return_tensors="pt")
+    patches = inputs["image_grid_thw"]
+    with torch.inference_mode():
+        found = qwen3.model.model.get_image_features(inputs["pixel_values"], patches)
+    # The parts that are added after the decoder's first layers are beside the embeddings.
+    parts = [torch.cat(tuple(each)) for each in (found.pooler_output, *found.deepstack_features)]
+    values = torch.cat(parts, 1)
+    file = base64.b64encode(safetensors.torch.save({"embeddings": values.contiguous()})).decode()
+    rows, columns = (patches[0, 1:] // 2).tolist()
+
+    def ask_about(part: Image.Image | dict[str, Any]) -> tuple[int, Any]:
+        return server.post("/v1/chat/completions", chat("a", part, "b"))
+
+    def embedded(**fields: Any) -> dict[str, Any]:
+        return {"type": "image_embeds", "image_embeds": {"image_embeds": file, **fields}}
+
+    _, expected = ask_about(image)
+    for fields in ({"grid": [rows, columns]}, {"image_grid_thw": patches.tolist()}):
+        status, answer = ask_about(embedded(**fields))
+        assert status == 200, answer
+        assert answer["prompt_token_ids"] == expected["prompt_token_ids"]
+        assert answer["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    # The same embeddings have other positions in another grid, so their prefix is another one.
+    _, answer = ask_about(embedded(grid=[columns, rows]))
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for fields, param, message in (
+        ({}, "image_embeds", "need a grid in this model, [rows, columns]"),
+        ({"grid": [rows, columns + 1]}, "image_embeds", "a grid of"),
+        ({"grid": [0, 1]}, "grid", "must be [rows, columns], got [0,1]"),
+        ({"image_grid_thw": [2, 4, 4]}, "image_grid_thw", "must be [1, rows, columns]"),
+        ({"image_grid_thw": [1, 2, 3]}, "image_grid_thw", "which do not make"),
+    ):
+        status, answer = ask_about(embedded(**fields))
+        assert status == 400, answer
+        assert answer["error"]["param"] == f"messages[0].content[1].image_embeds.{param}"
         assert message in answer["error"]["message"]
     assert_nothing_is_held(server)
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.errors import EngineError
-from ...protocol.messages import ImagePayload
+from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
+from .given_embeddings import given_embeddings
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
@@ -24,7 +25,7 @@ from .weights import Linear, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
 
-_decoder = msgspec.msgpack.Decoder(ImagePayload)
+_decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class _WindowOrder(NamedTuple):
@@ -79,15 +80,18 @@ class GridTower:
         }
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the outputs [K, elements] for the image in the data of an encoder input.
+        """Return the outputs [K, elements] in the data of an encoder input, or those for the image there.
 
         Raises:
-            EngineError: There is none, which a correct frontend never sends.
+            EngineError: There is neither, which a correct frontend never sends.
         """
         try:
             image = _decoder.decode(data)
         except msgspec.MsgspecError as error:
             raise EngineError(f"an encoder input is not an image: {error}") from error
+        if isinstance(image, EmbeddingPayload):
+            size = self.spec.output_size * (1 + len(self.spec.deepstack_layers))
+            return given_embeddings(image, size, self._device, self._dtype)
         expected = 3 * image.width * image.height * image.num_frames
         if len(image.pixels) != expected:
             raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")

@@ -17,6 +17,7 @@ from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
 from .anyres import join_tiles
 from .clip_layers import layers_spec, read_layer
+from .given_embeddings import given_embeddings
 from .layers import MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .projection import read_projection
@@ -108,7 +109,7 @@ class VisionTower:
         except msgspec.MsgspecError as error:
             raise EngineError(f"an encoder input is not an image: {error}") from error
         if isinstance(image, EmbeddingPayload):
-            return self._read_embeddings(image)
+            return given_embeddings(image, self.spec.output_size, self._device, self._dtype)
         expected = 3 * image.width * image.height
         if len(image.pixels) != expected:
             raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
@@ -131,19 +132,6 @@ class VisionTower:
             return self._encode_tiles(image)
         finally:
             torch.set_num_threads(num_threads)
-
-    def _read_embeddings(self, image: EmbeddingPayload) -> Tensor:
-        """Return the embeddings [K, output size] of an image that a client sent instead of it.
-
-        Raises:
-            EngineError: They have another size than the decoder's.
-        """
-        size = self.spec.output_size
-        if image.columns != size or len(image.values) != 4 * image.rows * size:
-            raise EngineError(f"embeddings have {image.columns} elements, the model reads {size}")
-        # Copied, because torch requires a writable array, and the message's bytes are read-only.
-        values = torch.frombuffer(bytearray(image.values), dtype=torch.float32)
-        return values.view(image.rows, size).to(self._device, self._dtype)
 
     def warm_up(self) -> None:
         """Encode a black image."""

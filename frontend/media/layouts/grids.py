@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from PIL import Image
@@ -20,17 +21,25 @@ def grid(image: Image.Image, config: GridProcessor) -> Parts:
     """Return the rows of a grid one after the other, then the whole image; each tile after its name."""
     side = config.side
     image = resize(image, *_fit_longest(image.width, image.height, config.longest_edge), config)
-    if not config.splits:
-        return _with_whole([], resize(image, side, side, config), config)
-    image = resize(image, *_whole_tiles(image.width, image.height, side), config)
-    if image.size == (side, side):
-        return _with_whole([], image, config)
-    rows: Parts = []
-    for row, tiles in enumerate(_split(image, side), 1):
-        for column, tile in enumerate(tiles, 1):
-            rows += [f"{_AROUND}<row_{row}_col_{column}>", make_tile(tile, config)]
-        rows.append("\n")
-    return _with_whole([*rows, "\n"], resize(image, side, side, config), config)
+    tiles: list[list[Tile]] = []
+    if config.splits:
+        image = resize(image, *_whole_tiles(image.width, image.height, side), config)
+        if image.size != (side, side):
+            tiles = [[make_tile(tile, config) for tile in row] for row in _split(image, side)]
+    whole = image if image.size == (side, side) else resize(image, side, side, config)
+    return tiles_and_whole(tiles, make_tile(whole, config))
+
+
+def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile) -> Parts:
+    """Return the rows of tiles, each after its name, then the whole image."""
+    parts: Parts = []
+    for row, of_row in enumerate(tiles, 1):
+        for column, tile in enumerate(of_row, 1):
+            parts += [f"{_AROUND}<row_{row}_col_{column}>", tile]
+        parts.append("\n")
+    if tiles:
+        parts.append("\n")
+    return [*parts, f"{_AROUND}<global-img>", whole, _AROUND]
 
 
 def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
@@ -42,10 +51,6 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     if len(tiles) > 1:
         tiles.append(make_tile(resize(image, side, side, config), config))
     return [config.start, *tiles, config.end]
-
-
-def _with_whole(rows: Parts, whole: Image.Image, config: GridProcessor) -> Parts:
-    return [*rows, f"{_AROUND}<global-img>", make_tile(whole, config), _AROUND]
 
 
 def _split(image: Image.Image, side: int) -> list[list[Image.Image]]:

@@ -27,7 +27,7 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
         raise fields.error(f"max_pixels {most} must be at least {vision.unit**2}")
     return ResizeProcessor(
         **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
-        output_size=vision.output_size,
+        output_size=vision.output_size * (1 + len(vision.deepstack_layers)),
         num_outputs=most // vision.unit**2,
         unit=vision.unit,
         min_pixels=least,

@@ -1,0 +1,71 @@
+"""Images whose embeddings a client sent."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....protocol.config.images import (
+    AnyImageProcessor,
+    FitProcessor,
+    GridProcessor,
+    ResizeProcessor,
+)
+from ....protocol.messages import EmbeddingPayload, EncoderGrid
+from .grids import tiles_and_whole
+from .pixels import Parts, Tile
+
+Grid: TypeAlias = tuple[int, int]
+"""Rows and columns of an image's embeddings; for models that split images, of its tiles."""
+
+
+def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImageProcessor) -> Parts:
+    """Return what takes the place of an image in a prompt.
+
+    Args:
+        values: The embeddings [K, `output_size`].
+        grid: Their grid, if the client knows it.
+        config: How the model reads images.
+
+    Raises:
+        ValueError: The model needs a grid, or it does not fit the embeddings.
+    """
+    if isinstance(config, GridProcessor):
+        return _split(values, grid or (0, 0), config)
+    if not isinstance(config, FitProcessor | ResizeProcessor):
+        if grid is not None:
+            raise ValueError("its embeddings have no grid in this model; leave it out")
+        return [config.start, _tile(values), config.end]
+    if grid is None:
+        raise ValueError("its embeddings need a grid in this model, [rows, columns]")
+    rows, columns = grid
+    if rows * columns != len(values):
+        raise ValueError(
+            f"a grid of {rows} x {columns} has {rows * columns} embeddings, not {len(values)}"
+        )
+    tile = _tile(values)
+    if isinstance(config, ResizeProcessor):
+        return [tile._replace(grid=EncoderGrid(rows, columns))]
+    if config.row_end:
+        tile = tile._replace(row_length=columns, separator=config.row_end)
+    return [config.start, tile, config.end]
+
+
+def _split(values: NDArray[np.float32], grid: Grid, config: GridProcessor) -> Parts:
+    rows, columns = grid
+    size = config.num_outputs
+    expected = (rows * columns + 1) * size
+    if len(values) != expected:
+        raise ValueError(
+            f"a grid of {rows} x {columns} tiles and the whole image have {expected} embeddings, not {len(values)}"
+        )
+    tiles = [_tile(values[start : start + size]) for start in range(0, expected, size)]
+    each_row = [tiles[row * columns : (row + 1) * columns] for row in range(rows)]
+    return tiles_and_whole(each_row, tiles[-1])
+
+
+def _tile(values: NDArray[np.float32]) -> Tile:
+    rows, columns = values.shape
+    return Tile(EmbeddingPayload(rows, columns, values.astype("<f4").tobytes()), rows)
