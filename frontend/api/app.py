@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +15,9 @@ from ..transcription.options import Task
 from .bodies.intake import Intake
 from .dialects import anthropic, ollama
 from .docs_page import HEADERS, render_docs
+from .durable.recovery import Recovery
 from .edge import Edge
+from .endpoint import Endpoint
 from .openapi import describe_routes
 from .pooling import Pooling
 from .responses.routes import response_routes
@@ -23,6 +25,7 @@ from .routes.chat_batch import ChatBatch
 from .routes.chat_completions import ChatCompletions
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
+from .routes.events import Events
 from .routes.invocations import Invocations
 from .routes.loras import Loras
 from .routes.management import Management
@@ -39,18 +42,28 @@ ERROR_BODIES: Final = {
 """How the errors of dialects are written, by the beginning of the path."""
 
 
-def create_app(serving: Serving, *, is_loopback: bool) -> ASGIApp:
-    """Return the ASGI application.
+class App(NamedTuple):
+    """The ASGI application, and what continues the requests of frontends that are gone."""
+
+    asgi: ASGIApp
+    recovery: Recovery
+
+
+def create_app(serving: Serving, *, is_loopback: bool) -> App:
+    """Return the application.
 
     Args:
         serving: The state that the endpoints share.
         is_loopback: Whether the server listens on a loopback address.
     """
     frontend = serving.config.frontend
-    router = Router(make_routes(serving), redirect_slashes=False)
+    routes = make_routes(serving)
+    router = Router(routes, redirect_slashes=False)
     access = Access(frontend, is_loopback=is_loopback)
+    endpoints = {r.path: r.endpoint for r in routes if isinstance(r.endpoint, Endpoint)}
+    recovery = Recovery(serving, endpoints)
     edge = Edge(router, access, frontend.root_path, ERROR_BODIES)
-    return Origins(edge, frontend, is_loopback=is_loopback)
+    return App(Origins(edge, frontend, is_loopback=is_loopback), recovery)
 
 
 def make_routes(serving: Serving) -> list[Route]:
@@ -68,7 +81,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/models", management.models),
         Route("/models/{name:path}", management.model),
         Route("/completions", completions, methods=["POST"]),
+        Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
+        Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
         *response_routes(serving, intake),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", scores.score, methods=["POST"]),

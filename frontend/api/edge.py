@@ -71,11 +71,16 @@ class Edge:
             scope["state"]["connection"].close_now()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = _request_id(scope)
+        given_id = _given_id(scope)
+        request_id = given_id or uuid.uuid4().hex
         normalize_path(scope, self._root_path)
         scope["app"] = self
         scope.setdefault("state", {}).update(
-            request_id=request_id, tenant="", owner="", cache_owner=b""
+            request_id=request_id,
+            has_given_id=bool(given_id),
+            tenant="",
+            owner="",
+            cache_owner=b"",
         )
         started = False
         has_body_left = not _expects_permission(scope)
@@ -127,11 +132,12 @@ class Edge:
         return error.response()
 
 
-def _request_id(scope: Scope) -> str:
+def _given_id(scope: Scope) -> str:
+    """Return the ID that the client gave its request; "" if there is none that is acceptable."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _ACCEPTABLE_ID.fullmatch(value):
             return str(value, "ascii")
-    return uuid.uuid4().hex
+    return ""
 
 
 def _expects_permission(scope: Scope) -> bool:

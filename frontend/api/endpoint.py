@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -10,7 +11,7 @@ from types import UnionType
 from typing import Generic
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
 from ...protocol.sampling_params import SamplingParams
@@ -23,6 +24,11 @@ from .answer import Answer, Outputs, Request
 from .bodies.body import BodyDecoder, ClientDisconnected
 from .bodies.intake import Intake
 from .bodies.request_memory import MemoryLease
+from .durable.event_ids import MAX_SEQUENCES, IdentifiedChunks
+from .durable.keeper import Keeper
+from .durable.records import RequestRecord, replay_body
+from .durable.recovery import StartGroup
+from .durable.resumption import Resumption
 from .generation import (
     ClientWatch,
     PreparedPrompt,
@@ -37,7 +43,7 @@ from .generation import (
 )
 from .logprobs import Json
 from .serving import Serving
-from .streaming.event_stream import EventStream
+from .streaming.event_stream import OPENAI_STREAM, ChunkEncoder, EventStream
 
 NewAnswer = Callable[[Outputs, Json], Answer[Request]]
 """Makes the answer from the sequences and the envelope."""
@@ -61,9 +67,15 @@ class Endpoint(ABC, Generic[Request]):
             await self._answer(scope, receive, send, lease)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        keeper = Keeper(self._serving, scope)
+        if (position := keeper.read_position()) is not None:
+            resumption = await keeper.find_resumption(position)
+            with resumption:
+                await self.resume(resumption, scope, receive, send, lease)
+            return
         deadline = read_deadline(scope, self._serving.config.frontend.default_deadline_s)
-        request, body_size = await self._receive(scope, receive, lease)
-        await self._generate(scope, receive, send, lease, request, body_size, deadline)
+        request, body_size = await self._receive(scope, keeper.watch_body(receive), lease)
+        await self._generate(scope, receive, send, lease, request, body_size, deadline, keeper)
 
     async def _generate(
         self,
@@ -74,8 +86,12 @@ class Endpoint(ABC, Generic[Request]):
         request: Request,
         body_size: int,
         deadline: float,
+        keeper: Keeper | None = None,
     ) -> None:
-        """Answer a request whose body has about `body_size` bytes until its deadline in CLOCK_MONOTONIC seconds."""
+        """Answer a request whose body has about `body_size` bytes until its deadline in CLOCK_MONOTONIC seconds.
+
+        Without a `keeper` it is not recorded.
+        """
         serving, state = self._serving, scope["state"]
         serving.verify_model(request.model)
         serving.verify_serving()
@@ -89,6 +105,7 @@ class Endpoint(ABC, Generic[Request]):
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id = state["request_id"]
+        trace_headers = read_trace_headers(scope)
         start = partial(
             submit,
             serving,
@@ -99,30 +116,91 @@ class Endpoint(ABC, Generic[Request]):
             cache_owner=state["cache_owner"],
             deadline=deadline,
             data_parallel_rank=rank,
-            trace_headers=read_trace_headers(scope),
+            trace_headers=trace_headers,
         )
         max_logprobs = serving.config.frontend.max_logprobs
         beams = beam_search_params(request, prompts, max_logprobs)
         if beams is None:
-            group = await start()
+            keeper = keeper or Keeper(serving, scope, is_on=False)
+            record = keeper.make_record(
+                prompts,
+                prefix=self._id_prefix_of(request),
+                tenant=tenant,
+                deadline=deadline,
+                trace_headers=trace_headers,
+            )
+            if (same := await keeper.find_same_request(record)) is not None:
+                with same:
+                    await self.resume(same, scope, receive, send, lease)
+                return
+            with keeper:
+                group = await start(begin_recording=keeper.begin_recording(record))
+            answer_id, created = record.answer_id, record.created
         else:
             end_token_ids = serving.config.model.eos_token_ids
             search = BeamSearch(serving.engine, beams, end_token_ids, request_id)
             group = await _finish_search(search, start, receive)
+            answer_id, created = f"{self._id_prefix_of(request)}-{request_id}", int(time.time())
         try:
-            answer = new_answer(
-                group,
-                {
-                    "id": f"{self._id_prefix_of(request)}-{request_id}",
-                    "object": self._object_name(request),
-                    "created": int(time.time()),
-                    "model": serving.answering_model(request.model),
-                    "system_fingerprint": serving.fingerprint,
-                },
-            )
+            answer = new_answer(group, self._envelope(request, answer_id, created))
             await self._reply(answer, group, scope, receive, send)
         finally:
+            group.leave()
+
+    async def resume(
+        self,
+        resumption: Resumption,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        lease: MemoryLease | None = None,
+    ) -> None:
+        """Answer a request with what another one has generated or is generating.
+
+        Raises:
+            APIError: The recorded request can no longer be read, or has failed.
+        """
+        if lease is None:
+            with self._intake.lease() as lease:
+                await self.resume(resumption, scope, receive, send, lease)
+            return
+        record = resumption.record
+        request, prompts, new_answer = await self._prepare_again(record, receive, lease)
+        group = await resumption.mirror(self._serving, request, prompts)
+        try:
+            answer = new_answer(group, self._envelope(request, record.answer_id, record.created))
+            if request.stream:
+                chunks = answer.chunks()
+                await resumption.read_silently(group, chunks)
+                chunks = identify(chunks, record.answer_id, group)
+                stream = EventStream(send, scope["state"]["connection"])
+                await stream.run(receive, group, resumption.without_end(chunks))
+            else:
+                resumption.open(group)
+                await self._send_whole(answer, group, scope, receive, send)
+        finally:
             group.abort()
+
+    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
+        """Generate the rest of a request whose frontend is gone, for clients that return.
+
+        Raises:
+            APIError: It can no longer be prepared, or the engine does not accept it.
+        """
+        with self._intake.lease() as lease:
+            request, prompts, _ = await self._prepare_again(record, _never, lease)
+            group = await start(request, prompts)
+            await group.wait_for_end()
+
+    async def _prepare_again(
+        self, record: RequestRecord, receive: Receive, lease: MemoryLease
+    ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
+        """Return what `_prepare` returned for a recorded body."""
+        scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
+        body = replay_body(record.body, receive)
+        request, body_size = await self._receive(scope, body, lease)
+        prompts, new_answer = await self._prepare(request, body_size, receive)
+        return request, prompts, new_answer
 
     async def _reply(
         self,
@@ -133,16 +211,37 @@ class Endpoint(ABC, Generic[Request]):
         send: Send,
     ) -> None:
         """Send the answer as a stream or as a whole."""
-        if answer.request.stream:
-            stream = EventStream(send, scope["state"]["connection"])
-            await stream.run(receive, group, answer.chunks())
+        if not answer.request.stream:
+            await self._send_whole(answer, group, scope, receive, send)
             return
+        chunks = answer.chunks()
+        if group.recording is not None:
+            chunks = identify(chunks, answer.envelope["id"], group)
+        await EventStream(send, scope["state"]["connection"]).run(receive, group, chunks)
+
+    async def _send_whole(
+        self,
+        answer: Answer[Request],
+        group: RequestGroup,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         await wait_for_end(group, receive)
         response = await self._serving.executor.run(
             group.weight + answer.prompt_weight,
             lambda: json_response(answer.whole(read_outputs(group))),
         )
         await response(scope, receive, send)
+
+    def _envelope(self, request: Request, answer_id: str, created: int) -> Json:
+        return {
+            "id": answer_id,
+            "object": self._object_name(request),
+            "created": created,
+            "model": self._serving.answering_model(request.model),
+            "system_fingerprint": self._serving.fingerprint,
+        }
 
     async def _receive(
         self, scope: Scope, receive: Receive, lease: MemoryLease
@@ -189,6 +288,19 @@ class Endpoint(ABC, Generic[Request]):
             APIError: The request is invalid (400).
             ParameterError: A parameter is invalid.
         """
+
+
+def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> ChunkEncoder:
+    """Return an encoder that adds event IDs, if clients of this format can return with one."""
+    if chunks.format is not OPENAI_STREAM or len(group.sequences) > MAX_SEQUENCES:
+        return chunks
+    return IdentifiedChunks(chunks, answer_id, group)
+
+
+async def _never() -> Message:
+    """Receive nothing: a request that is continued after a crash has no client yet."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
 
 
 async def _finish_search(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope
@@ -18,6 +19,7 @@ from ...protocol.pooling_params import PoolingParams
 from ...protocol.sampling_params import SamplingParams
 from ..client.beam_search import BeamSearch, BeamSearchFailed, BeamSearchParams
 from ..client.engine_client import (
+    BeginRecording,
     Delta,
     EngineDead,
     EngineDraining,
@@ -211,19 +213,62 @@ async def submit(
     data_parallel_rank: int | None,
     trace_headers: dict[str, str] | None,
     search: BeamSearch | None = None,
+    seeds: Sequence[int] = (),
+    begin_recording: BeginRecording | None = None,
 ) -> RequestGroup:
     """Start every output of every prompt; sequence `i * n + j` is output j of prompt i.
 
     `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica. With a
-    `search`, wait for its results.
+    `search`, wait for its results. `seeds` replace those of the sequences.
 
     Raises:
         APIError: The request has too many sequences (400), or the engine cannot accept them now (503).
         ParameterError: A parameter is invalid.
     """
+    sequences = await sequence_requests(
+        serving,
+        request,
+        prompts,
+        tenant=tenant,
+        cache_owner=cache_owner,
+        deadline=deadline,
+        data_parallel_rank=data_parallel_rank,
+        trace_headers=trace_headers,
+        is_search=search is not None,
+    )
+    for sequence, seed in zip(sequences, seeds, strict=False):
+        sequence.params = msgspec.structs.replace(sequence.params, seed=seed)
+    with translate_refusals(serving):
+        if search is None:
+            return await serving.engine.submit(
+                sequences, request_id=request_id, begin_recording=begin_recording
+            )
+        try:
+            return await search.run(sequences)
+        except BeamSearchFailed as error:
+            raise_if_failed(error.output)
+            raise
+
+
+async def sequence_requests(
+    serving: Serving,
+    request: GenerationRequest | PoolingFields,
+    prompts: list[PreparedPrompt],
+    *,
+    tenant: str = "",
+    cache_owner: bytes = b"",
+    deadline: float = 0.0,
+    data_parallel_rank: int | None = None,
+    trace_headers: dict[str, str] | None = None,
+    is_search: bool = False,
+) -> list[SequenceRequest]:
+    """Return every output of every prompt; a search has one for each prompt.
+
+    Raises:
+        APIError: The request has too many sequences, or an invalid priority (400); there is no such model (404).
+    """
     n = prompts[0].params.n
     verify_num_sequences(len(prompts) * n)
-    num_requests = 1 if search is not None else n
     priority = verify_priority(request.priority)
     lora = serving.find_lora(request.model)
     sequences: list[SequenceRequest] = []
@@ -245,18 +290,11 @@ async def submit(
                 lora=lora,
                 encoder_inputs=prompt.encoder_inputs,
             )
-            for j in range(num_requests)
+            for j in range(1 if is_search else n)
         )
         if len(sequences) // SEQUENCES_AT_ONCE > num_before // SEQUENCES_AT_ONCE:
             await asyncio.sleep(0)
-    with translate_refusals(serving):
-        if search is None:
-            return await serving.engine.submit(sequences, request_id=request_id)
-        try:
-            return await search.run(sequences)
-        except BeamSearchFailed as error:
-            raise_if_failed(error.output)
-            raise
+    return sequences
 
 
 @contextmanager
@@ -275,11 +313,20 @@ def translate_refusals(serving: Serving) -> Iterator[None]:
 
 
 class ClientWatch:
-    """A context that aborts `group` as soon as the client disconnects, and in any case on exit."""
+    """A context that leaves `group` as soon as the client disconnects, and in any case on exit.
 
-    def __init__(self, receive: Receive, group: RequestGroup | BeamSearch) -> None:
+    `on_disconnect` is called as well when the client disconnects.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        group: RequestGroup | BeamSearch,
+        on_disconnect: Callable[[], None] = lambda: None,
+    ) -> None:
         self._receive = receive
         self._group = group
+        self._on_disconnect = on_disconnect
         self.disconnected = False
 
     def __enter__(self) -> ClientWatch:
@@ -288,13 +335,14 @@ class ClientWatch:
 
     def __exit__(self, *exc: object) -> None:
         self._task.cancel()
-        self._group.abort()
+        self._group.leave()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = True
-        self._group.abort()
+        self._group.leave()
+        self._on_disconnect()
 
 
 async def wait_for_end(group: RequestGroup, receive: Receive) -> None:

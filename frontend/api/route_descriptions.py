@@ -13,6 +13,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/models/{name}": (CLIENTS, "Describe one served model."),
     "/v1/completions": (CLIENTS, "Complete one or more prompts."),
     "/v1/chat/completions": (CLIENTS, "Answer a conversation."),
+    "/v1/completions/{id}/events": (CLIENTS, "Stream a recorded completion from any place."),
+    "/v1/chat/completions/{id}/events": (CLIENTS, "Stream a recorded answer from any place."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
     "/v1/responses": (CLIENTS, "Answer a conversation (OpenAI's Responses API)."),
     "/v1/responses/input_tokens": (CLIENTS, "Count the tokens of a response's prompt."),

@@ -67,6 +67,8 @@ NEVER: Final = 1_000_000_000
 
 PUBLISH_METRICS_S = 1.0
 """Seconds between publications of this frontend's metrics."""
+LAST_ENTRIES_S: Final = 1.0
+"""Maximum seconds for the store to record the ends of requests."""
 LAST_WRITES_S = 2.0
 """Seconds that clients have to read the end of their responses after the drain."""
 
@@ -131,6 +133,9 @@ class Frontend:
             _warn_of_hidden_tools(config, templates)
         self._store = StoreClient(config, client_index)
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
+        if config.store.keeps_requests:
+            self._engine.output_log = self._store.log
+        self._app = create_app(self._serving, is_loopback=is_loopback(listener))
         self._stop = asyncio.Event()
         self._retired = asyncio.Event()
 
@@ -164,6 +169,8 @@ class Frontend:
             for task in (publish_task, collect_task, retire_task):
                 task.cancel()
             watch.close()
+            self._app.recovery.close()
+            await self._store.log.flush(LAST_ENTRIES_S)
             self._engine.fail("the server has stopped")
             http.should_exit = True
             await http_task
@@ -192,6 +199,7 @@ class Frontend:
         gc.freeze()
         self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
+        self._app.recovery.start()
         if self._config.model.has_tokenizer:
             await self._serving.grammar_checks.warm_up()
         for work in self._serving.when_ready:
@@ -239,7 +247,9 @@ class Frontend:
         self._enter(Stage.DRAINING, "finishing the requests in flight")
         self._engine.draining = True
         deadline = time.monotonic() + self._config.frontend.shutdown_timeout_s
-        while self._engine.num_inflight and time.monotonic() < deadline:
+        while (
+            self._engine.num_inflight or self._store.num_attached
+        ) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         if self._engine.num_inflight:
             logger.warning("%d sequences did not finish in time", self._engine.num_inflight)
@@ -294,7 +304,7 @@ class Frontend:
     def _uvicorn_config(self) -> uvicorn.Config:
         frontend = self._config.frontend
         config = uvicorn.Config(
-            create_app(self._serving, is_loopback=is_loopback(self._listener)),
+            self._app.asgi,
             http=Connection,
             ws="none",
             lifespan="off",

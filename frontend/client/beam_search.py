@@ -148,6 +148,10 @@ class BeamSearch:
         for group in list(self._steps):
             group.abort()
 
+    def leave(self) -> None:
+        """End the searches, because the client is gone."""
+        self.abort()
+
     async def _search(self, wanted: SequenceRequest) -> tuple[Sequence, list[_Beam]]:
         """Return the sequence of the first step, and the results for a prompt, the best first."""
         params, width = self._params, self._params.beam_width

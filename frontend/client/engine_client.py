@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from array import array
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ...protocol.messages import (
     CoreReady,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishedRequest,
     FinishReason,
     ReplicaLost,
 )
@@ -35,13 +37,17 @@ from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
 from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
+from .recording import OutputLog, Recording
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import MAX_SILENT_CRASHES, RequestGroup, Sequence
 from .sequence_io import SEQUENCES_AT_ONCE, Delta, SequenceRequest
 
+logger = logging.getLogger(__name__)
+
 __all__ = [
+    "BeginRecording",
     "Delta",
     "EngineClient",
     "EngineDead",
@@ -71,6 +77,9 @@ STATUS_POLL_S: Final = 0.02
 MAX_REQUEST_INDEX: Final = 2**31 - 1
 
 
+BeginRecording = Callable[[RequestGroup], Recording]
+
+
 class EngineDraining(EngineError):
     """The server is shutting down and accepts no new requests."""
 
@@ -89,6 +98,7 @@ class EngineClient:
         dead_reason: Why the engine failed; None while it works.
         executor: The thread executor, which the server uses as well.
         client_index: The number of this frontend.
+        output_log: Records outputs before they are applied; None to apply them at once.
     """
 
     def __init__(
@@ -113,6 +123,7 @@ class EngineClient:
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
+        self.output_log: OutputLog | None = None
         self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
         self._last_index = -1
@@ -141,7 +152,7 @@ class EngineClient:
         self.watch = EngineWatch(self._context, self._config, self._apply_status)
         events = CoreEvents(
             on_ready=self._handle_ready_core,
-            on_outputs=self._apply_outputs,
+            on_outputs=self._receive_outputs,
             on_lost_outputs=self._handle_lost_outputs,
             on_replica_lost=self._handle_lost_replica,
             on_too_large=self._fail_too_large_request,
@@ -183,6 +194,9 @@ class EngineClient:
         if self.dead_reason is not None:
             return
         self.dead_reason = reason
+        if self.output_log is not None:
+            # The next server continues what is recorded.
+            self.output_log.close()
         error = EngineDead(reason)
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
@@ -190,10 +204,17 @@ class EngineClient:
         for core in self._cores:
             core.fail_calls(error)
 
-    async def submit(self, sequences: list[SequenceRequest], *, request_id: str) -> RequestGroup:
+    async def submit(
+        self,
+        sequences: list[SequenceRequest],
+        *,
+        request_id: str,
+        begin_recording: BeginRecording | None = None,
+    ) -> RequestGroup:
         """Start generating. If this raises, nothing was started.
 
-        Sequences of one prompt (the same object) share a core.
+        Sequences of one prompt (the same object) share a core. `begin_recording` is called with the group before
+        anything is sent, and returns its recording. Sequences that it finishes are not sent.
 
         Raises:
             ParameterError: A parameter is invalid for this model.
@@ -209,31 +230,54 @@ class EngineClient:
         self._check_open()
         for request in requests:
             request.request_id = request_id
-        started: list[Sequence] = []
-        for each in zip(sequences, requests, strict=True):
-            started.append(self._new_sequence(*each))
-            if len(started) % SEQUENCES_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        started = await self._new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)
         cores = await self._router.route(sequences, requests)
         self._check_open()
-        group = RequestGroup(
-            request_id,
-            started,
-            [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))],
-            stream_interval=self._config.frontend.stream_interval,
-            on_abort=self._abort_group,
-            wake_soon=self._output.wake_soon,
-        )
+        group = self._new_group(request_id, started, _count_outputs(sequences), self._abort_group)
         for sequence, core in zip(started, cores, strict=True):
             self._register(sequence, core)
-            if not is_poison:
+        if begin_recording is not None:
+            group.recording = begin_recording(group)
+        for sequence in started:
+            if not is_poison and not sequence.finished:
                 self._send(sequence)
         self._watch_deadline(group, sequences[0].deadline)
         if is_poison:
             # No core has received this group.
             self._end_group(group, FinishReason.ERROR, POISON_REQUEST)
         return group
+
+    async def mirror(
+        self,
+        sequences: list[SequenceRequest],
+        *,
+        request_id: str,
+        on_abort: Callable[[RequestGroup], None],
+    ) -> RequestGroup:
+        """Return a group like that of `submit` that is sent to no core. The caller adds its tokens.
+
+        Raises:
+            ParameterError: A parameter is invalid for this model.
+        """
+        requests = await self._input.process(sequences, time.monotonic())
+        started = await self._new_sequences(sequences, requests)
+        return self._new_group(request_id, started, _count_outputs(sequences), on_abort)
+
+    def finish_sequence(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Finish a sequence that no core has received."""
+        self._output.finish(sequence, reason, stop_reason=stop_reason, error=error)
+
+    def finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+        """Finish a sequence that no core has received, as its core once reported."""
+        self._output.finish_as_reported(sequence, done)
 
     def finished_sequence(
         self,
@@ -254,16 +298,25 @@ class EngineClient:
         self, request_id: str, sequences: list[Sequence], num_outputs: list[int]
     ) -> RequestGroup:
         """Return a group of sequences that have ended, with `num_outputs` of them per prompt."""
-        group = RequestGroup(
+        group = self._new_group(request_id, sequences, num_outputs, self._abort_group)
+        group.num_unfinished = 0
+        return group
+
+    def _new_group(
+        self,
+        request_id: str,
+        sequences: list[Sequence],
+        num_outputs: list[int],
+        on_abort: Callable[[RequestGroup], None],
+    ) -> RequestGroup:
+        return RequestGroup(
             request_id,
             sequences,
             num_outputs,
             stream_interval=self._config.frontend.stream_interval,
-            on_abort=self._abort_group,
+            on_abort=on_abort,
             wake_soon=self._output.wake_soon,
         )
-        group.num_unfinished = 0
-        return group
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Clear all prefix caches. Return False if running requests prevent it.
@@ -303,6 +356,16 @@ class EngineClient:
             raise EngineDraining(
                 "the server is shutting down and accepts no new requests; retry when it has restarted"
             )
+
+    async def _new_sequences(
+        self, wanted: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> list[Sequence]:
+        sequences: list[Sequence] = []
+        for each in zip(wanted, requests, strict=True):
+            sequences.append(self._new_sequence(*each))
+            if len(sequences) % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return sequences
 
     def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
         params = wanted.params
@@ -418,7 +481,10 @@ class EngineClient:
         self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
 
     def _resubmit(self, sequence: Sequence) -> None:
+        old_index = sequence.request_index
         self._output.resubmit(sequence, self._next_request_index())
+        if (recording := sequence.group.recording) is not None:
+            recording.record_move(old_index, sequence.position)
         isolation_queue = self._isolation_queue[sequence.core_index]
         if sequence.is_silent_suspect:
             sequence.epoch = 0
@@ -426,6 +492,19 @@ class EngineClient:
         else:
             self._send(sequence)
             isolation_queue.await_progress(sequence)
+
+    def _receive_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if self.output_log is None:
+            self._apply_outputs(outputs)
+        else:
+            self.output_log.append(outputs, self._apply_recorded_outputs)
+
+    def _apply_recorded_outputs(self, outputs: EngineCoreOutputs) -> None:
+        try:
+            self._apply_outputs(outputs)
+        except Exception:
+            logger.exception("core %d sent invalid outputs; reconnecting", outputs.core_index)
+            self._cores[outputs.core_index].reconnect()
 
     def _apply_outputs(self, outputs: EngineCoreOutputs) -> None:
         for done in outputs.finished:
@@ -480,3 +559,8 @@ class EngineClient:
         self._output.fail_sequences(
             stuck, "the engine lost this request's tokens twice; retry the request"
         )
+
+
+def _count_outputs(sequences: list[SequenceRequest]) -> list[int]:
+    """Return the number of outputs of each prompt; those of one prompt follow one another."""
+    return [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))]

@@ -110,7 +110,7 @@ class OutputProcessor:
                     sequence.scheduler_time = seconds
         for done in outputs.finished:
             if (sequence := self.sequences.get(done.request_index)) is not None:
-                self._finish_as_reported(sequence, done)
+                self.finish_as_reported(sequence, done)
         for request_index in ended:
             if (sequence := self.sequences.get(request_index)) is not None:
                 self.finish(
@@ -145,7 +145,7 @@ class OutputProcessor:
         self._leave_queue(sequence)
         sequence.load.record_finished(sequence.routing_keys)
         self._metrics.record_finished(sequence, reason if outcome is None else outcome)
-        sequence.group.record_sequence_end()
+        sequence.group.record_sequence_end(sequence)
         if not sequence.group.num_unfinished:
             self._metrics.record_group(sequence.group.outputs_by_prompt())
         self._schedule_wake([sequence])
@@ -155,7 +155,7 @@ class OutputProcessor:
         waited_s = time.monotonic() - sequence.arrival_time
         message = f"the deadline passed before any token was generated, {waited_s:.3f} s after the request arrived; set a later deadline"
         expired = FinishedRequest(sequence.request_index, FinishReason.EXPIRED, message=message)
-        self._finish_as_reported(sequence, expired)
+        self.finish_as_reported(sequence, expired)
         self._abort(sequence)
 
     def move_sequence(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
@@ -288,7 +288,8 @@ class OutputProcessor:
                 if done is None:
                     self._abort(sequence)
 
-    def _finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+    def finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
+        """Finish a sequence as its core reported."""
         sequence.trace_headers = done.trace_headers or sequence.trace_headers
         if done.reason is FinishReason.EXPIRED and sequence.num_generated_tokens:
             # The client keeps the tokens generated so far, as with a token limit.

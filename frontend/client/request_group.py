@@ -18,6 +18,7 @@ from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
+from .recording import Recording
 from .replicas.core_load import CoreLoad
 from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, Delta
 
@@ -387,6 +388,7 @@ class RequestGroup:
         "is_woken",
         "num_unfinished",
         "on_update",
+        "recording",
         "request_id",
         "sequences",
         "stream_interval",
@@ -415,6 +417,7 @@ class RequestGroup:
         self._on_abort = on_abort
         self._wake_soon = wake_soon
         self.deadline_timer: asyncio.TimerHandle | None = None
+        self.recording: Recording | None = None
         for position, sequence in enumerate(sequences):
             sequence.group = self
             sequence.position = position
@@ -473,9 +476,18 @@ class RequestGroup:
         if self.num_unfinished:
             self._on_abort(self)
 
-    def record_sequence_end(self) -> None:
+    def leave(self) -> None:
+        """End the request, because its client is gone. If it is recorded, it may go on for a while."""
+        if self.num_unfinished and self.recording is not None:
+            self.recording.record_departure()
+        else:
+            self.abort()
+
+    def record_sequence_end(self, sequence: Sequence) -> None:
         """Record that one of the sequences has finished."""
         self.num_unfinished -= 1
+        if self.recording is not None:
+            self.recording.record_end(sequence.position)
         if not self.num_unfinished and self.deadline_timer is not None:
             self.deadline_timer.cancel()
 

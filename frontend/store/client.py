@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -26,10 +26,26 @@ from ...protocol.store.messages import (
     StoreHello,
     StoreState,
 )
+from ...protocol.store.requests import (
+    AttachRequest,
+    ClaimedRequest,
+    ClaimReply,
+    ClaimRequests,
+    DetachRequest,
+    KeyReply,
+    Logged,
+    ReadersChanged,
+    ReleaseKey,
+    RequestNews,
+    RequestState,
+    ReserveKey,
+    SessionOpened,
+    StreamNews,
+)
 from ...protocol.transport import Peer
 from ..client.replicas.async_peer import AsyncPeer
+from .token_log import TokenLog
 
-Reply = TypeVar("Reply")
 Order = Literal["asc", "desc"]
 
 REPLY_S: Final = 10.0
@@ -66,6 +82,25 @@ class _Pending(NamedTuple):
     reply: asyncio.Future[Any]
 
 
+class Attachment:
+    """A request that is read through the store. `on_news` gets all of its tokens, from the first one on.
+
+    After a crash of the store it gets them again. `record` is what is recorded about the request.
+    """
+
+    def __init__(
+        self, client: StoreClient, call: AttachRequest, on_news: Callable[[RequestNews], None]
+    ) -> None:
+        self._client = client
+        self.call = call
+        self.on_news = on_news
+        self.record = b""
+
+    def close(self) -> None:
+        """Stop the news."""
+        self._client.detach(self)
+
+
 class StoreClient:
     """One frontend's connection to the store.
 
@@ -77,6 +112,8 @@ class StoreClient:
 
     Attributes:
         state: The last state that the store has reported.
+        log: Records the requests of this frontend.
+        on_orphans: Called when the store has requests whose frontend is gone.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -90,6 +127,10 @@ class StoreClient:
         self._num_calls = 0
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
+        self._attachments: dict[int, Attachment] = {}
+        self.on_orphans: Callable[[], None] = lambda: None
+        holds = config.store.path is not None
+        self.log = TokenLog(self._send, client_index, holds=holds)
 
     def start(self) -> None:
         """Connect to the store."""
@@ -107,6 +148,11 @@ class StoreClient:
     def num_dropped_frames(self) -> int:
         """The number of invalid frames from the store."""
         return 0 if self._wire is None else self._wire.num_dropped_frames
+
+    @property
+    def num_attached(self) -> int:
+        """The number of clients that read a request through the store."""
+        return len(self._attachments)
 
     async def put(
         self, kind: str, object_id: str, data: bytes, *, owner: str, parent: str = ""
@@ -126,7 +172,9 @@ class StoreClient:
         Raises:
             StoreError: The store does not answer.
         """
-        reply = await self._call(lambda call_id: GetObject(call_id, kind, object_id, owner))
+        reply: ObjectReply = await self._call(
+            lambda call_id: GetObject(call_id, kind, object_id, owner)
+        )
         return reply.objects[0] if reply.objects else None
 
     async def delete(self, kind: str, object_id: str, *, owner: str) -> bool:
@@ -135,7 +183,9 @@ class StoreClient:
         Raises:
             StoreError: The store cannot write.
         """
-        reply = await self._call(lambda call_id: DeleteObject(call_id, kind, object_id, owner))
+        reply: ObjectReply = await self._call(
+            lambda call_id: DeleteObject(call_id, kind, object_id, owner)
+        )
         return reply.num_deleted > 0
 
     async def delete_children(self, kind: str, parent: str, *, owner: str) -> int:
@@ -144,7 +194,9 @@ class StoreClient:
         Raises:
             StoreError: The store cannot write.
         """
-        reply = await self._call(lambda call_id: DeleteChildren(call_id, kind, parent, owner))
+        reply: ObjectReply = await self._call(
+            lambda call_id: DeleteChildren(call_id, kind, parent, owner)
+        )
         return reply.num_deleted
 
     async def list(
@@ -166,15 +218,72 @@ class StoreClient:
             UnknownObject: There is no object `after`.
         """
         is_descending = order == "desc"
-        reply = await self._call(
+        reply: ObjectReply = await self._call(
             lambda call_id: ListObjects(call_id, kind, owner, parent, after, limit, is_descending)
         )
         if reply.is_unknown:
             raise UnknownObject(f"there is no object {after} to continue after")
         return Page(reply.objects, reply.has_more)
 
+    async def attach(
+        self, request_id: str, owner: str, on_news: Callable[[RequestNews], None]
+    ) -> Attachment | None:
+        """Return a request and its tokens, with news of it until it ends; None if it does not exist.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        attached: list[Attachment] = []
+
+        def make_call(call_id: int) -> AttachRequest:
+            call = AttachRequest(call_id, request_id, owner)
+            attached.append(Attachment(self, call, on_news))
+            self._attachments[call_id] = attached[0]
+            return call
+
+        try:
+            reply: RequestState = await self._call(make_call)
+        except BaseException:
+            for attachment in attached:
+                attachment.close()
+            raise
+        [attachment] = attached
+        if not reply.record:
+            attachment.close()
+            return None
+        attachment.record = reply.record
+        return attachment
+
+    def detach(self, attachment: Attachment) -> None:
+        """Stop the news of a request."""
+        if self._attachments.pop(attachment.call.call_id, None) is not None:
+            self._send(DetachRequest(attachment.call.call_id))
+
+    async def reserve_key(self, owner: str, key: str) -> KeyReply:
+        """Return the request that was begun with an idempotency key, or reserve the key for a new one.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        reply: KeyReply = await self._call(lambda call_id: ReserveKey(call_id, owner, key))
+        return reply
+
+    def release_key(self, owner: str, key: str) -> None:
+        """Let another request have a key that was reserved."""
+        self._send(ReleaseKey(owner, key))
+
+    async def claim(self, limit: int) -> Sequence[ClaimedRequest]:
+        """Take over requests whose frontend is gone.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        reply: ClaimReply = await self._call(lambda call_id: ClaimRequests(call_id, limit))
+        return reply.requests
+
     def close(self) -> None:
         """Close the connection. Calls without a reply fail."""
+        self.log.close()
         for pending in self._pending.values():
             if not pending.reply.done():
                 pending.reply.set_exception(StoreError("the server is shutting down"))
@@ -182,7 +291,7 @@ class StoreClient:
             self._peer.close()
         self._context.term()
 
-    async def _call(self, make_call: Callable[[int], StoreCall], size: int = 0) -> ObjectReply:
+    async def _call(self, make_call: Callable[[int], StoreCall], size: int = 0) -> Any:
         """Send a call, again if the store crashes, and return its reply.
 
         Raises:
@@ -204,7 +313,7 @@ class StoreClient:
             if self._connected.is_set():
                 self._send(call)
             async with asyncio.timeout(REPLY_S):
-                reply = cast(ObjectReply, await future)
+                reply = await future
         except TimeoutError:
             raise StoreError("the store does not answer") from None
         finally:
@@ -215,19 +324,51 @@ class StoreClient:
         return reply
 
     def _send(self, message: msgspec.Struct) -> None:
-        assert self._peer is not None
-        self._peer.send(message)
+        if self._peer is not None:
+            self._peer.send(message)
 
     def _receive(self, message: FromStore) -> None:
         match message:
             case StoreHello():
-                self.state = message.state
+                self._set_state(message.state)
+                self.log.greet()
+            case SessionOpened():
+                self.log.record_opened(message.last_number)
                 self._connected.set()
-                for pending in list(self._pending.values()):
-                    self._send(pending.call)
+                self._send_again()
+            case Logged():
+                self.log.acknowledge(message.number)
             case StateChanged():
-                self.state = message.state
-            case ObjectReply():
-                pending_call = self._pending.get(message.call_id)
-                if pending_call is not None and not pending_call.reply.done():
-                    pending_call.reply.set_result(message)
+                self._set_state(message.state)
+            case RequestNews():
+                if (attachment := self._attachments.get(message.call_id)) is not None:
+                    attachment.on_news(message)
+            case ReadersChanged():
+                self.log.set_num_readers(message.request_id, message.owner, message.num_readers)
+            case ObjectReply() | RequestState() | KeyReply() | ClaimReply():
+                self._receive_reply(message)
+
+    def _receive_reply(self, reply: ObjectReply | RequestState | KeyReply | ClaimReply) -> None:
+        pending = self._pending.get(reply.call_id)
+        if pending is not None and not pending.reply.done():
+            pending.reply.set_result(reply)
+        if isinstance(reply, RequestState) and reply.call_id in self._attachments:
+            # It has everything so far, and must be applied before the news that follow. If the store was restarted,
+            # this is another reply to the same call.
+            states = enumerate(reply.streams)
+            news = [StreamNews(position, 0, each.tokens, each.end) for position, each in states]
+            is_gone = not reply.record
+            self._attachments[reply.call_id].on_news(RequestNews(reply.call_id, news, is_gone))
+
+    def _send_again(self) -> None:
+        """Send everything that the store may not have received, or has forgotten."""
+        for pending in list(self._pending.values()):
+            self._send(pending.call)
+        for call_id, attachment in self._attachments.items():
+            if call_id not in self._pending:
+                self._send(attachment.call)
+
+    def _set_state(self, state: StoreState) -> None:
+        self.state = state
+        if state.num_orphans:
+            self.on_orphans()

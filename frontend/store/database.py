@@ -46,6 +46,32 @@ MIGRATIONS: Final = (
     CREATE INDEX object_parents ON objects (kind, owner, parent, position);
     CREATE INDEX object_ages ON objects (changed);
     """,
+    """
+    CREATE TABLE requests (
+        position INTEGER PRIMARY KEY AUTOINCREMENT,
+        owner TEXT NOT NULL,
+        id TEXT NOT NULL,
+        key TEXT NOT NULL,
+        session BLOB NOT NULL,
+        numbers BLOB NOT NULL,
+        num_starts INTEGER NOT NULL,
+        claimed_at INTEGER NOT NULL,
+        is_finished INTEGER NOT NULL,
+        created REAL NOT NULL,
+        changed REAL NOT NULL,
+        size INTEGER NOT NULL,
+        state BLOB NOT NULL
+    );
+    CREATE UNIQUE INDEX request_ids ON requests (owner, id);
+    CREATE INDEX request_keys ON requests (owner, key) WHERE key != '';
+    CREATE INDEX unfinished_requests ON requests (position) WHERE NOT is_finished;
+    CREATE INDEX request_ages ON requests (changed) WHERE is_finished;
+    CREATE TABLE records (owner TEXT NOT NULL, id TEXT NOT NULL, record BLOB NOT NULL, UNIQUE (owner, id));
+    CREATE TABLE sessions (
+        id BLOB PRIMARY KEY, run TEXT NOT NULL, client INTEGER NOT NULL, last_number INTEGER NOT NULL
+    );
+    CREATE TABLE log (position INTEGER PRIMARY KEY, session BLOB NOT NULL, entry BLOB NOT NULL);
+    """,
 )
 """Script i changes a database of version i to version i + 1. A new database has version 0."""
 
@@ -125,6 +151,13 @@ class Database:
         elif not self.trouble:
             self.trouble = f"{self._path or 'the store in memory'} cannot be written: {error}"
             logger.error("%s; requests continue without durability", self.trouble)
+
+    def give_back_pages(self, num_pages: int) -> None:
+        """Return up to so many free pages of the file to the file system."""
+        try:
+            self.connection.execute(f"PRAGMA incremental_vacuum({num_pages})").fetchall()
+        except sqlite3.Error as error:
+            self.record_failure(error)
 
     def close(self) -> None:
         """Close the connection and release the lock."""

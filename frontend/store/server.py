@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import zmq
 
@@ -21,9 +22,27 @@ from ...protocol.store.messages import (
     StoreState,
     ToStore,
 )
-from ...protocol.transport import Hub
+from ...protocol.store.requests import (
+    AttachRequest,
+    BeginRequest,
+    ClaimRequests,
+    DetachRequest,
+    KeyReply,
+    LogEntry,
+    Logged,
+    OpenSession,
+    ReadersChanged,
+    ReleaseKey,
+    RequestNews,
+    RequestState,
+    ReserveKey,
+    SessionOpened,
+)
+from ...protocol.transport import FrameTooLarge, Hub
 from .database import Database
+from .live_requests import ORPHAN, LiveRequest
 from .objects import ROW_BYTES, Objects
+from .requests import Requests
 
 TURN_MESSAGES: Final = 256
 """Maximum number of messages that are applied in one transaction."""
@@ -31,7 +50,7 @@ TURN_BYTES: Final = 64 * 1024 * 1024
 """Maximum size of the objects that are written in one transaction."""
 
 EVICT_S: Final = 10.0
-"""Seconds between searches for objects that are too old."""
+"""Seconds between searches for what is too old."""
 
 REPORT_S: Final = 1.0
 """Minimum seconds between reports of a changed size."""
@@ -42,7 +61,15 @@ LOW_WATER: Final = 0.9
 VACUUM_PAGES: Final = 256
 """Free pages that are returned to the file system at once."""
 
+Sent: TypeAlias = tuple[bytes, FromStore]
+"""The identity of a frontend, and a message for it."""
+
 Call = tuple[bytes, ObjectCall]
+
+Message = TypeVar("Message")
+
+_ENTRIES: Final = get_args(LogEntry)
+_OBJECT_CALLS: Final = get_args(ObjectCall)
 
 
 class StoreServer:
@@ -56,6 +83,10 @@ class StoreServer:
         self._limits = config.store
         self._database = Database(config.store.path)
         self._objects = Objects(self._database)
+        self._requests = Requests(self._database, config.run_dir)
+        self._sessions: dict[bytes, bytes] = {}
+        """The session of each connected frontend, by identity."""
+        self._attached: dict[tuple[bytes, int], LiveRequest] = {}
         self._num_evicted = 0
         self._evict_at = 0.0
         self._known = StoreState()
@@ -76,20 +107,41 @@ class StoreServer:
     def turn(self) -> None:
         """Apply the messages that have arrived, commit, and reply."""
         calls: list[Call] = []
-        num_bytes = 0
-        while len(calls) < TURN_MESSAGES and num_bytes < TURN_BYTES:
+        others: list[tuple[bytes, ToStore]] = []
+        replies: list[Sent] = []
+        logged: set[bytes] = set()
+        num_messages = num_bytes = 0
+        while num_messages < TURN_MESSAGES and num_bytes < TURN_BYTES:
             if (received := self._hub.receive()) is None:
                 break
+            num_messages += 1
             identity, message = received
             if message is None:
-                self._peers.add(identity)
-                self._hub.send(identity, StoreHello(self._state()))
-                continue
-            calls.append((identity, message))
-            if isinstance(message, PutObject):
-                num_bytes += len(message.data)
-        for identity, reply in self._apply(calls):
-            self._hub.send(identity, reply)
+                self._greet(identity)
+            elif isinstance(message, _ENTRIES):
+                self._apply_entry(identity, message)
+                logged.add(identity)
+            elif isinstance(message, _OBJECT_CALLS):
+                calls.append((identity, message))
+                if isinstance(message, PutObject):
+                    num_bytes += len(message.data)
+            elif isinstance(message, OpenSession):
+                self._open_session(identity, message)
+            elif isinstance(message, ClaimRequests):
+                replies += self._try(self._claim, identity, message)
+            else:
+                others.append((identity, message))
+        replies += self._commit(calls)
+        for identity in logged:
+            if (
+                opened := self._requests.sessions.get(self._sessions.get(identity, b""))
+            ) is not None:
+                replies.append((identity, Logged(opened.last_number)))
+        for identity, message in others:
+            replies += self._try(self._answer, identity, message)
+        replies += self._news()
+        for identity, reply in replies:
+            self._send(identity, reply)
         self._evict_old()
         self._report_changes()
 
@@ -98,28 +150,61 @@ class StoreServer:
         self._hub.close()
         self._database.close()
 
-    def _apply(self, calls: list[Call]) -> list[tuple[bytes, FromStore]]:
-        """Apply calls in one transaction, and return the replies to send after it."""
-        if not calls:
-            return []
-        replies: list[tuple[bytes, FromStore]] = []
+    def _send(self, identity: bytes, message: FromStore) -> None:
+        try:
+            self._hub.send(identity, message)
+        except FrameTooLarge as error:
+            if isinstance(message, RequestState):
+                self._hub.send(identity, RequestState(message.call_id, error=str(error)))
 
-        def apply_all() -> None:
+    def _greet(self, identity: bytes) -> None:
+        self._peers.add(identity)
+        for reader in [reader for reader in self._attached if reader[0] == identity]:
+            self._detach(reader)
+        self._sessions.pop(identity, None)
+        self._hub.send(identity, StoreHello(self._state()))
+
+    def _open_session(self, identity: bytes, message: OpenSession) -> None:
+        self._sessions[identity] = message.session
+        last_number = self._requests.open_session(message.session, message.client_index, identity)
+        self._hub.send(identity, SessionOpened(last_number))
+
+    def _apply_entry(self, identity: bytes, entry: LogEntry) -> None:
+        session = self._sessions.get(identity)
+        if session is None:
+            return
+        if isinstance(entry, BeginRequest) and not self._has_room(len(entry.record)):
+            # The request is served without being kept.
+            self._requests.skip(session, entry)
+            return
+        self._requests.apply(session, entry)
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether a request fits, if all finished ones are deleted for it."""
+        return self._requests.num_unfinished_bytes + size < self._limits.size_limit * LOW_WATER
+
+    def _commit(self, calls: list[Call]) -> list[Sent]:
+        """Apply calls and write the changes of requests in one transaction. Return the replies to the calls."""
+        replies: list[Sent] = []
+
+        def write_all() -> None:
             replies.clear()
+            if self._requests.has_statements:
+                self._requests.write()
+                self._make_room(0)
             for identity, call in calls:
-                replies.append((identity, self._apply_one(call)))
+                replies.append((identity, self._apply_call(call)))
 
-        if not all(_only_reads(call) for _, call in calls):
-            if self._database.may_write and self._database.write(apply_all):
+        if self._requests.has_statements or not all(_only_reads(call) for _, call in calls):
+            if self._database.may_write and self._database.write(write_all):
+                self._requests.record_write()
                 return replies
-            # The size was counted for a transaction that did not take place.
+            # The sizes were counted for a transaction that did not take place.
             self._objects.count()
-        replies.clear()
-        for identity, call in calls:
-            replies.append((identity, self._read(call)))
-        return replies
+            self._requests.record_lost_write()
+        return [(identity, self._read(call)) for identity, call in calls]
 
-    def _apply_one(self, call: ObjectCall) -> ObjectReply:
+    def _apply_call(self, call: ObjectCall) -> ObjectReply:
         if isinstance(call, PutObject):
             size = len(call.data) + ROW_BYTES
             if size > self._limits.size_limit * LOW_WATER:
@@ -140,43 +225,140 @@ class StoreServer:
             self._database.record_failure(error)
             return ObjectReply(call.call_id, error=self._database.trouble)
 
+    def _answer(self, identity: bytes, message: ToStore) -> list[Sent]:
+        """Return the replies to a message about requests."""
+        session = self._sessions.get(identity, b"")
+        match message:
+            case AttachRequest():
+                return self._attach(identity, message)
+            case DetachRequest():
+                return self._detach((identity, message.call_id))
+            case ReserveKey():
+                try:
+                    return [(identity, self._requests.reserve_key(session, message))]
+                except sqlite3.Error as error:
+                    self._database.record_failure(error)
+                    return [(identity, KeyReply(message.call_id, error=self._database.trouble))]
+            case ReleaseKey():
+                self._requests.release_key(message.owner, message.key)
+        return []
+
+    def _attach(self, identity: bytes, call: AttachRequest) -> list[Sent]:
+        name = (call.owner, call.request_id)
+        request = self._requests.live.by_name.get(name)
+        states = self._requests.find_finished(*name) if request is None else request.states
+        record = b"" if states is None else self._requests.find_record(*name)
+        if states is None or not record:
+            return [(identity, RequestState(call.call_id))]
+        replies: list[Sent] = [(identity, RequestState(call.call_id, record, states))]
+        if request is not None:
+            reader = (identity, call.call_id)
+            request.readers[reader] = [
+                -1 if stream.end is not None else len(stream.tokens) for stream in request.streams
+            ]
+            self._attached[reader] = request
+            replies += self._report_readers(request)
+        return replies
+
+    def _detach(self, reader: tuple[bytes, int]) -> list[Sent]:
+        request = self._attached.pop(reader, None)
+        if request is None:
+            return []
+        request.readers.pop(reader, None)
+        return self._report_readers(request)
+
+    def _report_readers(self, request: LiveRequest) -> list[Sent]:
+        """Return the message that tells the owner of a request how many clients read it."""
+        owner = self._requests.sessions.get(request.session)
+        if owner is None or request.session == ORPHAN:
+            return []
+        num_readers = len(request.readers)
+        return [(owner.identity, ReadersChanged(request.request_id, request.owner, num_readers))]
+
+    def _news(self) -> list[Sent]:
+        """Return what readers have not received."""
+        live = self._requests.live
+        news: list[Sent] = []
+        for request in live.changed:
+            request.is_changed = False
+            is_over = live.by_name.get(request.name) is not request
+            for reader in list(request.readers):
+                if (new := request.take_news(reader)) is not None:
+                    news.append((reader[0], new))
+                if is_over:
+                    if not request.has_ended:
+                        news.append((reader[0], RequestNews(reader[1], [], is_gone=True)))
+                    self._attached.pop(reader, None)
+        live.changed.clear()
+        return news
+
+    def _try(
+        self, answer: Callable[[bytes, Message], list[Sent]], identity: bytes, message: Message
+    ) -> list[Sent]:
+        """Return the replies to a message. If the database fails, there are none, and the frontend waits in vain."""
+        try:
+            return answer(identity, message)
+        except sqlite3.Error as error:
+            self._database.record_failure(error)
+            return []
+
+    def _claim(self, identity: bytes, call: ClaimRequests) -> list[Sent]:
+        session = self._sessions.get(identity)
+        return [] if session is None else [(identity, self._requests.claim(session, call))]
+
+    @property
+    def _size(self) -> int:
+        return self._objects.num_bytes + self._requests.size
+
     def _make_room(self, size: int) -> None:
         limit = self._limits.size_limit
-        if self._objects.num_bytes + size <= limit:
+        if self._size + size <= limit:
             return
         before = time.time() + 1
-        while self._objects.num_bytes + size > limit * LOW_WATER:
-            if not self._objects.evict_oldest(before):
+        while self._size + size > limit * LOW_WATER:
+            if not self._evict_oldest(before):
                 break
-            self._num_evicted += 1
+
+    def _evict_oldest(self, before: float) -> bool:
+        """Delete the oldest object or finished request, if it is older than `before`. Return whether there was one."""
+        ages = [
+            (age, table)
+            for table in (self._objects, self._requests)
+            if (age := table.oldest_change()) is not None and age < before
+        ]
+        if not ages:
+            return False
+        _, table = min(ages, key=lambda item: item[0])
+        table.evict_oldest(before)
+        self._num_evicted += 1
+        return True
 
     def _evict_old(self) -> None:
-        """Delete objects that are too old, from time to time and in the background of other work."""
+        """Delete what is too old, from time to time and in the background of other work."""
         if time.monotonic() < self._evict_at or not self._database.may_write:
             return
         before = time.time() - self._limits.max_age_s
-        oldest = self._objects.oldest_change()
-        if oldest is not None and oldest < before:
+        is_done = True
 
-            def evict() -> None:
-                for _ in range(TURN_MESSAGES):
-                    if not self._objects.evict_oldest(before):
-                        self._evict_at = time.monotonic() + EVICT_S
-                        return
-                    self._num_evicted += 1
+        def evict() -> None:
+            nonlocal is_done
+            is_done = not all(self._evict_oldest(before) for _ in range(TURN_MESSAGES))
 
-            if not self._database.write(evict):
-                self._objects.count()
-        else:
+        if not self._database.write(evict):
+            self._objects.count()
+            self._requests.count()
+        if is_done:
             self._evict_at = time.monotonic() + EVICT_S
-        if self._database.is_file and not self._database.trouble:
-            self._database.connection.execute(
-                f"PRAGMA incremental_vacuum({VACUUM_PAGES})"
-            ).fetchall()
+            if self._database.is_file and not self._database.trouble:
+                self._database.give_back_pages(VACUUM_PAGES)
 
     def _report_changes(self) -> None:
         state, now = self._state(), time.monotonic()
-        if state == self._known or (state.trouble == self._known.trouble and now < self._report_at):
+        is_urgent = (state.trouble, state.num_orphans) != (
+            self._known.trouble,
+            self._known.num_orphans,
+        )
+        if state == self._known or (not is_urgent and now < self._report_at):
             return
         self._known, self._report_at = state, now + REPORT_S
         for identity in self._peers:
@@ -185,9 +367,12 @@ class StoreServer:
     def _state(self) -> StoreState:
         return StoreState(
             self._database.trouble,
-            self._objects.num_bytes,
+            self._size,
             self._objects.num_objects,
             self._num_evicted,
+            self._requests.num_finished,
+            len(self._requests.live),
+            self._requests.live.num_orphans,
         )
 
 

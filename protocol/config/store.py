@@ -43,6 +43,16 @@ class StoreConfig(msgspec.Struct, frozen=True):
         option("Seconds that stored objects and answers are kept", name="--store-max-age", ge=1),
     ] = 30 * 86400.0
 
+    resume_grace_s: Annotated[
+        float,
+        option("Seconds that a request goes on after its client is gone", ge=0, le=86400),
+    ] = 0.0
+
+    @property
+    def keeps_requests(self) -> bool:
+        """True if requests and their tokens are recorded."""
+        return self.path is not None or self.resume_grace_s > 0
+
     @property
     def size_limit(self) -> int:
         """The maximum size in bytes."""

@@ -10,6 +10,23 @@ from typing import TypeAlias
 
 import msgspec
 
+from .requests import (
+    AttachRequest,
+    ClaimReply,
+    ClaimRequests,
+    DetachRequest,
+    KeyReply,
+    LogEntry,
+    Logged,
+    OpenSession,
+    ReadersChanged,
+    ReleaseKey,
+    RequestNews,
+    RequestState,
+    ReserveKey,
+    SessionOpened,
+)
+
 # frontend -> store
 
 
@@ -72,10 +89,10 @@ class ListObjects(msgspec.Struct, tag="list", array_like=True, gc=False, frozen=
 
 ObjectCall: TypeAlias = PutObject | GetObject | DeleteObject | DeleteChildren | ListObjects
 
-StoreCall: TypeAlias = ObjectCall
+StoreCall: TypeAlias = ObjectCall | AttachRequest | ReserveKey | ClaimRequests
 """Calls that the store answers."""
 
-ToStore: TypeAlias = StoreCall
+ToStore: TypeAlias = StoreCall | LogEntry | OpenSession | DetachRequest | ReleaseKey
 
 # store -> frontend
 
@@ -92,13 +109,18 @@ class StoredObject(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class StoreState(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The state of the store.
 
-    `trouble` is why the file of `--store` is not written, if there is a reason; "" if all is well.
+    `trouble` is why the file of `--store` is not written, if there is a reason; "" if all is well. `num_requests`
+    counts the requests whose answers are kept, `num_unfinished` those that are being generated, and `num_orphans` those
+    of them whose frontend is gone.
     """
 
     trouble: str = ""
     num_bytes: int = 0
     num_objects: int = 0
     num_evicted: int = 0
+    num_requests: int = 0
+    num_unfinished: int = 0
+    num_orphans: int = 0
 
 
 class StoreHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
@@ -127,4 +149,15 @@ class ObjectReply(msgspec.Struct, tag="objects", array_like=True, gc=False, froz
     error: str = ""
 
 
-FromStore: TypeAlias = StoreHello | StateChanged | ObjectReply
+FromStore: TypeAlias = (
+    StoreHello
+    | StateChanged
+    | ObjectReply
+    | SessionOpened
+    | Logged
+    | RequestState
+    | RequestNews
+    | KeyReply
+    | ClaimReply
+    | ReadersChanged
+)

@@ -54,7 +54,7 @@ class FrontendProcess:
         scheduler: SchedulerConfig | None = None,
         epoch: int = FIRST_EPOCH,
         tokenizer_path: str | None = None,
-        store_path: Path | None = None,
+        store: StoreConfig | None = None,
         **frontend: Any,
     ) -> None:
         self._send_buffer = send_buffer
@@ -80,8 +80,8 @@ class FrontendProcess:
                 eos_token_ids=(tokenizer.eos_token_id,),
             ),
             scheduler=scheduler or SchedulerConfig(),
-            store=StoreConfig(path=None if store_path is None else str(store_path)),
             frontend=FrontendConfig(**frontend),
+            store=store or StoreConfig(),
         )
         self._log = self.run_dir / "log"
         self._context: zmq.Context[Any] = zmq.Context()

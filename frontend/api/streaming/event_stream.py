@@ -156,7 +156,7 @@ class EventStream:
         self._group, self._chunks = group, chunks
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            with ClientWatch(receive, group) as watch:
+            with ClientWatch(receive, group, lambda: self._end(None)) as watch:
                 first = await self._read_first()
                 self._started = True
                 self._connection.begin_stream()

@@ -139,7 +139,7 @@ class CoreConnection:
         """Return whether the core of that epoch exited without naming requests and without a requested restart."""
         return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
-    def _reconnect(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect because outputs are missing or invalid.
 
         The core then drops this frontend's requests and sends a new greeting.
@@ -295,7 +295,7 @@ class CoreConnection:
         except Exception:
             logger.exception("core %d sent invalid outputs; reconnecting", self.core_index)
             self._num_dropped_messages += 1
-            self._reconnect()
+            self.reconnect()
 
     def _receive_load_update(self, update: ReplicaLoadUpdate) -> None:
         try:

@@ -13,6 +13,7 @@ from engine.frontend.api.schema import BatchChatCompletionRequest
 from engine.frontend.api.serving import Serving
 from engine.frontend.chat import ModelTemplates, choose_formats
 from engine.frontend.client.engine_client import EngineClient
+from engine.frontend.store.client import StoreClient
 from engine.protocol.config import SchedulerConfig, SpeculativeConfig
 from support.engine_fixtures import engine_config, on_event_loop, opened, smollm2_tokenizer
 
@@ -31,7 +32,8 @@ async def test_conversations_of_a_batch_share_constraint_and_prediction(
     engine = opened(EngineClient(config, 0, tokenizer))
     templates = ModelTemplates(tokenizer)
     formats = choose_formats(config.frontend, templates.choose(with_tools=True))
-    serving = Serving(config, tokenizer, templates, formats, engine)
+    store = opened(StoreClient(config, 0))
+    serving = Serving(config, tokenizer, templates, formats, engine, store)
     opened(serving.grammar_checks)
     calls: list[str] = []
 

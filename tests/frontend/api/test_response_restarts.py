@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from engine.protocol.config import StoreConfig
 from support.frontend_process import MODEL, FrontendProcess
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,10 @@ NUM_BEFORE = 5
 @pytest.mark.timeout(120)
 def test_background_response_survives_the_death_of_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
-    with FrontendProcess(step_s=0.05, store_path=path) as frontend, frontend.client() as client:
+    with (
+        FrontendProcess(step_s=0.05, store=StoreConfig(path=str(path))) as frontend,
+        frontend.client() as client,
+    ):
         first = client.responses.create(model=MODEL, input="Hello", max_output_tokens=1)
         num_tokens = len(frontend.tokenizer.encode(TEXT))
         stream = client.responses.create(
@@ -25,7 +29,10 @@ def test_background_response_survives_the_death_of_all_processes(tmp_path: Path)
         )
         before = [next(stream) for _ in range(NUM_BEFORE)]
         frontend.process.kill()
-    with FrontendProcess(store_path=path) as frontend, frontend.client() as client:
+    with (
+        FrontendProcess(store=StoreConfig(path=str(path))) as frontend,
+        frontend.client() as client,
+    ):
         identifier = before[0].response.id
         after = list(
             client.responses.retrieve(identifier, stream=True, starting_after=NUM_BEFORE - 1)

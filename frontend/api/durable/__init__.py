@@ -1,0 +1,1 @@
+"""Requests that outlive their clients and their frontends."""

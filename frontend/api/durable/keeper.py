@@ -1,0 +1,174 @@
+"""Keeps one request for its client and for the next server, if the options ask for it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+from starlette._utils import get_route_path
+from starlette.types import Receive, Scope
+
+from ...client.engine_client import BeginRecording, RequestGroup
+from ...client.recording import Recording
+from ...http.errors import APIError
+from ..generation import PreparedPrompt
+from ..serving import Serving
+from .event_ids import EventPosition, read_last_event_id
+from .mirror import verify_same_request
+from .records import RecordedBody, RequestRecord, read_idempotency_key, wall_deadline
+from .resumption import Resumption, find_resumption
+
+
+class Keeper:
+    """Records one request. Enter it while the request is submitted.
+
+    Without `--store` and `--resume-grace` it does nothing. A request with log-probabilities or a beam search is not
+    recorded, because its answer is more than its tokens.
+    """
+
+    def __init__(self, serving: Serving, scope: Scope, *, is_on: bool = True) -> None:
+        self._serving = serving
+        self._scope = scope
+        self._owner: str = scope["state"]["owner"]
+        self._is_on = is_on and serving.config.store.keeps_requests
+        self._body: RecordedBody | None = None
+        self._key = ""
+        self._holds_key = False
+        self._is_kept = False
+
+    def read_position(self) -> EventPosition | None:
+        """Return where a client that returns continues its stream; None for a new request.
+
+        Raises:
+            APIError: The header is invalid (400).
+        """
+        return read_last_event_id(self._scope) if self._is_on else None
+
+    async def find_resumption(self, position: EventPosition) -> Resumption:
+        """Return the request whose stream the client continues.
+
+        Raises:
+            APIError: There is none for this client and route (404).
+        """
+        found = await find_resumption(self._serving, position.request_id, self._owner, position)
+        if not _is_same_route(found.record.path, get_route_path(self._scope)):
+            with found:
+                raise APIError(
+                    404,
+                    f"Last-Event-ID names a request of {found.record.path}; send it there",
+                    code="request_not_found",
+                )
+        return found
+
+    def watch_body(self, receive: Receive) -> Receive:
+        """Return a `receive` that also records the body."""
+        if not self._is_on:
+            return receive
+        self._body = RecordedBody(receive)
+        return self._body
+
+    def make_record(
+        self,
+        prompts: list[PreparedPrompt],
+        *,
+        prefix: str,
+        tenant: str,
+        deadline: float,
+        trace_headers: dict[str, str] | None,
+    ) -> RequestRecord:
+        """Return what is recorded about a request, as yet without its seeds.
+
+        Raises:
+            APIError: The idempotency key is invalid (400).
+        """
+        state = self._scope["state"]
+        params = prompts[0].params
+        self._is_kept = self._is_on and params.logprobs is None and params.prompt_logprobs is None
+        body, path = b"", ""
+        answer_id = f"{prefix}-{state['request_id']}"
+        if self._is_kept and self._body is not None:
+            body, path = self._body.take(), get_route_path(self._scope)
+            self._key = read_idempotency_key(self._scope)
+            if state["has_given_id"]:
+                # Clients and proxies repeat the IDs that they give.
+                answer_id += f"-{secrets.token_hex(8)}"
+        return RequestRecord(
+            path,
+            body,
+            answer_id,
+            state["request_id"],
+            int(time.time()),
+            tenant,
+            state["cache_owner"],
+            wall_deadline(deadline),
+            [],
+            self._serving.fingerprint,
+            trace_headers,
+        )
+
+    async def find_same_request(self, record: RequestRecord) -> Resumption | None:
+        """Return the request that had the client's idempotency key before; None if there is none.
+
+        Raises:
+            APIError: It was another request (422), or is not accepted yet (409).
+            StoreError: The store does not answer (503).
+        """
+        if not self._key:
+            return None
+        reply = await self._serving.store.reserve_key(self._owner, self._key)
+        if reply.is_busy:
+            raise APIError(
+                409,
+                "A request with this Idempotency-Key is being accepted at the moment; retry later",
+                type="conflict_error",
+                headers={"retry-after": "1"},
+            )
+        if not reply.request_id:
+            self._holds_key = True
+            return None
+        found = await find_resumption(self._serving, reply.request_id, self._owner)
+        try:
+            is_same = found.record.body == record.body
+            verify_same_request(is_same and _is_same_route(found.record.path, record.path))
+        except APIError:
+            with found:
+                raise
+        return found
+
+    def begin_recording(self, record: RequestRecord) -> BeginRecording | None:
+        """Return what begins the recording of the request; None if it is not recorded."""
+        if not self._is_kept:
+            return None
+        config = self._serving.config.store
+
+        def begin(group: RequestGroup) -> Recording:
+            self._holds_key = False
+            return self._serving.store.log.begin(
+                group,
+                record.answer_id,
+                self._owner,
+                encode_record(record, group),
+                key=self._key,
+                grace_s=config.resume_grace_s,
+            )
+
+        return begin
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        if self._holds_key:
+            self._serving.store.release_key(self._owner, self._key)
+            self._holds_key = False
+
+
+def encode_record(record: RequestRecord, group: RequestGroup) -> bytes:
+    """Return a record with the seeds of a group."""
+    seeds = [sequence.request.sampling_params.seed or 0 for sequence in group.sequences]
+    return msgspec.msgpack.encode(msgspec.structs.replace(record, seeds=seeds))
+
+
+def _is_same_route(path: str, other: str) -> bool:
+    return path.removeprefix("/v1") == other.removeprefix("/v1")

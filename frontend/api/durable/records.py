@@ -1,0 +1,126 @@
+"""What is stored about a request, so that any frontend of the next server can continue it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Message, Receive, Scope
+
+from ...http.errors import APIError, bad_request, echo
+
+KEY_HEADER: Final = "Idempotency-Key"
+_KEY_HEADER: Final = KEY_HEADER.lower().encode()
+_KEY = re.compile(rb"[ -~]{1,255}")
+
+
+class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A request as it was received, and what its frontend chose.
+
+    Attributes:
+        path: The route.
+        body: The body as received.
+        answer_id: The ID in the answer.
+        request_id: The ID of the HTTP request.
+        created: The time of the answer, in seconds since 1970.
+        tenant: The tenant whose limits apply.
+        cache_owner: Who may share its cached prefixes.
+        deadline: In seconds since 1970; 0.0 for none.
+        seeds: The seed of each sequence.
+        fingerprint: `system_fingerprint` of the server, whose model chose the tokens.
+        trace_headers: The W3C trace context.
+    """
+
+    path: str
+    body: bytes
+    answer_id: str
+    request_id: str
+    created: int
+    tenant: str
+    cache_owner: bytes
+    deadline: float
+    seeds: list[int]
+    fingerprint: str
+    trace_headers: dict[str, str] | None = None
+
+
+_decode: Final = msgspec.msgpack.Decoder(RequestRecord).decode
+
+
+def decode_record(data: bytes) -> RequestRecord:
+    """Return the record of a request.
+
+    Raises:
+        APIError: It was written by a version with other fields (410).
+    """
+    try:
+        return _decode(data)
+    except msgspec.DecodeError:
+        raise APIError(
+            410, "This request was recorded by another version of the server; send it again"
+        ) from None
+
+
+def wall_deadline(deadline: float) -> float:
+    """Return a deadline of CLOCK_MONOTONIC in seconds since 1970; 0.0 stays 0.0."""
+    return deadline and time.time() + deadline - time.monotonic()
+
+
+def monotonic_deadline(deadline: float) -> float:
+    """Return a deadline in seconds since 1970 in CLOCK_MONOTONIC seconds; 0.0 stays 0.0."""
+    return deadline and max(time.monotonic() + deadline - time.time(), 1e-9)
+
+
+def read_idempotency_key(scope: Scope) -> str:
+    """Return the key in the header of a request; "" without the header.
+
+    Raises:
+        APIError: The key is too long or has other characters than ASCII's (400).
+    """
+    for name, value in scope["headers"]:
+        if name == _KEY_HEADER:
+            if _KEY.fullmatch(value) is None:
+                raise bad_request(
+                    KEY_HEADER,
+                    f"{KEY_HEADER} must have 1 to 255 printable ASCII characters, got {echo(value.decode('latin-1'))}",
+                )
+            return str(value, "ascii")
+    return ""
+
+
+class RecordedBody:
+    """Passes on what a client sends, and keeps the body."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._parts: list[bytes] = []
+
+    async def __call__(self) -> Message:
+        """Receive the next message."""
+        message = await self._receive()
+        if part := message.get("body"):
+            self._parts.append(part)
+        return message
+
+    def take(self) -> bytes:
+        """Return the body, once."""
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def replay_body(body: bytes, then: Receive) -> Callable[[], Awaitable[Any]]:
+    """Return a `receive` that returns a body, and after that what `then` returns."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await then()
+
+    return receive
+
+
+def recorded_scope(scope: Scope) -> Scope:
+    """Return the scope with which a recorded body is read: the headers are about another one."""
+    return {**scope, "headers": []}

@@ -1,0 +1,195 @@
+"""Continues the requests of frontends that are gone: those that crashed, and those of an earlier server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from ....protocol.errors import POISON_REQUEST
+from ....protocol.messages import FinishReason
+from ....protocol.store.requests import ClaimedRequest, StreamState
+from ...client.engine_client import RequestGroup, Sequence
+from ...client.recording import Recording
+from ...http.errors import APIError
+from ...store.client import StoreError
+from ..generation import PreparedPrompt, submit
+from ..schema import GenerationRequest
+from ..serving import Serving
+from .records import RequestRecord, decode_record, monotonic_deadline
+
+logger = logging.getLogger(__name__)
+
+CLAIMED_AT_ONCE: Final = 8
+"""Requests that are claimed in one call. Other frontends claim the next ones."""
+
+MAX_STARTS: Final = 3
+"""How often a request is continued without a new token in between."""
+
+RETRY_S: Final = 0.5
+"""Seconds before a request is submitted again for which the engine had no room."""
+
+StartGroup = Callable[[Any, list[PreparedPrompt]], Awaitable[RequestGroup]]
+"""Submits a request that was prepared again."""
+
+
+class Continuable(Protocol):
+    """An endpoint that can generate the rest of its requests."""
+
+    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
+        """Generate the rest of a request.
+
+        Raises:
+            APIError: It can no longer be prepared, or the engine does not accept it.
+        """
+
+
+class Recovery:
+    """Claims requests from the store, and continues them with the tokens that they have.
+
+    `endpoints` are those of the paths in the records.
+    """
+
+    def __init__(self, serving: Serving, endpoints: Mapping[str, Continuable]) -> None:
+        self._serving = serving
+        self._endpoints = endpoints
+        self._is_claiming = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Claim what there is, now and whenever a frontend is gone."""
+        self._serving.store.on_orphans = self._claim_soon
+        if self._serving.store.state.num_orphans:
+            self._claim_soon()
+
+    def close(self) -> None:
+        """Stop. The next server continues what has not ended."""
+        self._serving.store.on_orphans = lambda: None
+        for task in self._tasks:
+            task.cancel()
+
+    def _claim_soon(self) -> None:
+        if not self._is_claiming and not self._serving.engine.draining:
+            self._is_claiming = True
+            self._spawn(self._claim_all())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _claim_all(self) -> None:
+        try:
+            while claimed := await self._serving.store.claim(CLAIMED_AT_ONCE):
+                for request in claimed:
+                    self._spawn(self._continue(request))
+                logger.info("continuing %d requests of a frontend that is gone", len(claimed))
+        except StoreError as error:
+            logger.warning("requests of a frontend that is gone wait: %s", error)
+        finally:
+            self._is_claiming = False
+
+    async def _continue(self, claimed: ClaimedRequest) -> None:
+        try:
+            await self._generate(claimed)
+        except APIError as error:
+            self._fail(claimed, error.message)
+        except Exception:
+            logger.exception("request %s could not be continued", claimed.request_id)
+            self._fail(claimed, "the server was restarted and could not continue this request")
+
+    async def _generate(self, claimed: ClaimedRequest) -> None:
+        """Generate the rest of a request.
+
+        Raises:
+            APIError: That is not possible.
+        """
+        if claimed.num_starts > MAX_STARTS:
+            raise APIError(500, POISON_REQUEST)
+        record = decode_record(claimed.record)
+        endpoint = self._endpoints.get(record.path)
+        if record.fingerprint != self._serving.fingerprint or endpoint is None:
+            raise APIError(
+                410,
+                "the server was restarted with another model or version; send the request again",
+            )
+        while True:
+            try:
+                await endpoint.continue_request(record, partial(self._submit, claimed, record))
+                return
+            except APIError as error:
+                # There is no room at the moment.
+                if error.status != 503 or self._serving.engine.dead_reason is not None:
+                    raise
+            if self._serving.engine.draining:
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _submit(
+        self,
+        claimed: ClaimedRequest,
+        record: RequestRecord,
+        request: GenerationRequest,
+        prompts: list[PreparedPrompt],
+    ) -> RequestGroup:
+        return await submit(
+            self._serving,
+            request,
+            prompts,
+            record.request_id,
+            tenant=record.tenant,
+            cache_owner=record.cache_owner,
+            deadline=monotonic_deadline(record.deadline),
+            data_parallel_rank=None,
+            trace_headers=record.trace_headers,
+            seeds=record.seeds,
+            begin_recording=partial(self._adopt, claimed),
+        )
+
+    def _adopt(self, claimed: ClaimedRequest, group: RequestGroup) -> Recording:
+        """Give the sequences the tokens that they had, and begin to record what follows."""
+        recording = group.recording = self._serving.store.log.begin(
+            group,
+            claimed.request_id,
+            claimed.owner,
+            claimed.record,
+            grace_s=self._serving.config.store.resume_grace_s,
+            is_claimed=True,
+        )
+        for sequence, state in zip(group.sequences, claimed.streams, strict=True):
+            self._restore(sequence, state)
+        return recording
+
+    def _restore(self, sequence: Sequence, state: StreamState) -> None:
+        engine, end = self._serving.engine, state.end
+        sequence.token_ids = array("i", state.tokens)
+        if state.tokens:
+            sequence.request.output_token_ids = state.tokens
+            sequence.first_token_time = sequence.last_token_time = time.monotonic()
+        sequence.request.is_resubmitted = sequence.was_accepted = True
+        if end is not None:
+            reason = FinishReason(end.reason)
+            engine.finish_sequence(sequence, reason, stop_reason=end.stop_reason, error=end.error)
+            return
+        done = state.finished
+        if sequence.has_stop_strings:
+            ended_by_token = done is not None and done.reason is FinishReason.STOP
+            stop = sequence.find_stop_string(ended_by_token=ended_by_token)
+            if stop is not None:
+                engine.finish_sequence(sequence, FinishReason.STOP, stop_reason=stop)
+                return
+        if done is not None:
+            index = sequence.request_index
+            engine.finish_as_reported(sequence, msgspec.structs.replace(done, request_index=index))
+
+    def _fail(self, claimed: ClaimedRequest, error: str) -> None:
+        """End a request with an error, which its client gets when it returns."""
+        log = self._serving.store.log
+        num_tokens = [len(stream.tokens) // 4 for stream in claimed.streams]
+        log.fail_claimed(claimed.request_id, claimed.owner, num_tokens, error)

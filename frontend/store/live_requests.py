@@ -1,0 +1,280 @@
+"""The requests that are being generated, as the store knows them: their streams, sessions and readers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Final
+
+from ...protocol.messages import FinishedRequest, FinishReason
+from ...protocol.store.requests import (
+    AdoptRequest,
+    BeginRequest,
+    EndStream,
+    LogTokens,
+    MoveStream,
+    RequestNews,
+    StreamEnd,
+    StreamNews,
+    StreamState,
+)
+
+ORPHAN: Final = b""
+"""The session of a request whose frontend is gone."""
+
+ReaderId = tuple[bytes, int]
+"""The identity of a frontend, and the number of the call that attached the request."""
+
+
+class Stream:
+    """One sequence of a request."""
+
+    __slots__ = ("end", "finished", "request", "tokens")
+
+    def __init__(self, request: LiveRequest, state: StreamState | None = None) -> None:
+        self.request = request
+        self.tokens = array("i", b"" if state is None else state.tokens)
+        self.end: StreamEnd | None = None if state is None else state.end
+        self.finished: FinishedRequest | None = None if state is None else state.finished
+
+    @property
+    def state(self) -> StreamState:
+        """The stream as a message."""
+        return StreamState(self.tokens.tobytes(), self.end, self.finished)
+
+
+class LiveRequest:
+    """A request that has not ended.
+
+    Attributes:
+        session: The session that owns it, or `ORPHAN`.
+        numbers: The number of each stream in that session; empty between a claim and the adoption.
+        num_starts: Claims since the last token.
+        claimed_at: The number of its tokens at the last claim.
+        readers: How many tokens of each stream each reader has received, or -1 after the end of the stream.
+        size: The size of its record in bytes.
+        is_changed: Whether readers miss something.
+    """
+
+    __slots__ = (
+        "claimed_at",
+        "is_changed",
+        "key",
+        "num_starts",
+        "numbers",
+        "owner",
+        "readers",
+        "request_id",
+        "session",
+        "size",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        owner: str,
+        key: str,
+        session: bytes,
+        numbers: list[int],
+        states: list[StreamState | None],
+    ) -> None:
+        self.request_id = request_id
+        self.owner = owner
+        self.key = key
+        self.session = session
+        self.numbers = numbers
+        self.streams = [Stream(self, state) for state in states]
+        self.num_starts = self.claimed_at = self.size = 0
+        self.readers: dict[ReaderId, list[int]] = {}
+        self.is_changed = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The owner and the ID, which identify the request."""
+        return self.owner, self.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all streams."""
+        return sum(len(stream.tokens) for stream in self.streams)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all streams have ended."""
+        return all(stream.end is not None for stream in self.streams)
+
+    @property
+    def is_aborted(self) -> bool:
+        """True if a stream was aborted, so that nothing is left to be read."""
+        return any(s.end is not None and s.end.reason == FinishReason.ABORT for s in self.streams)
+
+    @property
+    def states(self) -> list[StreamState]:
+        """The streams as messages."""
+        return [stream.state for stream in self.streams]
+
+    def take_news(self, reader: ReaderId) -> RequestNews | None:
+        """Return what a reader has not received; None if there is nothing."""
+        news: list[StreamNews] = []
+        sent = self.readers[reader]
+        for position, stream in enumerate(self.streams):
+            start = sent[position]
+            if start < 0 or (len(stream.tokens) <= start and stream.end is None):
+                continue
+            tokens = stream.tokens[start:].tobytes()
+            news.append(StreamNews(position, start, tokens, stream.end))
+            sent[position] = -1 if stream.end is not None else len(stream.tokens)
+        return RequestNews(reader[1], news) if news else None
+
+
+class LiveRequests:
+    """All requests that have not ended, by name and by the numbers of their streams.
+
+    Attributes:
+        changed: Requests that changed since the caller last cleared this.
+        num_orphans: The number of requests whose frontend is gone.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[tuple[str, str], LiveRequest] = {}
+        self.changed: list[LiveRequest] = []
+        self._streams: dict[bytes, dict[int, Stream]] = {}
+        self.num_orphans = 0
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    @property
+    def orphans(self) -> list[LiveRequest]:
+        """The requests whose frontend is gone."""
+        return [request for request in self if request.session == ORPHAN]
+
+    def add_request(self, request: LiveRequest) -> None:
+        """Add a request and the numbers of its streams."""
+        self.by_name[request.name] = request
+        self.num_orphans += request.session == ORPHAN
+        self._map_streams(request)
+
+    def remove_request(self, request: LiveRequest) -> None:
+        """Remove a request."""
+        self._unmap_streams(request)
+        self.num_orphans -= request.session == ORPHAN
+        del self.by_name[request.name]
+
+    def end_session(self, session: bytes) -> list[LiveRequest]:
+        """Make all requests of a session orphans. Return them."""
+        orphans = [request for request in self if request.session == session]
+        for request in orphans:
+            self._unmap_streams(request)
+            request.session, request.numbers = ORPHAN, []
+        self.num_orphans += len(orphans)
+        self._streams.pop(session, None)
+        return orphans
+
+    def claim(self, request: LiveRequest, session: bytes) -> None:
+        """Give an orphan to a session."""
+        request.session = session
+        self.num_orphans -= 1
+
+    def begin(self, session: bytes, entry: BeginRequest) -> LiveRequest | None:
+        """Add a new request, or replace the one of this session. Return None if another session has it."""
+        known = self.by_name.get((entry.owner, entry.request_id))
+        if known is not None and known.session != session:
+            return None
+        numbers = array("i", entry.streams).tolist()
+        tokens = entry.tokens or [b""] * len(numbers)
+        states: list[StreamState | None] = [StreamState(each) for each in tokens]
+        request = LiveRequest(
+            entry.request_id, entry.owner, entry.key, session, numbers, states[: len(numbers)]
+        )
+        if known is not None:
+            self.remove_request(known)
+            request.readers = known.readers
+        self.add_request(request)
+        return request
+
+    def adopt(self, session: bytes, entry: AdoptRequest) -> LiveRequest | None:
+        """Set the numbers of a claimed request's streams. Return None if this session does not own it."""
+        request = self.by_name.get((entry.owner, entry.request_id))
+        numbers = array("i", entry.streams).tolist()
+        if request is None or request.session != session or len(numbers) != len(request.streams):
+            return None
+        self._unmap_streams(request)
+        request.numbers = numbers
+        self._map_streams(request)
+        return request
+
+    def append_tokens(self, session: bytes, entry: LogTokens) -> bool:
+        """Append tokens to their streams. Return whether any of them is known."""
+        streams = self._streams.get(session)
+        if not streams:
+            return False
+        numbers, tokens = array("i", entry.streams), array("i", entry.token_ids)
+        owners: Iterator[int] = iter(numbers)
+        if entry.num_tokens:
+            counts = array("i", entry.num_tokens)
+            if len(counts) != len(numbers) or sum(counts) != len(tokens):
+                return False
+            owners = chain.from_iterable(map(repeat, numbers, counts))
+        elif len(numbers) != len(tokens):
+            return False
+        find = streams.get
+        is_known = False
+        for number, token in zip(owners, tokens, strict=True):
+            if (stream := find(number)) is not None:
+                is_known = True
+                stream.tokens.append(token)
+                if stream.request.readers:
+                    self._mark(stream.request)
+        for done in entry.finished:
+            if (stream := find(done.request_index)) is not None:
+                stream.finished = done
+        return is_known
+
+    def move(self, session: bytes, entry: MoveStream) -> None:
+        """Change the number of a stream, and forget its tokens beyond those that its client may have."""
+        streams = self._streams.get(session, {})
+        stream = streams.pop(entry.old, None)
+        if stream is None:
+            return
+        streams[entry.new] = stream
+        request = stream.request
+        request.numbers[request.numbers.index(entry.old)] = entry.new
+        del stream.tokens[entry.num_tokens :]
+        stream.finished = None
+        for sent in request.readers.values():
+            position = request.streams.index(stream)
+            # Its tokens will be the same, so a reader that has more of them only waits.
+            sent[position] = min(sent[position], len(stream.tokens))
+
+    def end(self, session: bytes, entry: EndStream) -> LiveRequest | None:
+        """End a stream. Return its request; None if it is unknown."""
+        stream = self._streams.get(session, {}).pop(entry.stream, None)
+        if stream is None:
+            return None
+        del stream.tokens[entry.end.num_tokens :]
+        stream.end = entry.end
+        self._mark(stream.request)
+        return stream.request
+
+    def _mark(self, request: LiveRequest) -> None:
+        if not request.is_changed:
+            request.is_changed = True
+            self.changed.append(request)
+
+    def _map_streams(self, request: LiveRequest) -> None:
+        if request.numbers:
+            streams = self._streams.setdefault(request.session, {})
+            for number, stream in zip(request.numbers, request.streams, strict=True):
+                if stream.end is None:
+                    streams[number] = stream
+
+    def _unmap_streams(self, request: LiveRequest) -> None:
+        streams = self._streams.get(request.session, {})
+        for number in request.numbers:
+            streams.pop(number, None)

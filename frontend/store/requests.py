@@ -1,0 +1,428 @@
+"""The tables of requests: a row for each, and a log of what changed in those that are being generated.
+
+The state of unfinished requests is in memory. The log has what changed since the last checkpoint, which writes the
+whole state into the rows and empties the log. So a step of all streams is one row, and a finished request is one row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from array import array
+from typing import Any, Final
+
+import msgspec
+
+from ...protocol.store.requests import (
+    AdoptRequest,
+    BeginRequest,
+    ClaimedRequest,
+    ClaimReply,
+    ClaimRequests,
+    EndStream,
+    KeyReply,
+    LogEntry,
+    LogTokens,
+    MoveStream,
+    ReserveKey,
+    StreamState,
+)
+from .database import Database
+from .live_requests import LiveRequest, LiveRequests
+
+ROW_BYTES: Final = 512
+"""Approximate size of a request without its record and its tokens."""
+
+CHECKPOINT_BYTES: Final = 4 * 1024 * 1024
+"""Size of the log at which it is replaced by the state of the unfinished requests."""
+IDLE_BYTES: Final = 64 * 1024
+"""The same, while no request is unfinished."""
+
+Statement = tuple[str, tuple[object, ...]]
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_states: Final = msgspec.msgpack.Decoder(list[StreamState]).decode
+_decode_entry: Final = msgspec.msgpack.Decoder(LogEntry).decode
+
+
+class Session(msgspec.Struct):
+    """A frontend process. `identity` is that of its connection; b"" while it is not connected."""
+
+    client_index: int
+    last_number: int
+    identity: bytes = b""
+
+
+class Requests:
+    """The requests of all frontends.
+
+    Entries change the state in memory at once. What they change in the database is collected, and written by `write` in
+    a transaction. If that fails, `record_lost_write` says so, and the next checkpoint writes everything.
+
+    Attributes:
+        live: The requests that have not ended.
+        sessions: The sessions of this engine's frontends.
+    """
+
+    def __init__(self, database: Database, run: str) -> None:
+        self._database = database
+        self._run = run
+        self.live = LiveRequests()
+        self.sessions: dict[bytes, Session] = {}
+        self._reserved: dict[tuple[str, str], tuple[bytes, int]] = {}
+        """The keys of requests that have not begun, and the calls that reserved them."""
+        self._statements: list[Statement] = []
+        self._begun: list[LiveRequest] = []
+        self._log_bytes = 0
+        self._is_stale = self._has_checkpoint = False
+        self.num_bytes = self.num_finished = 0
+        try:
+            self._load()
+        except sqlite3.DatabaseError as error:
+            database.record_failure(error)
+            self.live = LiveRequests()
+            self.count()
+
+    def _load(self) -> None:
+        """Read the unfinished requests. Those of another engine's frontends are orphans."""
+        self.count()
+        rows = self._rows("SELECT id, run, client, last_number FROM sessions")
+        for session, run, client, last_number in rows:
+            if run == self._run:
+                self.sessions[session] = Session(client, last_number)
+        for row in self._rows(
+            "SELECT owner, id, key, session, numbers, num_starts, claimed_at, size, state FROM requests "
+            "WHERE NOT is_finished"
+        ):
+            owner, request_id, key, session, numbers, num_starts, claimed_at, size, state = row
+            states: list[StreamState | None] = list(_decode_states(state))
+            request = LiveRequest(
+                request_id, owner, key, session, array("i", numbers).tolist(), states
+            )
+            request.num_starts, request.claimed_at, request.size = num_starts, claimed_at, size
+            self.live.add_request(request)
+        for session, entry in self._rows("SELECT session, entry FROM log ORDER BY position"):
+            self._log_bytes += len(entry)
+            self._replay(session, _decode_entry(entry))
+        for session in {request.session for request in self.live} - self.sessions.keys():
+            self.live.end_session(session)
+        # The requests of sessions that have ended are written as orphans.
+        self._is_stale = self._database.is_file
+
+    def _replay(self, session: bytes, entry: LogEntry) -> None:
+        match entry:
+            case LogTokens():
+                self.live.append_tokens(session, entry)
+            case MoveStream():
+                self.live.move(session, entry)
+            case EndStream():
+                self.live.end(session, entry)
+            case _:
+                pass
+
+    def count(self) -> None:
+        """Count the size of all requests again, after a transaction was lost."""
+        statement = f"SELECT coalesce(sum(size + {ROW_BYTES}), 0), coalesce(sum(is_finished), 0) FROM requests"
+        try:
+            self.num_bytes, self.num_finished = self._rows(statement)[0]
+        except sqlite3.Error as error:
+            self._database.record_failure(error)
+            self.num_bytes = self.num_finished = 0
+
+    @property
+    def size(self) -> int:
+        """The size of the tables in bytes."""
+        return self.num_bytes + self._log_bytes
+
+    @property
+    def num_unfinished_bytes(self) -> int:
+        """The size of the records of unfinished requests."""
+        return sum(request.size + ROW_BYTES for request in self.live)
+
+    @property
+    def has_statements(self) -> bool:
+        """True if `write` has something to write."""
+        return bool(self._statements) or self._needs_checkpoint
+
+    def open_session(self, session: bytes, client_index: int, identity: bytes) -> int:
+        """Open a session, or continue it on a new connection. Return the number of its last entry."""
+        for other, known in list(self.sessions.items()):
+            if other != session and known.client_index == client_index:
+                del self.sessions[other]
+                self._forget_keys(other)
+                self._save_orphans(self.live.end_session(other))
+                self._add("DELETE FROM sessions WHERE id = ?", other)
+        opened = self.sessions.get(session)
+        if opened is None:
+            opened = self.sessions[session] = Session(client_index, 0)
+            self._add(
+                "INSERT OR REPLACE INTO sessions (id, run, client, last_number) VALUES (?, ?, ?, 0)",
+                session,
+                self._run,
+                client_index,
+            )
+        opened.identity = identity
+        return opened.last_number
+
+    def apply(self, session: bytes, entry: LogEntry) -> None:
+        """Apply an entry, unless that was done before."""
+        opened = self.sessions.get(session)
+        if opened is None or entry.number <= opened.last_number:
+            return
+        opened.last_number = entry.number
+        match entry:
+            case BeginRequest():
+                self._begin(session, entry)
+            case AdoptRequest():
+                if (request := self.live.adopt(session, entry)) is not None:
+                    self._save_owner(request)
+            case LogTokens():
+                if self.live.append_tokens(session, entry):
+                    self._append_to_log(session, entry)
+            case MoveStream():
+                self.live.move(session, entry)
+                self._append_to_log(session, entry)
+            case EndStream():
+                request = self.live.end(session, entry)
+                if request is None:
+                    return
+                if request.is_aborted:
+                    self._delete(request)
+                elif request.has_ended:
+                    self._finish(request)
+                else:
+                    self._append_to_log(session, entry)
+
+    def skip(self, session: bytes, entry: LogEntry) -> None:
+        """Record that an entry is not applied."""
+        opened = self.sessions.get(session)
+        if opened is not None:
+            opened.last_number = max(opened.last_number, entry.number)
+
+    def reserve_key(self, session: bytes, call: ReserveKey) -> KeyReply:
+        """Return the request with an idempotency key, or keep the key for this session."""
+        name = (call.owner, call.key)
+        for request in self.live:
+            if (request.owner, request.key) == name:
+                return KeyReply(call.call_id, request.request_id)
+        found = self._rows("SELECT id FROM requests WHERE owner = ? AND key = ?", *name)
+        if found:
+            return KeyReply(call.call_id, found[0][0])
+        # A call may arrive twice, on two connections.
+        caller = (session, call.call_id)
+        return KeyReply(call.call_id, is_busy=self._reserved.setdefault(name, caller) != caller)
+
+    def release_key(self, owner: str, key: str) -> None:
+        """Let another request have a key that was reserved."""
+        self._reserved.pop((owner, key), None)
+
+    def claim(self, session: bytes, call: ClaimRequests) -> ClaimReply:
+        """Give orphans to a session."""
+        claimed: list[ClaimedRequest] = []
+        for request in self.live.orphans[: max(call.limit, 1)]:
+            rows = self._rows(
+                "SELECT record FROM records WHERE owner = ? AND id = ?",
+                request.owner,
+                request.request_id,
+            )
+            if not rows:
+                self._delete(request)
+                continue
+            has_progressed = request.num_tokens > request.claimed_at
+            request.num_starts = 1 if has_progressed else request.num_starts + 1
+            request.claimed_at = request.num_tokens
+            self.live.claim(request, session)
+            self._save_owner(request)
+            claimed.append(
+                ClaimedRequest(
+                    request.request_id,
+                    request.owner,
+                    rows[0][0],
+                    request.num_starts,
+                    request.states,
+                )
+            )
+        return ClaimReply(call.call_id, claimed)
+
+    def find_finished(self, owner: str, request_id: str) -> list[StreamState] | None:
+        """Return the streams of a finished request; None if there is none of this name."""
+        rows = self._rows(
+            "SELECT state FROM requests WHERE owner = ? AND id = ? AND is_finished",
+            owner,
+            request_id,
+        )
+        return _decode_states(rows[0][0]) if rows else None
+
+    def find_record(self, owner: str, request_id: str) -> bytes:
+        """Return the record of a request; b"" if there is none of this name."""
+        rows = self._rows(
+            "SELECT record FROM records WHERE owner = ? AND id = ?", owner, request_id
+        )
+        return bytes(rows[0][0]) if rows else b""
+
+    def write(self) -> None:
+        """Execute what the entries changed, in the caller's transaction."""
+        execute = self._database.connection.execute
+        for statement, values in self._statements:
+            execute(statement, values)
+        self._has_checkpoint = self._needs_checkpoint
+        if self._has_checkpoint:
+            self._checkpoint()
+        for session, opened in self.sessions.items():
+            execute(
+                "UPDATE sessions SET last_number = ? WHERE id = ?", (opened.last_number, session)
+            )
+
+    def record_write(self) -> None:
+        """Record that the transaction of `write` was committed."""
+        self._statements.clear()
+        self._begun.clear()
+        if self._has_checkpoint:
+            self._log_bytes = 0
+            self._is_stale = False
+
+    def record_lost_write(self) -> None:
+        """Record that it was not. Requests that began in it are not kept; of the others, the next one writes all."""
+        for request in self._begun:
+            if self.live.by_name.get(request.name) is request:
+                self.live.remove_request(request)
+        self._statements.clear()
+        self._begun.clear()
+        self._is_stale = True
+        self.count()
+
+    def oldest_change(self) -> float | None:
+        """Return when the oldest finished request ended; None if there is none."""
+        oldest: float | None = self._rows("SELECT min(changed) FROM requests WHERE is_finished")[0][
+            0
+        ]
+        return oldest
+
+    def evict_oldest(self, before: float) -> int:
+        """Delete the finished request that ended first, if that was before `before`. Return its size, or 0."""
+        rows = self._rows(
+            "DELETE FROM requests WHERE position = "
+            "(SELECT position FROM requests WHERE is_finished AND changed < ? ORDER BY changed LIMIT 1) "
+            "RETURNING owner, id, size",
+            before,
+        )
+        if not rows:
+            return 0
+        [(owner, request_id, size)] = rows
+        self._rows("DELETE FROM records WHERE owner = ? AND id = ?", owner, request_id)
+        self.num_bytes -= size + ROW_BYTES
+        self.num_finished -= 1
+        return int(size) + ROW_BYTES
+
+    @property
+    def _needs_checkpoint(self) -> bool:
+        limit = CHECKPOINT_BYTES if len(self.live) else IDLE_BYTES
+        return self._is_stale or self._log_bytes > limit
+
+    def _checkpoint(self) -> None:
+        """Write the state of all unfinished requests into their rows, and empty the log."""
+        execute = self._database.connection.execute
+        for name in self._rows("SELECT owner, id FROM requests WHERE NOT is_finished"):
+            # Its end could not be written.
+            if name not in self.live.by_name:
+                execute("DELETE FROM requests WHERE owner = ? AND id = ?", name)
+                execute("DELETE FROM records WHERE owner = ? AND id = ?", name)
+        for request in self.live:
+            execute(*_owner_statement(request))
+        execute("DELETE FROM log")
+        execute("DELETE FROM sessions")
+        for session, opened in self.sessions.items():
+            execute(
+                "INSERT INTO sessions (id, run, client, last_number) VALUES (?, ?, ?, ?)",
+                (session, self._run, opened.client_index, opened.last_number),
+            )
+
+    def _begin(self, session: bytes, entry: BeginRequest) -> None:
+        request = self.live.begin(session, entry)
+        self._reserved.pop((entry.owner, entry.key), None)
+        if request is None:
+            return
+        request.size = len(entry.record)
+        self._begun.append(request)
+        now = time.time()
+        self.num_bytes += request.size + ROW_BYTES
+        self._add(
+            "INSERT OR REPLACE INTO requests (owner, id, key, session, numbers, num_starts, claimed_at, is_finished, "
+            "created, changed, size, state) VALUES (?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?, ?)",
+            entry.owner,
+            entry.request_id,
+            entry.key,
+            session,
+            entry.streams,
+            now,
+            now,
+            len(entry.record),
+            _encode(request.states),
+        )
+        self._add(
+            "INSERT OR REPLACE INTO records (owner, id, record) VALUES (?, ?, ?)",
+            entry.owner,
+            entry.request_id,
+            entry.record,
+        )
+
+    def _finish(self, request: LiveRequest) -> None:
+        state = _encode(request.states)
+        self.live.remove_request(request)
+        self.num_bytes += len(state)
+        self.num_finished += 1
+        self._add(
+            "UPDATE requests SET is_finished = 1, session = x'', numbers = x'', state = ?, changed = ?, size = size + ? "
+            "WHERE owner = ? AND id = ?",
+            state,
+            time.time(),
+            len(state),
+            *request.name,
+        )
+
+    def _delete(self, request: LiveRequest) -> None:
+        self.live.remove_request(request)
+        self.num_bytes -= request.size + ROW_BYTES
+        self._add("DELETE FROM requests WHERE owner = ? AND id = ?", *request.name)
+        self._add("DELETE FROM records WHERE owner = ? AND id = ?", *request.name)
+
+    def _save_owner(self, request: LiveRequest) -> None:
+        """Write the session of a request and its state, because earlier entries of the log no longer name it."""
+        self._statements.append(_owner_statement(request))
+
+    def _save_orphans(self, orphans: list[LiveRequest]) -> None:
+        for request in orphans:
+            self._save_owner(request)
+
+    def _append_to_log(self, session: bytes, entry: LogEntry) -> None:
+        """Add an entry to the log, which only a file needs: without one the state is as safe as the log."""
+        if self._database.is_file and not self._is_stale:
+            encoded = _encode(entry)
+            self._log_bytes += len(encoded)
+            self._add("INSERT INTO log (session, entry) VALUES (?, ?)", session, encoded)
+
+    def _forget_keys(self, session: bytes) -> None:
+        for name in [name for name, holder in self._reserved.items() if holder[0] == session]:
+            del self._reserved[name]
+
+    def _add(self, statement: str, *values: object) -> None:
+        self._statements.append((statement, values))
+
+    def _rows(self, statement: str, *values: object) -> list[Any]:
+        return self._database.connection.execute(statement, values).fetchall()
+
+
+def _owner_statement(request: LiveRequest) -> Statement:
+    """Return the statement that writes the session and the state of a request."""
+    return (
+        "UPDATE requests SET session = ?, numbers = ?, num_starts = ?, claimed_at = ?, state = ? "
+        "WHERE owner = ? AND id = ?",
+        (
+            request.session,
+            array("i", request.numbers).tobytes(),
+            request.num_starts,
+            request.claimed_at,
+            _encode(request.states),
+            *request.name,
+        ),
+    )

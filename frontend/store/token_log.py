@@ -1,0 +1,350 @@
+"""Records a frontend's generating requests in the store, and holds their tokens back until they are safe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ...protocol.messages import EngineCoreOutputs, FinishReason
+from ...protocol.store.requests import (
+    AdoptRequest,
+    BeginRequest,
+    EndStream,
+    LogEntry,
+    LogTokens,
+    MoveStream,
+    OpenSession,
+    StreamEnd,
+)
+from ..client.engine_client import RequestGroup, Sequence
+
+logger = logging.getLogger(__name__)
+
+HOLD_S: Final = 3.0
+"""Maximum seconds that tokens wait for the store. A crashed store is usually restarted in less."""
+
+MAX_UNACKNOWLEDGED_BYTES: Final = 64 * 1024 * 1024
+"""Size of the entries without acknowledgment at which the log gives up, and begins anew when the store answers."""
+
+ENTRY_BYTES: Final = 64
+"""Approximate size of an entry without its arrays."""
+
+Apply = Callable[[EngineCoreOutputs], None]
+
+
+class RecordedRequest:
+    """The recording of one request of this frontend.
+
+    Attributes:
+        group: Its sequences.
+        record: What another frontend needs to continue it.
+    """
+
+    def __init__(
+        self,
+        log: TokenLog,
+        group: RequestGroup,
+        request_id: str,
+        owner: str,
+        record: bytes,
+        key: str,
+        grace_s: float,
+    ) -> None:
+        self._log = log
+        self.group = group
+        self.request_id = request_id
+        self.owner = owner
+        self.record = record
+        self.key = key
+        self._grace_s = grace_s
+        self._num_readers = 0
+        self._has_client = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    def record_move(self, old_index: int, position: int) -> None:
+        """Record that the sequence at a position has a new request index."""
+        sequence = self.group.sequences[position]
+        self._log.add_move(old_index, sequence.request_index, sequence.num_generated_tokens)
+
+    def record_end(self, position: int) -> None:
+        """Record that the sequence at a position has finished."""
+        self._log.add_end(self, self.group.sequences[position])
+        if not self.group.num_unfinished:
+            self._cancel_timer()
+
+    def record_departure(self) -> None:
+        """Record that the client is gone: the request goes on for the grace period, or as long as others read it."""
+        self._has_client = False
+        self._consider_abort()
+
+    def set_num_readers(self, num_readers: int) -> None:
+        """Set how many clients read the request through the store."""
+        had_readers, self._num_readers = self._num_readers > 0, num_readers
+        if num_readers:
+            self._cancel_timer()
+        elif had_readers and not self._has_client:
+            self._consider_abort()
+
+    def continue_alone(self) -> None:
+        """Record that the request, which was claimed, has no client yet. It goes on until the end or its first one."""
+        self._has_client = False
+
+    def _consider_abort(self) -> None:
+        if self._num_readers or self._timer is not None or not self.group.num_unfinished:
+            return
+        if not self._grace_s:
+            self.group.abort()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if not self._num_readers:
+            self.group.abort()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class TokenLog:
+    """The session of one frontend process.
+
+    With `holds`, outputs are applied only after the store has committed their tokens. If it does not answer for
+    `HOLD_S`, they are applied anyway, until it answers again.
+    """
+
+    def __init__(
+        self, send: Callable[[msgspec.Struct], None], client_index: int, *, holds: bool
+    ) -> None:
+        self._send = send
+        self._client_index = client_index
+        self._session = os.urandom(8)
+        self._holds = holds
+        self._is_open = False
+        self._is_closed = False
+        self._must_begin_again = False
+        self._last_number = 0
+        self._acknowledged = 0
+        self._unacknowledged: deque[tuple[LogEntry, int]] = deque()
+        self._num_bytes = 0
+        self._held: deque[tuple[int, EngineCoreOutputs, Apply]] = deque()
+        self._hold_timer: asyncio.TimerHandle | None = None
+        self._is_late = False
+        self._requests: dict[tuple[str, str], RecordedRequest] = {}
+
+    @property
+    def num_held(self) -> int:
+        """The number of messages that wait for the store."""
+        return len(self._held)
+
+    def begin(
+        self,
+        group: RequestGroup,
+        request_id: str,
+        owner: str,
+        record: bytes,
+        *,
+        key: str = "",
+        grace_s: float = 0.0,
+        is_claimed: bool = False,
+    ) -> RecordedRequest:
+        """Record a request, which is about to be sent to a core."""
+        request = RecordedRequest(self, group, request_id, owner, record, key, grace_s)
+        self._requests[owner, request_id] = request
+        numbers = _numbers(group)
+        if is_claimed:
+            request.continue_alone()
+            self._add(AdoptRequest(self._next_number(), request_id, owner, numbers))
+        else:
+            entry = BeginRequest(self._next_number(), request_id, owner, numbers, record, key)
+            self._add(entry, len(record))
+        return request
+
+    def append(self, outputs: EngineCoreOutputs, apply: Apply) -> None:
+        """Record outputs, and pass them to `apply` as soon as they are safe, in the order of the calls."""
+        if not self._requests and not self._held:
+            apply(outputs)
+            return
+        if outputs.token_ids and self._requests:
+            entry = LogTokens(
+                self._next_number(),
+                outputs.request_indices,
+                outputs.token_ids,
+                outputs.num_tokens,
+                outputs.finished,
+            )
+            self._add(entry, len(outputs.request_indices) + len(outputs.token_ids))
+        if not self._holds or self._is_late or not self._unacknowledged:
+            self._release_all()
+            apply(outputs)
+            return
+        self._held.append((self._last_number, outputs, apply))
+        self._watch_hold()
+
+    def add_move(self, old: int, new: int, num_tokens: int) -> None:
+        """Record that a sequence has a new number and continues after so many tokens."""
+        self._add(MoveStream(self._next_number(), old, new, num_tokens))
+
+    def add_end(self, request: RecordedRequest, sequence: Sequence) -> None:
+        """Record that a sequence has finished. After `close` it has not: the next server continues it."""
+        name = request.owner, request.request_id
+        if self._is_closed or name not in self._requests:
+            return
+        self._add(EndStream(self._next_number(), sequence.request_index, _end_of(sequence)))
+        if not request.group.num_unfinished:
+            del self._requests[name]
+
+    def fail_claimed(self, request_id: str, owner: str, num_tokens: list[int], error: str) -> None:
+        """End a claimed request with an error. Each of its sequences has so many tokens."""
+        # No core has these numbers.
+        numbers = range(-self._last_number - 1, -self._last_number - 1 - len(num_tokens), -1)
+        streams = array("i", numbers).tobytes()
+        self._add(AdoptRequest(self._next_number(), request_id, owner, streams))
+        for number, count in zip(numbers, num_tokens, strict=True):
+            end = StreamEnd(count, int(FinishReason.ERROR), error=error)
+            self._add(EndStream(self._next_number(), number, end))
+
+    def set_num_readers(self, request_id: str, owner: str, num_readers: int) -> None:
+        """Apply what the store reports about the readers of a request."""
+        request = self._requests.get((owner, request_id))
+        if request is not None:
+            request.set_num_readers(num_readers)
+
+    def greet(self) -> None:
+        """Open the session with a store that has sent its greeting."""
+        self._is_open = False
+        self._send(OpenSession(self._session, self._client_index))
+
+    def record_opened(self, last_number: int) -> None:
+        """Send what the store does not have."""
+        self._is_open = True
+        if last_number < self._acknowledged:
+            self._begin_again()
+            return
+        self.acknowledge(last_number)
+        for entry, _ in self._unacknowledged:
+            self._send(entry)
+
+    def acknowledge(self, number: int) -> None:
+        """Apply the outputs of entries that are safe."""
+        if self._must_begin_again:
+            self._begin_again()
+            return
+        self._acknowledged = max(self._acknowledged, number)
+        while self._unacknowledged and self._unacknowledged[0][0].number <= number:
+            self._num_bytes -= self._unacknowledged.popleft()[1]
+        self._is_late = False
+        while self._held and self._held[0][0] <= number:
+            _, outputs, apply = self._held.popleft()
+            apply(outputs)
+        if not self._held and self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until the store has all entries, at most `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._unacknowledged and loop.time() < deadline:
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """Stop recording: what ends from now on has not ended for the store."""
+        self._release_all()
+        self._is_closed = True
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _add(self, entry: LogEntry, size: int = 0) -> None:
+        if self._is_closed or self._must_begin_again:
+            return
+        size += ENTRY_BYTES
+        self._unacknowledged.append((entry, size))
+        self._num_bytes += size
+        if self._is_open:
+            self._send(entry)
+        if self._num_bytes > MAX_UNACKNOWLEDGED_BYTES:
+            logger.warning(
+                "the store does not answer; its log of running requests begins anew later"
+            )
+            self._must_begin_again = True
+            self._drop_unacknowledged()
+
+    def _drop_unacknowledged(self) -> None:
+        self._unacknowledged.clear()
+        self._num_bytes = 0
+        self._release_all()
+
+    def _begin_again(self) -> None:
+        """Record all unfinished requests with their tokens, because the store has lost its state."""
+        self._must_begin_again = False
+        self._drop_unacknowledged()
+        self._acknowledged = 0
+        for request in list(self._requests.values()):
+            sequences = request.group.sequences
+            tokens = [sequence.token_ids.tobytes() for sequence in sequences]
+            number = self._next_number()
+            self._add(
+                BeginRequest(
+                    number,
+                    request.request_id,
+                    request.owner,
+                    _numbers(request.group),
+                    request.record,
+                    request.key,
+                    tokens,
+                ),
+                len(request.record) + sum(map(len, tokens)),
+            )
+            for sequence in sequences:
+                if sequence.finished:
+                    self.add_end(request, sequence)
+
+    def _watch_hold(self) -> None:
+        if self._hold_timer is None:
+            self._hold_timer = asyncio.get_running_loop().call_later(HOLD_S, self._give_up_holding)
+
+    def _give_up_holding(self) -> None:
+        self._hold_timer = None
+        if self._held:
+            logger.warning(
+                "the store does not answer; requests continue without durability until it does"
+            )
+            self._is_late = True
+            self._release_all()
+
+    def _release_all(self) -> None:
+        while self._held:
+            _, outputs, apply = self._held.popleft()
+            apply(outputs)
+
+
+def _numbers(group: RequestGroup) -> bytes:
+    return array("i", (sequence.request_index for sequence in group.sequences)).tobytes()
+
+
+def _end_of(sequence: Sequence) -> StreamEnd:
+    assert sequence.finish_reason is not None
+    return StreamEnd(
+        sequence.num_generated_tokens,
+        int(FinishReason(sequence.finish_reason)),
+        sequence.stop_reason,
+        sequence.error,
+        sequence.retry_after_s,
+        sequence.num_cached_tokens,
+        sequence.num_accepted_predictions,
+        sequence.num_rejected_predictions,
+    )

@@ -1,0 +1,218 @@
+"""A client that returns gets what it missed and the rest, and a retry with the same key the same answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engine.protocol.config import StoreConfig
+from support.frontend_process import MODEL, FrontendProcess
+from support.program import wait_until
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+ANSWER = (
+    "<think>The weather in Paris… and 東京.</think>Let me look. <tool_call>\n"
+    '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
+)
+PARAMETERS = {"type": "object", "properties": {"city": {}, "days": {}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+
+
+@pytest.fixture(scope="module")
+def frontend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontendProcess]:
+    store = StoreConfig(path=str(tmp_path_factory.mktemp("store") / "store.db"), resume_grace_s=20)
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
+    with FrontendProcess(step_s=0.0005, store=store, api_keys=("one", "two"), **parsers) as process:
+        process.http.headers["authorization"] = "Bearer one"
+        yield process
+        assert process.stop() == 0, process.log
+        assert "Traceback" not in process.log, process.log
+
+
+def body_of(path: str, text: str = ANSWER, **fields: Any) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    return {"model": MODEL, "stream": True, **asked, **fields}
+
+
+def events_of(text: str) -> list[tuple[str, Any]]:
+    """Return the ID, or "", and the data of each event."""
+    events = []
+    for part in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in part.split("\n") if line[:1] not in ("", ":"))
+        if fields:
+            data = fields["data"]
+            events.append((fields.get("id", ""), data if data == "[DONE]" else json.loads(data)))
+    return events
+
+
+def merged(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a client makes of the events of each choice."""
+    choices: dict[int, dict[str, Any]] = {}
+    for _, chunk in events:
+        for choice in [] if chunk == "[DONE]" else chunk["choices"]:
+            whole = choices.setdefault(choice["index"], {"text": "", "reasoning": "", "calls": {}})
+            delta = choice.get("delta", {})
+            whole["text"] += choice.get("text") or delta.get("content") or ""
+            whole["reasoning"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", ()):
+                known = whole["calls"].setdefault(call["index"], {"id": "", "name": "", "args": ""})
+                known["id"] += call.get("id", "")
+                known["name"] += call["function"].get("name", "")
+                known["args"] += call["function"].get("arguments", "")
+            for name in ("finish_reason", "stop_reason"):
+                if choice.get(name) is not None:
+                    assert name not in whole, "two ends"
+                    whole[name] = choice[name]
+    return [choices[index] for index in sorted(choices)]
+
+
+def resume(frontend: FrontendProcess, path: str, event_id: str) -> list[tuple[str, Any]]:
+    response = frontend.http.post(path, content=b"{}", headers={"last-event-id": event_id})
+    assert response.status_code == 200, response.text
+    return events_of(response.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"tools": [WEATHER], "max_tokens": 110, "stream_options": {"include_usage": True}}),
+        (CHAT, {"n": 2, "max_tokens": 30}),
+        (COMPLETIONS, {"stop": ["Paris"], "max_tokens": 60}),
+        (COMPLETIONS, {"stop": ["東"], "n": 2, "echo": True}),
+        (COMPLETIONS, {"max_tokens": 40, "return_token_ids": True}),
+    ],
+    ids=["tools", "choices", "stop", "stop in choices", "token ids"],
+)
+def test_a_stream_continues_at_every_event(
+    frontend: FrontendProcess, path: str, fields: dict[str, Any]
+) -> None:
+    response = frontend.post(path, **body_of(path, **fields))
+    assert response.status_code == 200, response.text
+    whole = events_of(response.text)
+    assert len(whole) > 6 and whole[-1][1] == "[DONE]"
+    places = [place for place, (event_id, _) in enumerate(whole) if event_id]
+    if path == CHAT and "tools" in fields:
+        [answer] = merged(whole)
+        assert len(answer["calls"]) >= 2 and answer["reasoning"] and answer["text"]
+    for place in places:
+        event_id, chunk = whole[place]
+        rest = resume(frontend, path, event_id)
+        assert rest[-1][1] == "[DONE]"
+        assert merged(whole[: place + 1] + rest) == merged(whole), event_id
+        assert {part["id"] for _, part in rest[:-1]} <= {chunk["id"]}
+        assert {part["created"] for _, part in rest[:-1]} <= {chunk["created"]}
+        assert [e for e in rest if e[1] != "[DONE]" and not e[1]["choices"]] == [
+            e for e in whole[place + 1 :] if e[1] != "[DONE]" and not e[1]["choices"]
+        ]
+
+
+def test_a_stream_continues_while_it_is_generated(frontend: FrontendProcess) -> None:
+    body = body_of(COMPLETIONS, max_tokens=300)
+    whole = merged(events_of(frontend.post(COMPLETIONS, **body).text))
+    with frontend.http.stream("POST", COMPLETIONS, json=body) as response:
+        part = ""
+        for text in response.iter_text():
+            part += text
+            if part.count("\n\n") > 5:
+                break
+    events = events_of(part[: part.rindex("\n\n") + 2])
+    event_id, chunk = events[-1]
+    # Another client and the first one read at once, one of them from the beginning.
+    url = f"{COMPLETIONS}/{chunk['id']}/events"
+    found: list[str] = []
+    other = threading.Thread(target=lambda: found.append(frontend.http.get(url).text))
+    other.start()
+    assert merged(events + resume(frontend, COMPLETIONS, event_id)) == whole
+    other.join()
+    assert merged(events_of(found[0])) == whole
+
+
+def test_a_request_without_readers_ends_after_the_grace_period() -> None:
+    with FrontendProcess(step_s=0.01, store=StoreConfig(resume_grace_s=0.5)) as frontend:
+        body = body_of(COMPLETIONS, max_tokens=400)
+        with frontend.http.stream("POST", COMPLETIONS, json=body) as response:
+            event = next(response.iter_text())
+        left_at = time.monotonic()
+        assert frontend.core.running
+        wait_until(lambda: not any(frontend.core.running.values()), what="it is aborted")
+        assert 0.4 < time.monotonic() - left_at < 5
+        [(event_id, _), *_] = events_of(event[: event.rindex("\n\n") + 2])
+        answer = frontend.http.post(COMPLETIONS, content=b"{}", headers={"last-event-id": event_id})
+        assert answer.status_code == 404, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_with_the_same_key_gets_the_same_answer(
+    frontend: FrontendProcess, stream: bool
+) -> None:
+    key = {"idempotency-key": f"key {stream}"}
+    body = body_of(CHAT, tools=[WEATHER], stream=stream)
+    answers = [frontend.http.post(CHAT, json=body, headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    if stream:
+        assert merged(events_of(answers[0].text)) == merged(events_of(answers[1].text))
+    else:
+        assert answers[0].json() == answers[1].json()
+    other = frontend.http.post(CHAT, json={**body, "max_tokens": 5}, headers=key)
+    assert other.status_code == 422 and other.json()["error"]["param"] == "Idempotency-Key"
+    another = {**key, "authorization": "Bearer two"}
+    theirs = frontend.http.post(CHAT, json={**body, "max_tokens": 5}, headers=another)
+    assert theirs.status_code == 200
+
+
+def test_requests_with_one_key_at_once_are_one_request(frontend: FrontendProcess) -> None:
+    body = body_of(COMPLETIONS, stream=False, max_tokens=200)
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        headers = {"idempotency-key": "at once"}
+        answers.append(frontend.http.post(COMPLETIONS, json=body, headers=headers))
+
+    threads = [threading.Thread(target=post) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert len({a.json()["id"] for a in answers if a.status_code == 200}) == 1
+
+
+def test_what_cannot_be_continued_is_refused(frontend: FrontendProcess) -> None:
+    def error_of(event_id: str, path: str = CHAT, **headers: str) -> tuple[int, str]:
+        response = frontend.http.post(
+            path, content=b"{}", headers={"last-event-id": event_id, **headers}
+        )
+        return response.status_code, response.json()["error"]["message"]
+
+    [*_, (event_id, chunk), _] = events_of(frontend.post(CHAT, **body_of(CHAT)).text)
+    assert error_of(event_id.replace("chatcmpl-", "chatcmpl-x"))[0] == 404
+    assert error_of(event_id, authorization="Bearer two")[0] == 404
+    assert error_of(event_id, COMPLETIONS) == (
+        404,
+        f"Last-Event-ID names a request of {CHAT}; send it there",
+    )
+    assert error_of(f"{chunk['id']}:99999")[0] == 400
+    assert error_of(f"{chunk['id']}:1.1")[0] == 400
+    for nonsense in ("x", ":1", "a:", "a:-1", "a:1e1", "a:" + "9" * 50, "a:" + "1." * 3000 + "1"):
+        assert error_of(nonsense)[0] == 400, nonsense[:50]
+    assert frontend.http.get(f"{CHAT}/{chunk['id']}x/events").status_code == 404
+    with_logprobs = frontend.post(CHAT, **body_of(CHAT, logprobs=True))
+    assert all(not event_id for event_id, _ in events_of(with_logprobs.text))
+
+
+def test_streams_have_no_ids_unless_requests_are_kept(tmp_path: Path) -> None:
+    with FrontendProcess() as frontend:
+        body = body_of(COMPLETIONS, max_tokens=5)
+        response = frontend.http.post(COMPLETIONS, json=body, headers={"last-event-id": "other:1"})
+        assert response.status_code == 200
+        assert all(not event_id for event_id, _ in events_of(response.text))
+        assert frontend.http.get(f"{COMPLETIONS}/x/events").status_code == 404
