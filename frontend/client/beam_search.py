@@ -130,7 +130,7 @@ class BeamSearch:
                 search.cancel()
         self.logprobs = [beam.logprob for _, beams in found for beam in beams]
         sequences = [
-            self._engine.finished_sequence(
+            self._engine.groups.finished_sequence(
                 prompt,
                 first,
                 array("i", beam.token_ids),
@@ -140,7 +140,7 @@ class BeamSearch:
             for beam in beams
         ]
         counts = [len(beams) for _, beams in found]
-        return self._engine.finished_group(self._request_id, sequences, counts)
+        return self._engine.groups.finished_group(self._request_id, sequences, counts)
 
     def abort(self) -> None:
         """End the searches. This does nothing after their end."""

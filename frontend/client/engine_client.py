@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from array import array
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any, Final
 
 import zmq
@@ -19,7 +17,6 @@ from ...protocol.errors import POISON_REQUEST, EngineError
 from ...protocol.messages import (
     CoreReady,
     EngineCoreOutputs,
-    EngineCoreRequest,
     FinishedRequest,
     FinishReason,
     ReplicaLost,
@@ -28,21 +25,21 @@ from ...protocol.supervisor_messages import EngineStatus
 from ..metrics.metrics import Metrics
 from ..supervisor.parse_journal import ParseJournal
 from ..tokenizer import Tokenizer
-from ..tokenizer.detokenizer import IncrementalDetokenizer
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
+from .groups.factory import GroupFactory, count_outputs
+from .groups.recording import OutputLog, Recording
 from .input_processor import InputProcessor
 from .isolation_queue import IsolationQueue
 from .logprobs import PositionLogprobs
 from .output_processor import OutputProcessor
 from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
-from .recording import OutputLog, Recording
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
 from .replicas.routing import ReplicaUnavailable, Router
-from .request_group import MAX_SILENT_CRASHES, RequestGroup, Sequence
-from .sequence_io import SEQUENCES_AT_ONCE, Delta, SequenceRequest
+from .request_group import RequestGroup, Sequence
+from .sequence_io import Delta, SequenceRequest
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +65,9 @@ DEADLINE_GRACE_S: Final = 0.25
 
 Normally the core ends it, with a more precise message.
 """
+
+MAX_SILENT_CRASHES: Final = 3
+"""Silent core crashes that a sequence may see; it fails after one more."""
 
 STATUS_S: Final = 2.0
 """Maximum seconds that a restarted frontend waits for a status before it serves."""
@@ -98,6 +98,7 @@ class EngineClient:
         dead_reason: Why the engine failed; None while it works.
         executor: The thread executor, which the server uses as well.
         client_index: The number of this frontend.
+        groups: Makes the groups of requests.
         output_log: Records outputs before they are applied; None to apply them at once.
     """
 
@@ -117,6 +118,7 @@ class EngineClient:
         self.executor = ThreadExecutor(journal)
         self._input = InputProcessor(config, tokenizer, self.executor)
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
+        self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self._cores: list[CoreConnection] = []
         self._router = Router(self._cores, self.metrics, config.scheduler.max_num_seqs)
@@ -230,11 +232,12 @@ class EngineClient:
         self._check_open()
         for request in requests:
             request.request_id = request_id
-        started = await self._new_sequences(sequences, requests)
+        started = await self.groups.new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)
         cores = await self._router.route(sequences, requests)
         self._check_open()
-        group = self._new_group(request_id, started, _count_outputs(sequences), self._abort_group)
+        num_outputs = count_outputs(sequences)
+        group = self.groups.new_group(request_id, started, num_outputs, self._abort_group)
         for sequence, core in zip(started, cores, strict=True):
             self._register(sequence, core)
         if begin_recording is not None:
@@ -247,22 +250,6 @@ class EngineClient:
             # No core has received this group.
             self._end_group(group, FinishReason.ERROR, POISON_REQUEST)
         return group
-
-    async def mirror(
-        self,
-        sequences: list[SequenceRequest],
-        *,
-        request_id: str,
-        on_abort: Callable[[RequestGroup], None],
-    ) -> RequestGroup:
-        """Return a group like that of `submit` that is sent to no core. The caller adds its tokens.
-
-        Raises:
-            ParameterError: A parameter is invalid for this model.
-        """
-        requests = await self._input.process(sequences, time.monotonic())
-        started = await self._new_sequences(sequences, requests)
-        return self._new_group(request_id, started, _count_outputs(sequences), on_abort)
 
     def finish_sequence(
         self,
@@ -278,45 +265,6 @@ class EngineClient:
     def finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
         """Finish a sequence that no core has received, as its core once reported."""
         self._output.finish_as_reported(sequence, done)
-
-    def finished_sequence(
-        self,
-        wanted: SequenceRequest,
-        first: Sequence,
-        token_ids: array[int],
-        reason: FinishReason,
-    ) -> Sequence:
-        """Return a sequence that has ended with these tokens. `first` was computed for its prompt."""
-        sequence = self._new_sequence(wanted, first.request)
-        sequence.token_ids, sequence.finish_reason = token_ids, reason
-        for name in ("num_cached_tokens", "queued_time", "scheduled_time", "first_token_time"):
-            setattr(sequence, name, getattr(first, name))
-        sequence.finish_time = sequence.last_token_time = time.monotonic()
-        return sequence
-
-    def finished_group(
-        self, request_id: str, sequences: list[Sequence], num_outputs: list[int]
-    ) -> RequestGroup:
-        """Return a group of sequences that have ended, with `num_outputs` of them per prompt."""
-        group = self._new_group(request_id, sequences, num_outputs, self._abort_group)
-        group.num_unfinished = 0
-        return group
-
-    def _new_group(
-        self,
-        request_id: str,
-        sequences: list[Sequence],
-        num_outputs: list[int],
-        on_abort: Callable[[RequestGroup], None],
-    ) -> RequestGroup:
-        return RequestGroup(
-            request_id,
-            sequences,
-            num_outputs,
-            stream_interval=self._config.frontend.stream_interval,
-            on_abort=on_abort,
-            wake_soon=self._output.wake_soon,
-        )
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Clear all prefix caches. Return False if running requests prevent it.
@@ -356,31 +304,6 @@ class EngineClient:
             raise EngineDraining(
                 "the server is shutting down and accepts no new requests; retry when it has restarted"
             )
-
-    async def _new_sequences(
-        self, wanted: list[SequenceRequest], requests: list[EngineCoreRequest]
-    ) -> list[Sequence]:
-        sequences: list[Sequence] = []
-        for each in zip(wanted, requests, strict=True):
-            sequences.append(self._new_sequence(*each))
-            if len(sequences) % SEQUENCES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return sequences
-
-    def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
-        params = wanted.params
-        prompt = memoryview(request.prompt_token_ids).cast("i")
-        detokenizer = None
-        if params.detokenize and self._config.model.has_tokenizer:
-            detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
-                prompt,
-                stop=params.stop,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-        return Sequence(request, params, len(prompt), detokenizer)
 
     def _register(self, sequence: Sequence, core: CoreConnection) -> None:
         """Add a sequence to those in flight at this core."""
@@ -559,8 +482,3 @@ class EngineClient:
         self._output.fail_sequences(
             stuck, "the engine lost this request's tokens twice; retry the request"
         )
-
-
-def _count_outputs(sequences: list[SequenceRequest]) -> list[int]:
-    """Return the number of outputs of each prompt; those of one prompt follow one another."""
-    return [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))]

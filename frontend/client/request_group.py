@@ -7,7 +7,6 @@ of integers. Only sequences with stop strings are detokenized immediately.
 from __future__ import annotations
 
 import asyncio
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -17,19 +16,13 @@ import msgspec
 from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
+from .groups.recording import Recording
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
-from .recording import Recording
 from .replicas.core_load import CoreLoad
-from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, Delta
+from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, UNLIMITED, Delta
 
-ONLY_WHEN_FINISHED: Final = sys.maxsize
-"""A `wake_at` that no sequence reaches."""
-
-UNLIMITED: Final = sys.maxsize
 SUSPICIOUS_SILENT_CRASHES: Final = 2
 """Silent core crashes after which a sequence is computed alone."""
-MAX_SILENT_CRASHES: Final = 3
-"""Silent core crashes that a sequence may see; it fails after one more."""
 
 
 class Sequence:
@@ -102,8 +95,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.routing_keys: list[int] = []
-        self.num_losses = 0
-        self.num_silent_crashes = 0
+        self.num_losses = self.num_silent_crashes = 0
         self.epoch = 0
         self.was_accepted = False
         self._num_tokens_when_lost = -1
@@ -457,7 +449,7 @@ class RequestGroup:
     async def wait_for_end(self) -> None:
         """Wait until every sequence has finished."""
         for sequence in self.sequences:
-            sequence.wake_at = ONLY_WHEN_FINISHED
+            sequence.wake_at = UNLIMITED
         while self.num_unfinished:
             await self._wait()
         self.updates = []

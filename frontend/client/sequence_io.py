@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -19,6 +20,8 @@ from .logprobs import PositionLogprobs
 SEQUENCES_AT_ONCE: Final = 128
 """Sequences of a request that are processed before other tasks run; takes about 2 ms."""
 
+UNLIMITED: Final = sys.maxsize
+"""A number of tokens that no sequence reaches."""
 TOKENS_AT_ONCE: Final = 4096
 """Maximum tokens that a stream reads from one sequence at once."""
 

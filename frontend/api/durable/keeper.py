@@ -10,7 +10,7 @@ from starlette._utils import get_route_path
 from starlette.types import Receive, Scope
 
 from ...client.engine_client import BeginRecording, RequestGroup
-from ...client.recording import Recording
+from ...client.groups.recording import Recording
 from ...http.errors import APIError
 from ..generation import PreparedPrompt
 from ..serving import Serving

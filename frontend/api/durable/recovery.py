@@ -16,7 +16,7 @@ from ....protocol.errors import POISON_REQUEST
 from ....protocol.messages import FinishReason
 from ....protocol.store.requests import ClaimedRequest, StreamState
 from ...client.engine_client import RequestGroup, Sequence
-from ...client.recording import Recording
+from ...client.groups.recording import Recording
 from ...http.errors import APIError
 from ...store.client import StoreError
 from ..generation import PreparedPrompt, submit

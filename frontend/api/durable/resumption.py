@@ -46,7 +46,7 @@ class Resumption:
     ) -> RequestGroup:
         """Return the sequences of the request, still without tokens."""
         sequences = await sequence_requests(serving, request, prompts)
-        return await serving.engine.mirror(
+        return await serving.engine.groups.mirror(
             sequences, request_id=self.record.request_id, on_abort=abort_mirror
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ...protocol.messages import EngineCoreOutputs
+from ....protocol.messages import EngineCoreOutputs
 
 
 class Recording(Protocol):

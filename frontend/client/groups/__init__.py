@@ -1,0 +1,1 @@
+"""Groups of sequences: how they are made, and what records them."""

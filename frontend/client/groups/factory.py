@@ -1,0 +1,123 @@
+"""Makes the groups of requests: those that cores compute, and those whose tokens are already known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from itertools import groupby
+
+from ....protocol.config import EngineConfig
+from ....protocol.messages import EngineCoreRequest, FinishReason
+from ...tokenizer import Tokenizer
+from ...tokenizer.detokenizer import IncrementalDetokenizer
+from ..input_processor import InputProcessor
+from ..request_group import RequestGroup, Sequence
+from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
+
+
+class GroupFactory:
+    """Makes sequences and groups.
+
+    `wake_soon` schedules a turn of a group's reader.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        input_processor: InputProcessor,
+        wake_soon: Callable[[RequestGroup], None],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._input = input_processor
+        self._wake_soon = wake_soon
+
+    def new_group(
+        self,
+        request_id: str,
+        sequences: list[Sequence],
+        num_outputs: list[int],
+        on_abort: Callable[[RequestGroup], None],
+    ) -> RequestGroup:
+        """Return a group of sequences, with `num_outputs` of them per prompt."""
+        return RequestGroup(
+            request_id,
+            sequences,
+            num_outputs,
+            stream_interval=self._config.frontend.stream_interval,
+            on_abort=on_abort,
+            wake_soon=self._wake_soon,
+        )
+
+    async def new_sequences(
+        self, wanted: list[SequenceRequest], requests: list[EngineCoreRequest]
+    ) -> list[Sequence]:
+        """Return a sequence for each request."""
+        sequences: list[Sequence] = []
+        for each in zip(wanted, requests, strict=True):
+            sequences.append(self._new_sequence(*each))
+            if len(sequences) % SEQUENCES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return sequences
+
+    async def mirror(
+        self,
+        sequences: list[SequenceRequest],
+        *,
+        request_id: str,
+        on_abort: Callable[[RequestGroup], None],
+    ) -> RequestGroup:
+        """Return a group that is sent to no core. The caller adds its tokens.
+
+        Raises:
+            ParameterError: A parameter is invalid for this model.
+        """
+        requests = await self._input.process(sequences, time.monotonic())
+        started = await self.new_sequences(sequences, requests)
+        return self.new_group(request_id, started, count_outputs(sequences), on_abort)
+
+    def finished_sequence(
+        self,
+        wanted: SequenceRequest,
+        first: Sequence,
+        token_ids: array[int],
+        reason: FinishReason,
+    ) -> Sequence:
+        """Return a sequence that has ended with these tokens. `first` was computed for its prompt."""
+        sequence = self._new_sequence(wanted, first.request)
+        sequence.token_ids, sequence.finish_reason = token_ids, reason
+        for name in ("num_cached_tokens", "queued_time", "scheduled_time", "first_token_time"):
+            setattr(sequence, name, getattr(first, name))
+        sequence.finish_time = sequence.last_token_time = time.monotonic()
+        return sequence
+
+    def finished_group(
+        self, request_id: str, sequences: list[Sequence], num_outputs: list[int]
+    ) -> RequestGroup:
+        """Return a group of sequences that have ended, with `num_outputs` of them per prompt."""
+        group = self.new_group(request_id, sequences, num_outputs, lambda group: None)
+        group.num_unfinished = 0
+        return group
+
+    def _new_sequence(self, wanted: SequenceRequest, request: EngineCoreRequest) -> Sequence:
+        params = wanted.params
+        prompt = memoryview(request.prompt_token_ids).cast("i")
+        detokenizer = None
+        if params.detokenize and self._config.model.has_tokenizer:
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer,
+                prompt,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        return Sequence(request, params, len(prompt), detokenizer)
+
+
+def count_outputs(sequences: list[SequenceRequest]) -> list[int]:
+    """Return the number of outputs of each prompt; those of one prompt follow one another."""
+    return [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))]
