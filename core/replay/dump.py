@@ -30,7 +30,7 @@ from .redaction import (
 )
 from .snapshot import Snapshot, SnapshotError, describe
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Version of the format of `Dump`."""
 
 SUFFIX: Final = ".engine-events"

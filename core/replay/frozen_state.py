@@ -151,7 +151,8 @@ class FrozenState:
         seen.update(new)
         return new
 
-    def _freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Copy lists, sets and dictionaries."""
         new = self._add_new(items)
         empty = _EMPTY[type(items[0])]
         copy = type(empty)
@@ -163,19 +164,23 @@ class FrozenState:
             if copy is dict and _may_refer(held.values()):
                 yield list(held.values())
 
-    def _freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def freeze_arrays(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Copy arrays."""
         self._copies.update((key, item.copy()) for key, item in self._add_new(items).items())
         yield ()
 
-    def _freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Copy nothing, and yield what tuples and frozen sets have."""
         yield list(chain.from_iterable(items))
 
-    def _freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Copy nothing, and yield the fields of immutable structs."""
         kind: type = type(items[0])
         for name in field_names(kind):
             yield list(map(attrgetter(name), items))
 
-    def _freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Copy the fields of objects that may change."""
         new = self._add_new(items)
         kind: type = type(items[0])
         content = CONTENT.get(kind, frozenset())
@@ -248,18 +253,18 @@ def _find_freezer(kind: type) -> Freezer | None:
     if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
         return None
     if kind in _EMPTY:
-        return FrozenState._freeze_containers
+        return FrozenState.freeze_containers
     if kind is np.ndarray:
-        return FrozenState._freeze_arrays
+        return FrozenState.freeze_arrays
     if issubclass(kind, tuple | frozenset):
-        return FrozenState._freeze_values
+        return FrozenState.freeze_values
     if is_mutable_record(kind):
-        return FrozenState._freeze_rows
+        return FrozenState.freeze_rows
     if issubclass(kind, msgspec.Struct):
-        return FrozenState._freeze_constants
+        return FrozenState.freeze_constants
     if not is_engine_class(kind):
         return None
-    return FrozenState._freeze_rows
+    return FrozenState.freeze_rows
 
 
 @cache

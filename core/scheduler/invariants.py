@@ -10,23 +10,22 @@ import numpy as np
 from ..kv_cache.manager import KVCacheManager
 from ..state.request import Request, RequestKey, RequestStatus
 from ..state.running_requests import RunningRequests
-from .features.lora_cache import LoraCache
+from .features.encoder_inputs import EncoderInputs
+from .lifecycle import RequestLifecycle
+from .queues.backlog import TenantLimits
 from .queues.request_queue import RequestQueue
 
 
-def check_invariants(
-    requests: Mapping[RequestKey, Request],
-    running: RunningRequests,
-    queue: RequestQueue,
-    manager: KVCacheManager,
-    loras: LoraCache,
-) -> list[str]:
+def check_invariants(lifecycle: RequestLifecycle) -> list[str]:
     """Return a description of every count that does not add up. Takes about 50 ns per block and request."""
+    requests, running, loras = lifecycle.requests, lifecycle.running, lifecycle.loras
     return [
         f"{name}: {counted} counted, {expected} expected"
         for name, counted, expected in (
-            *_block_sums(manager),
-            *_request_sums(requests, running, queue),
+            *_block_sums(lifecycle.manager),
+            *_request_sums(requests, running, lifecycle.queue),
+            *_encoder_sums(lifecycle.encoders, running),
+            ("tenants", *_count_tenants(requests, lifecycle.tenants)),
             ("LoRA adapters", loras.num_held, loras.capacity),
             ("running LoRA adapters", sum(map(loras.is_loaded, running.loras)), len(running.loras)),
         )
@@ -66,3 +65,21 @@ def _request_sums(
         ("live requests in slots", num_known, statuses.count(RequestStatus.RUNNING)),
         ("slots in order", len(running.order), len(running)),
     ]
+
+
+def _encoder_sums(encoders: EncoderInputs, running: RunningRequests) -> list[tuple[str, int, int]]:
+    held = encoders.held_by_request()
+    hashes = {content_hash for each in held.values() for content_hash in each}
+    num_in_slots = sum(running.slots.requests[request.slot] is request for request in held)
+    return [
+        ("referenced encoder outputs", encoders.cache.num_referenced, len(hashes)),
+        ("requests in slots that hold encoder outputs", num_in_slots, len(held)),
+    ]
+
+
+def _count_tenants(
+    requests: Mapping[RequestKey, Request], tenants: TenantLimits | None
+) -> tuple[int, int]:
+    if tenants is None:
+        return 0, 0
+    return tenants.num_tenants, len({request.tenant for request in requests.values()})

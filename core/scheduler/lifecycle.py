@@ -104,7 +104,7 @@ class RequestLifecycle:
         self.running = running
         self.clients = clients
         self.grammars = grammars
-        self._encoders = encoders
+        self.encoders = encoders
         self.manager = manager
         self.tenants = tenants
         self.reservations = Reservations(manager)
@@ -177,7 +177,7 @@ class RequestLifecycle:
             self.poison_isolation.add_suspect(request)
         self.deadlines.add_request(request)
         if request.encoder_inputs:
-            self._encoders.are_in_use = True
+            self.encoders.are_in_use = True
         if request.lora is not None:
             self.lora_requests.record_arrival(request.lora)
         if request.params.structured_output is not None and self.grammars.start(request):
@@ -401,7 +401,7 @@ class RequestLifecycle:
         """
         num_found = request.num_cached_tokens
         self.manager.invalidate_blocks(request, num_found // self.manager.block_size)
-        self._encoders.invalidate_inputs(request, num_found)
+        self.encoders.invalidate_inputs(request, num_found)
 
     def fail_requests(self, reasons: dict[Request, str]) -> None:
         """Finish each request with an error message. Its computed blocks stay valid."""
@@ -494,7 +494,7 @@ class RequestLifecycle:
         slots = as_array([request.slot for request in requests])
         certain = np.minimum(state.num_computed_tokens[slots], state.num_known_tokens(slots))
         self.manager.free_requests(requests, certain.tolist(), is_preempted=is_preempted)
-        if self._encoders.are_in_use:
+        if self.encoders.are_in_use:
             for request in requests:
-                self._encoders.release_request(request)
+                self.encoders.release_request(request)
         self.running.remove_requests(requests)

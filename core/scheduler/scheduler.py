@@ -113,7 +113,7 @@ class Scheduler(SchedulerInterface):
         self._grammars = Grammars(structured_output, vocab_size)
         self._clients = ClientOutputs(core_index)
         self._encoders = EncoderInputs(config, encoder_cache_connector)
-        self._loras = LoraCache(config.max_cpu_loras)
+        self.loras = LoraCache(config.max_cpu_loras)
         self._drafts: Drafts | None = None
         if config.speculative is not None:
             self._drafts = Drafts(
@@ -122,7 +122,7 @@ class Scheduler(SchedulerInterface):
                 self._grammars,
                 uses_placeholders=config.async_scheduling,
             )
-        self._lifecycle = lifecycle = RequestLifecycle(
+        self.lifecycle = lifecycle = RequestLifecycle(
             requirements=Requirements.from_config(
                 config,
                 vocab_size=vocab_size,
@@ -138,7 +138,7 @@ class Scheduler(SchedulerInterface):
             clients=self._clients,
             grammars=self._grammars,
             encoders=self._encoders,
-            loras=self._loras,
+            loras=self.loras,
             tenants=make_tenant_limits(config),
             drafts=self._drafts,
         )
@@ -209,32 +209,32 @@ class Scheduler(SchedulerInterface):
         """Keep the blocks that a previous core left in the workers' KV cache."""
         if self._transfers is None:
             # With a connector, blocks may hold a failed load that only the previous core had recorded.
-            self._lifecycle.handoff.adopt_blocks(held)
+            self.lifecycle.handoff.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
         """Release a client's adopted blocks that no request has claimed."""
-        self._lifecycle.handoff.release_unclaimed(client_index)
+        self.lifecycle.handoff.release_unclaimed(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
         """Queue a request."""
-        request = self._lifecycle.add_request(client_index, message, now)
+        request = self.lifecycle.add_request(client_index, message, now)
         if request is not None and self._delay is not None:
             self._delay.add_request(request)
 
     def grammar_ready(self, key: RequestKey, error: str | None) -> None:
         """Record that a grammar is compiled, or failed to compile."""
-        self._lifecycle.grammar_ready(key, error)
+        self.lifecycle.grammar_ready(key, error)
 
     def lora_loaded(self, number: int, error: str | None) -> None:
         """Record that all workers have answered a `LoraLoad`."""
-        self._lifecycle.end_lora_load(number, error)
+        self.lifecycle.end_lora_load(number, error)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], reason: FinishReason, message: str = ""
     ) -> None:
         """Finish requests before their last token."""
         requests = {key: self.requests[key] for key in keys if key in self.requests}
-        self._lifecycle.finish_requests(
+        self.lifecycle.finish_requests(
             [(request, reason, None, message) for request in requests.values()]
         )
 
@@ -242,9 +242,9 @@ class Scheduler(SchedulerInterface):
         """Remove all cached prefixes. Return False while any block is in use."""
         if reset_running_requests:
             for slot in self._running.order.tolist():
-                self._lifecycle.preempt(slot, now, keeps_tokens=False)
-            self._lifecycle.drop_tokens_in_flight(self._lifecycle.in_flight.preempted)
-            while self._lifecycle.reservations.reclaim_latest():
+                self.lifecycle.preempt(slot, now, keeps_tokens=False)
+            self.lifecycle.drop_tokens_in_flight(self.lifecycle.in_flight.preempted)
+            while self.lifecycle.reservations.reclaim_latest():
                 pass
         return self.kv_cache_manager.reset_prefix_cache()
 
@@ -269,7 +269,7 @@ class Scheduler(SchedulerInterface):
         """Plan the next step from the current state."""
         if self._fast_path is not None:
             self._fast_path.stop()
-        suspect = self._lifecycle.poison_isolation.next_suspect()
+        suspect = self.lifecycle.poison_isolation.next_suspect()
         if suspect is not None:
             if self._results.has_steps_in_flight:
                 self._admission.admit_none(AdmissionStop.ISOLATION)
@@ -285,7 +285,7 @@ class Scheduler(SchedulerInterface):
         Return None if there is nothing to do, or if `suspect` cannot run now.
         """
         self.kv_cache_manager.pool.lifetimes.now = now
-        self._lifecycle.finish_expired(now)
+        self.lifecycle.finish_expired(now)
         if self._transfers is not None:
             self._transfers.expire_sends(now)
         may_admit = not self._inject_preemption(now)
@@ -313,7 +313,7 @@ class Scheduler(SchedulerInterface):
             plan.num_tokens
             or admitted.requests
             or self._running.has_removed
-            or self._loras.has_unsent
+            or self.loras.has_unsent
         ):
             if suspect is not None:
                 # The connector's metadata goes with the step that is scheduled without `suspect`.
@@ -329,10 +329,10 @@ class Scheduler(SchedulerInterface):
             for row in in_flight.constrained
             if self._grammars.is_isolated(row.request)
         )
-        stats = self._lifecycle.stats
+        stats = self.lifecycle.stats
         stats.num_steps += 1
         stats.num_scheduled_tokens += plan.num_tokens + sum(admitted.granted)
-        step.lora_loads = self._loras.take_loads()
+        step.lora_loads = self.loras.take_loads()
         if self._transfers is not None:
             self._transfers.add_metadata(step)
         if self._encoders.are_in_use:
@@ -351,17 +351,17 @@ class Scheduler(SchedulerInterface):
         has_preempted = False
         while True:
             if plan.encoders is not None and plan.encoders.failed:
-                self._lifecycle.fail_requests(plan.encoders.failed)
+                self.lifecycle.fail_requests(plan.encoders.failed)
             elif plan.growth.total <= self.kv_cache_manager.pool.num_free:
                 return plan, has_preempted
-            elif self._lifecycle.reservations.reclaim_latest():
+            elif self.lifecycle.reservations.reclaim_latest():
                 continue
             else:
                 # The suspect is never preempted: all others wait for its token.
                 others = self._slots_except(suspect)
                 slots = as_array(others) if others else self._running.order
-                self._lifecycle.preempt(self._queue.choose_victim(slots), now)
-                self._lifecycle.stats.num_block_preemptions += 1
+                self.lifecycle.preempt(self._queue.choose_victim(slots), now)
+                self.lifecycle.stats.num_block_preemptions += 1
                 has_preempted = True
             plan = self._running_scheduler.plan(self._slots_except(suspect))
 
@@ -385,7 +385,7 @@ class Scheduler(SchedulerInterface):
             return False
         draw = int.from_bytes(digest[4:], "little")
         slots = self._running.order
-        self._lifecycle.preempt(int(slots[draw % len(slots)]), now)
+        self.lifecycle.preempt(int(slots[draw % len(slots)]), now)
         return True
 
     # applying outputs
@@ -394,7 +394,7 @@ class Scheduler(SchedulerInterface):
         """Return the token bitmasks of the step's constrained rows."""
         rows = self._results.get_step(scheduler_output.step).constrained
         if self._drafts is not None:
-            rows = self._drafts.add_drafts(rows, self._lifecycle.in_flight)
+            rows = self._drafts.add_drafts(rows, self.lifecycle.in_flight)
         return self._grammars.bitmask(rows)
 
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
@@ -413,7 +413,7 @@ class Scheduler(SchedulerInterface):
         if scheduler_output.step % INVARIANT_CHECK_INTERVAL == 0:
             violations = self.check_invariants()
             self.invariant_violations += violations
-            self._lifecycle.stats.num_invariant_violations += len(violations)
+            self.lifecycle.stats.num_invariant_violations += len(violations)
         step, outputs = self._results.apply_output(scheduler_output, model_runner_output, now)
         if step.has_prefill and self._delay is not None:
             self._delay.record_prefill(now - step.scheduled_at)
@@ -485,14 +485,12 @@ class Scheduler(SchedulerInterface):
 
     def get_request_counts(self) -> tuple[int, int]:
         """Return the numbers of running and waiting requests."""
-        return len(self._running), self._lifecycle.num_waiting
+        return len(self._running), self.lifecycle.num_waiting
 
     def check_invariants(self) -> list[str]:
         """Return a description of every count that does not add up."""
-        return check_invariants(
-            self.requests, self._running, self._queue, self.kv_cache_manager, self._loras
-        )
+        return check_invariants(self.lifecycle)
 
     def make_stats(self) -> SchedulerStats:
         """Return current gauges, and counts since the last call."""
-        return self._lifecycle.make_stats()
+        return self.lifecycle.make_stats()

@@ -101,7 +101,7 @@ class Endpoint(ABC, Generic[Request]):
         if (greeting := self._greeting(request)) is not None:
             await json_response(greeting)(scope, receive, send)
             return
-        prompts, new_answer = await self._prepare(request, body_size, receive)
+        prompts, new_answer = await self.prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
         request_id = state["request_id"]
@@ -124,7 +124,7 @@ class Endpoint(ABC, Generic[Request]):
             keeper = keeper or Keeper(serving, scope, is_on=False)
             record = keeper.make_record(
                 prompts,
-                prefix=self._id_prefix_of(request),
+                prefix=self.id_prefix_of(request),
                 tenant=tenant,
                 deadline=deadline,
                 trace_headers=trace_headers,
@@ -140,7 +140,7 @@ class Endpoint(ABC, Generic[Request]):
             end_token_ids = serving.config.model.eos_token_ids
             search = BeamSearch(serving.engine, beams, end_token_ids, request_id)
             group = await _finish_search(search, start, receive)
-            answer_id, created = f"{self._id_prefix_of(request)}-{request_id}", int(time.time())
+            answer_id, created = f"{self.id_prefix_of(request)}-{request_id}", int(time.time())
         try:
             answer = new_answer(group, self._envelope(request, answer_id, created))
             await self._reply(answer, group, scope, receive, send)
@@ -195,11 +195,11 @@ class Endpoint(ABC, Generic[Request]):
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
-        """Return what `_prepare` returned for a recorded body."""
+        """Return what `prepare` returned for a recorded body."""
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
-        prompts, new_answer = await self._prepare(request, body_size, receive)
+        prompts, new_answer = await self.prepare(request, body_size, receive)
         return request, prompts, new_answer
 
     async def _reply(
@@ -237,7 +237,7 @@ class Endpoint(ABC, Generic[Request]):
     def _envelope(self, request: Request, answer_id: str, created: int) -> Json:
         return {
             "id": answer_id,
-            "object": self._object_name(request),
+            "object": self.object_name(request),
             "created": created,
             "model": self._serving.answering_model(request.model),
             "system_fingerprint": self._serving.fingerprint,
@@ -272,14 +272,16 @@ class Endpoint(ABC, Generic[Request]):
         """Return the name of the request field that set a sampling parameter."""
         return request.sent_name(name)
 
-    def _id_prefix_of(self, request: Request) -> str:
+    def id_prefix_of(self, request: Request) -> str:
+        """Return what the ID of the answer begins with."""
         return self._id_prefix
 
     @abstractmethod
-    def _object_name(self, request: Request) -> str: ...
+    def object_name(self, request: Request) -> str:
+        """Return the `object` of the answer."""
 
     @abstractmethod
-    async def _prepare(
+    async def prepare(
         self, request: Request, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[Request]]:
         """Return the encoded prompts with verified parameters, and the constructor of the answer.

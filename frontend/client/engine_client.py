@@ -39,6 +39,7 @@ from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
+from .request_indices import RequestIndices
 from .sequence_io import Delta, SequenceRequest
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,6 @@ STATUS_S: Final = 2.0
 STATUS_POLL_S: Final = 0.02
 """Seconds between checks for that status."""
 
-MAX_REQUEST_INDEX: Final = 2**31 - 1
-
 
 BeginRecording = Callable[[RequestGroup], Recording]
 
@@ -98,6 +97,7 @@ class EngineClient:
         dead_reason: Why the engine failed; None while it works.
         executor: The thread executor, which the server uses as well.
         client_index: The number of this frontend.
+        cores: The connection to each core.
         groups: Makes the groups of requests.
         output_log: Records outputs before they are applied; None to apply them at once.
     """
@@ -120,15 +120,15 @@ class EngineClient:
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
-        self._cores: list[CoreConnection] = []
-        self._router = Router(self._cores, self.metrics, config.scheduler.max_num_seqs)
+        self.cores: list[CoreConnection] = []
+        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
         self.output_log: OutputLog | None = None
         self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
-        self._last_index = -1
+        self._indices = RequestIndices(self._output.sequences)
 
     @property
     def ready(self) -> bool:
@@ -164,7 +164,7 @@ class EngineClient:
             core = CoreConnection(
                 self._context, self._config, self.client_index, core_index, events
             )
-            self._cores.append(core)
+            self.cores.append(core)
             self._isolation_queue.append(IsolationQueue(self._send))
             self.metrics.watch_dropped_frames(core_index, core.num_dropped_frames)
         watch = self.watch
@@ -182,9 +182,9 @@ class EngineClient:
         """Disconnect from the cores. Unfinished groups fail."""
         if self.dead_reason is None:
             self.fail("the server stopped before this request finished")
-        while self._cores:
+        while self.cores:
             self._isolation_queue.pop().close()
-            self._cores.pop().close()
+            self.cores.pop().close()
         if self.watch is not None:
             self.watch.close()
             self.watch = None
@@ -203,7 +203,7 @@ class EngineClient:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
         self._output.fail_sequences(self._output.sequences.values(), reason)
-        for core in self._cores:
+        for core in self.cores:
             core.fail_calls(error)
 
     async def submit(
@@ -274,7 +274,7 @@ class EngineClient:
         """
         self._check_alive()
         answers = await asyncio.gather(
-            *(core.reset_prefix_cache(reset_running) for core in self._cores)
+            *(core.reset_prefix_cache(reset_running) for core in self.cores)
         )
         return all(answer.ok for answer in answers)
 
@@ -285,7 +285,7 @@ class EngineClient:
             EngineError: A core is not up or could not write.
         """
         self._check_alive()
-        answers = await asyncio.gather(*(core.dump_event_log() for core in self._cores))
+        answers = await asyncio.gather(*(core.dump_event_log() for core in self.cores))
         for answer in answers:
             if not answer.ok:
                 raise EngineError(answer.detail)
@@ -294,7 +294,7 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self.dead_reason is not None:
             raise EngineDead(self.dead_reason)
-        if not self._cores:
+        if not self.cores:
             raise EngineDead("the engine client is not started; call start() first")
 
     def _check_open(self) -> None:
@@ -308,7 +308,7 @@ class EngineClient:
     def _register(self, sequence: Sequence, core: CoreConnection) -> None:
         """Add a sequence to those in flight at this core."""
         request = sequence.request
-        request.request_index = self._next_request_index()
+        request.request_index = self._indices.next_free()
         keys = self._router.keys(request)
         sequence.assign(core.core_index, core.load, keys)
         self._output.sequences[request.request_index] = sequence
@@ -316,17 +316,9 @@ class EngineClient:
 
     def _send(self, sequence: Sequence) -> None:
         """Send a sequence to its core; if the core is not ready, it is sent after the core's next greeting."""
-        core = self._cores[sequence.core_index]
+        core = self.cores[sequence.core_index]
         sequence.epoch = core.epoch if core.ready else 0
         core.add_request(sequence.request)
-
-    def _next_request_index(self) -> int:
-        index = self._last_index
-        while True:
-            index = 0 if index == MAX_REQUEST_INDEX else index + 1
-            if index not in self._output.sequences:
-                self._last_index = index
-                return index
 
     def _abort_group(self, group: RequestGroup) -> None:
         """End the group's first sequences now, and the others soon after if there are many."""
@@ -370,7 +362,7 @@ class EngineClient:
             )
 
     def _abort_at_core(self, sequence: Sequence) -> None:
-        self._cores[sequence.core_index].abort_request(sequence.request_index)
+        self.cores[sequence.core_index].abort_request(sequence.request_index)
 
     def _handle_ready_core(self, ready: CoreReady) -> None:
         self.metrics.record_ready(ready)
@@ -382,7 +374,7 @@ class EngineClient:
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence)
         is_restarted = self._config.epoch != FIRST_EPOCH
-        can_serve = is_restarted or all(core.ready for core in self._cores)
+        can_serve = is_restarted or all(core.ready for core in self.cores)
         if can_serve and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
@@ -390,7 +382,7 @@ class EngineClient:
         """Return whether a sequence can be resubmitted; fail it if it has seen too many crashes."""
         if sequence.finished:
             return False
-        if self._cores[sequence.core_index].exited_silently(sequence.epoch):
+        if self.cores[sequence.core_index].exited_silently(sequence.epoch):
             sequence.suspect_after_silent_crash()
         if sequence.num_silent_crashes > MAX_SILENT_CRASHES:
             self._fail_as_poison(sequence)
@@ -405,7 +397,7 @@ class EngineClient:
 
     def _resubmit(self, sequence: Sequence) -> None:
         old_index = sequence.request_index
-        self._output.resubmit(sequence, self._next_request_index())
+        self._output.resubmit(sequence, self._indices.next_free())
         if (recording := sequence.group.recording) is not None:
             recording.record_move(old_index, sequence.position)
         isolation_queue = self._isolation_queue[sequence.core_index]
@@ -427,7 +419,7 @@ class EngineClient:
             self._apply_outputs(outputs)
         except Exception:
             logger.exception("core %d sent invalid outputs; reconnecting", outputs.core_index)
-            self._cores[outputs.core_index].reconnect()
+            self.cores[outputs.core_index].reconnect()
 
     def _apply_outputs(self, outputs: EngineCoreOutputs) -> None:
         for done in outputs.finished:
@@ -445,14 +437,14 @@ class EngineClient:
         if status.failure:
             self.fail(status.failure)
             return
-        for core, replica in zip(self._cores, status.replicas, strict=False):
+        for core, replica in zip(self.cores, status.replicas, strict=False):
             core.apply_status(replica)
         if not self.ready:
             return
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
         for sequence in list(self._output.sequences.values()):
             core_index = sequence.core_index
-            if not self._cores[core_index].ready and core_index not in resuming:
+            if not self.cores[core_index].ready and core_index not in resuming:
                 self._move(sequence)
 
     def _move(self, sequence: Sequence) -> None:

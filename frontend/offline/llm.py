@@ -74,7 +74,7 @@ class LLM:
     def from_settings(cls, settings: Settings) -> Self:
         """Return a model with the settings of a command line."""
         llm = cls.__new__(cls)
-        llm._serve(settings)
+        llm._serve(settings)  # noqa: SLF001
         return llm
 
     def _serve(self, settings: Settings) -> None:

@@ -68,7 +68,7 @@ class RecoveryUnit:
         self.num_consecutive_failures = 0
         self._num_causes_found = 0
         self.peers: list[RecoveryUnit] = []
-        self._next_epoch = 0
+        self.next_epoch = 0
         self.is_down = False
         self._is_exhausted = False
         self._awaits_ends = False
@@ -137,16 +137,16 @@ class RecoveryUnit:
         If the followers cannot continue, those of the peers cannot either, and all restart under a common epoch.
         """
         is_of_peer = bool(self.peers) and child.has_lost_peer
-        self._record_failure(child, max_restarts, signal.SIGALRM if is_of_peer else signal.SIGUSR2)
-        if self.peers and not self._may_resume and self._next_epoch <= self.epoch:
+        self.record_failure(child, max_restarts, signal.SIGALRM if is_of_peer else signal.SIGUSR2)
+        if self.peers and not self._may_resume and self.next_epoch <= self.epoch:
             for peer in self.peers:
-                peer._record_failure(None, max_restarts, signal.SIGALRM)
+                peer.record_failure(None, max_restarts, signal.SIGALRM)
             units = [self, *self.peers]
             epoch = 1 + max(unit.epoch for unit in units)
             for unit in units:
-                unit._next_epoch = epoch
+                unit.next_epoch = epoch
 
-    def _record_failure(
+    def record_failure(
         self, child: Child | None, max_restarts: int, signum: signal.Signals
     ) -> None:
         """Record the exit of a process, or of one of a peer (None)."""
@@ -204,13 +204,13 @@ class RecoveryUnit:
                     child.kill()
             self._awaits_ends = len(dead) < len(self.children)
             if self._awaits_ends or any(
-                peer._has_followers_before(self._next_epoch) for peer in self.peers
+                peer.has_followers_before(self.next_epoch) for peer in self.peers
             ):
                 return []
         if now < self._start_at:
             return []
         self.is_down = self._is_renewed = False
-        self.epoch = max(self.epoch + 1, self._next_epoch)
+        self.epoch = max(self.epoch + 1, self.next_epoch)
         for child in dead:
             child.close()
             del self.children[child.spec.name]
@@ -219,7 +219,7 @@ class RecoveryUnit:
             self._resumed_at = now
         return self.start()
 
-    def _has_followers_before(self, epoch: int) -> bool:
+    def has_followers_before(self, epoch: int) -> bool:
         """Return whether followers of an earlier epoch have not exited."""
         return any(
             child.epoch < epoch and child.alive

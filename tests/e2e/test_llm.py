@@ -12,6 +12,7 @@ import pytest
 from engine.frontend.cli.keygen import keygen
 from engine.frontend.client.engine_client import EngineDead
 from engine.frontend.offline.llm import LLM
+from engine.frontend.supervisor.supervisor import Supervisor
 from engine.protocol.errors import ConfigError, EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from support.open_contexts import open_contexts
@@ -114,7 +115,8 @@ def test_invalid_requests_are_rejected_and_nothing_stays_queued(llm: LLM) -> Non
         llm.generate("x", SamplingParams(temperature=-1.0))
     with pytest.raises(ParameterError, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
-    assert llm._engine.client.num_inflight == 0
+    # It is refused while a request runs.
+    assert llm.reset_prefix_cache()
     assert llm.generate("still fine", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
@@ -173,16 +175,15 @@ def test_a_worker_crash_ends_generation_with_the_reason() -> None:
     llm.close()
 
 
-def test_loss_of_the_supervisor_ends_generation_with_the_reason() -> None:
+def test_loss_of_the_supervisor_ends_generation_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(supervisor: Supervisor) -> None:
+        raise RuntimeError("a test asked for this failure")
+
     before = set(psutil.Process().children())
     with LLM(default_model(), device="null", max_model_len=512) as llm:
-        engine = llm._engine
-        assert engine._supervisor is not None
-
-        async def break_the_supervisor() -> None:
-            engine._supervisor._statuses.close()
-
-        engine.run(break_the_supervisor())
+        monkeypatch.setattr(Supervisor, "poll", fail)
         with pytest.raises(EngineDead, match="the supervisor failed unexpectedly"):
             while True:
                 llm.generate("Once upon a time", SamplingParams(max_tokens=400))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from engine.protocol import step_log
 from engine.protocol.errors import RunDirectoryError
 from engine.protocol.step_log import StepLog, read_steps
 from engine.protocol.transport import encode
@@ -64,13 +62,21 @@ def test_an_incomplete_step_is_not_read(path: str, monkeypatch) -> None:
     for step in range(1, 21):
         log.append(step, encode(SchedulerOutput(step)))
 
-    def die(*fields: int) -> bytes:
-        raise KeyboardInterrupt
+    write_at = os.pwrite
+    numbers_of_bytes: list[int] = []
+
+    def fail_at_the_second(fd: int, data: bytes, position: int) -> int:
+        numbers_of_bytes.append(len(data))
+        if len(numbers_of_bytes) > 1:
+            raise KeyboardInterrupt
+        return write_at(fd, data, position)
 
     # The frame is written, but not the header that counts it.
-    monkeypatch.setattr(step_log, "_HEADER", SimpleNamespace(size=step_log._HEADER.size, pack=die))
+    monkeypatch.setattr(os, "pwrite", fail_at_the_second)
+    frame = encode(SchedulerOutput(21))
     with pytest.raises(KeyboardInterrupt):
-        log.append(21, encode(SchedulerOutput(21)))
+        log.append(21, frame)
+    assert numbers_of_bytes[0] == len(frame)
     monkeypatch.undo()
     log.close()
     assert numbers(path, EPOCH, 19) == [19, 20]

@@ -132,8 +132,8 @@ class ModelTransfers:
     find_bad_blocks: Callable[[Transfer], set[int]] = lambda load: set()
     get_delay: Callable[[], int] = lambda: 1
     _under_way: list[tuple[int, Transfer, bool]] = field(default_factory=list)
-    _report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
-    _invalid: list[int] = field(default_factory=list)
+    report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    invalid: list[int] = field(default_factory=list)
 
     def receive(self, metadata: bytes) -> None:
         """Receive a step: an asynchronous load may write at once, while earlier steps are computed."""
@@ -170,15 +170,15 @@ class ModelTransfers:
                 left.append((delay - 1, transfer, is_send))
             elif is_send:
                 self._check(transfer)
-                self._report.finished_sending.append(transfer.transfer_id)
+                self.report.finished_sending.append(transfer.transfer_id)
             else:
                 self._load(transfer)
-                self._report.finished_recving.append(transfer.transfer_id)
+                self.report.finished_recving.append(transfer.transfer_id)
         self._under_way = left
-        report, self._report = self._report, KVConnectorOutput()
-        if self._invalid:
-            report.invalid_block_ids = int32_bytes(self._invalid)
-            self._invalid = []
+        report, self.report = self.report, KVConnectorOutput()
+        if self.invalid:
+            report.invalid_block_ids = int32_bytes(self.invalid)
+            self.invalid = []
         return report if report != KVConnectorOutput() else None
 
     def _load(self, load: Transfer) -> None:
@@ -194,7 +194,7 @@ class ModelTransfers:
             index, offset = divmod(position, size)
             block = load.block_ids[index]
             self.kv_cache[block][offset] = BAD if index in bad else values[position]
-        self._invalid += [load.block_ids[index] for index in sorted(bad)]
+        self.invalid += [load.block_ids[index] for index in sorted(bad)]
 
     def _has(self, load: Transfer, index: int) -> bool:
         size = len(self.kv_cache[0])

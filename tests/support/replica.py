@@ -113,7 +113,7 @@ def _run_ranks(
 
 def _timeouts(pipe: Any, address: str, rank: int, parallel: ParallelConfig) -> None:
     state = join_replica(address, rank, parallel, CPU)
-    groups = (dist.group.WORLD, state.tensor_parallel._group)
+    groups = (dist.group.WORLD, state.tensor_parallel.group)
     pipe.send([group._get_backend(CPU).options._timeout for group in groups])
     pipe.recv()
     leave_replica()

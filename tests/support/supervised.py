@@ -45,6 +45,8 @@ class Operator:
         self._reporter = StatusReporter(self._context, config, "operator")
         self._subscriber = StatusSubscriber(self._context, config)
         self._status = EngineStatus([])
+        self.has_resumed = False
+        """Whether the streams of a replica were published to wait for it."""
 
     def command(self, replica: int, action: ReplicaAction) -> None:
         self._reporter.send_command(ReplicaCommand(replica, action))
@@ -93,13 +95,14 @@ class Operator:
         )
 
     def _sees(self, condition: Callable[[EngineStatus], bool]) -> bool:
-        def look() -> bool:
-            self._supervisor.poll()
-            if (status := self._subscriber.receive()) is not None:
-                self._status = status
-            return condition(self._status)
+        return eventually(lambda: self.look() or condition(self._status))
 
-        return eventually(look)
+    def look(self) -> None:
+        """Let the supervisor work, and receive what it publishes."""
+        self._supervisor.poll()
+        if (status := self._subscriber.receive()) is not None:
+            self._status = status
+            self.has_resumed |= any(replica.is_resuming for replica in status.replicas)
 
     def close(self) -> None:
         self._reporter.close()

@@ -61,7 +61,7 @@ def _block_max_kernel(
 
 
 @triton.jit
-def _uniform(seed, position):
+def token_noise(seed, position):
     """Return the noise of a token, float64 in [0, 1), as `workers.sampling.random.uniforms` does."""
     zero = position.to(tl.uint32) * 0
     low, high = position.to(tl.uint32), (position.to(tl.uint64) >> 32).to(tl.uint32)
@@ -252,7 +252,7 @@ def _choose_kernel(
         inverse_temperature = tl.load(inverse_temperature_ptr + row)
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         floor = peak + tl.load(min_p_margin_ptr + row)
-        uniform = _uniform(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
+        uniform = token_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
         has_top_k, has_top_p = top_k < vocab_size, top_p < 1
         total = tl.zeros((), tl.int64)
         if not has_top_k:

@@ -420,7 +420,7 @@ def _load_torch(
         device=device,
         max_model_len=config.model.max_model_len,
         shard=parallel.shard(spec),
-        kernels=_layer_kernels(dtype, device, is_batch_invariant),
+        kernels=layer_kernels(dtype, device, is_batch_invariant),
         on_progress=on_progress,
         loras=_new_loras(config),
     )
@@ -455,9 +455,10 @@ def _check_torch(config: EngineConfig, attention: AttentionSpec) -> None:
     )
 
 
-def _layer_kernels(
+def layer_kernels(
     dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
 ) -> LayerKernels:
+    """Return the operations of layers for a device."""
     if device.type != "cuda":
         return LayerKernels()
     # Imported here, because Triton is installed only with torch for CUDA.

@@ -75,7 +75,7 @@ class ModelRunner:
             config = _without_graphs(config)
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
-        self._model, self._kv_cache, self._requests = model, kv_cache, requests
+        self._model, self.kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | None = None
         if model.spec.source is not None and requests.encoders is not None:
             alignments = Alignments.from_config(config, model, checkpoint, device)
@@ -102,12 +102,12 @@ class ModelRunner:
     @property
     def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
         """The KV-cache groups of the whole model."""
-        return self._kv_cache.groups
+        return self.kv_cache.groups
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of a group in this worker."""
-        return self._kv_cache.block_bytes
+        return self.kv_cache.block_bytes
 
     def profile_memory(self, utilization: float) -> MemoryProfile | None:
         """Return the memory that the device needs beside the KV cache; None on the CPU."""
@@ -115,7 +115,7 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache and the CPU offload."""
-        self._kv_cache.allocate(num_blocks, num_host_blocks)
+        self.kv_cache.allocate(num_blocks, num_host_blocks)
         self._execution.use_kv_cache()
 
     def warm_up(self) -> None:
@@ -137,7 +137,7 @@ class ModelRunner:
             for load in output.lora_loads:
                 assert self.loras is not None
                 self.loras.begin(load)
-            self._kv_cache.copy_blocks(output)
+            self.kv_cache.copy_blocks(output)
             self._requests.apply_output(output)
             if self._sources is not None:
                 self._sources.store(output.new_requests)

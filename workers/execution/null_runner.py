@@ -61,7 +61,7 @@ class NullRunner:
         num_slots = config.scheduler.max_num_seqs
         self._vocab_size = config.model.vocab_size
         self._step_s = config.device.null_step_ms / 1000
-        self._ordinary_ids = ordinary_token_ids(config.model.vocab_size, config.model.eos_token_ids)
+        self.ordinary_ids = ordinary_token_ids(config.model.vocab_size, config.model.eos_token_ids)
         self._num_tokens = np.zeros(num_slots, np.int32)
         self._num_computed_tokens = np.zeros(num_slots, np.int32)
         self._seeds = np.zeros(num_slots, np.int64)
@@ -121,7 +121,7 @@ class NullRunner:
                 self._prompt_logprobs[slot] = params.prompt_logprobs, tokens
         slots_R = self._advance(output)
         positions_R = self._num_tokens[slots_R]
-        token_ids = made_up_tokens(self._seeds[slots_R], positions_R, self._ordinary_ids)
+        token_ids = made_up_tokens(self._seeds[slots_R], positions_R, self.ordinary_ids)
         if output.grammar_slots:
             self._follow_grammars(output, slots_R, token_ids, await_grammar)
         self._num_tokens[slots_R] = positions_R + 1

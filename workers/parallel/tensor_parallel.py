@@ -29,7 +29,7 @@ class TensorParallel:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self.group = group
         self._sums_in_rank_order = sums_in_rank_order
 
     def part(self, count: int) -> range:
@@ -46,7 +46,7 @@ class TensorParallel:
         if self.size == 1:
             return x
         if not self._sums_in_rank_order:
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self.group)
             return x
         total, *others = self._gather(x)
         for other in others:
@@ -60,5 +60,5 @@ class TensorParallel:
     def _gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather(list(gathered), x, group=self._group)
+        dist.all_gather(list(gathered), x, group=self.group)
         return gathered

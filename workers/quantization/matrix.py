@@ -104,7 +104,7 @@ class QuantizedMatrix:
             return x_OG
         return x_OG.repeat_interleave(self.group_size, 1)[:, : self.values_OD.shape[1]]
 
-    def _is_alike(self, other: QuantizedMatrix) -> bool:
+    def is_alike(self, other: QuantizedMatrix) -> bool:
         """Return whether rows of both can be stored in one matrix."""
         return (
             (self.bits, self.group_size, self.activations, self.input_scale)
@@ -130,7 +130,7 @@ def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ..
     merged: list[QuantizedMatrix] = []
     run: list[QuantizedMatrix] = []
     for matrix in matrices:
-        if run and not run[-1]._is_alike(matrix):
+        if run and not run[-1].is_alike(matrix):
             merged.append(_concatenated(run))
             run = []
         run.append(matrix)

@@ -22,6 +22,11 @@ class EncoderCacheManager:
         """Number of embeddings that fit if everything unreferenced is evicted."""
         return self.num_unused + sum(self._unreferenced.values())
 
+    @property
+    def num_referenced(self) -> int:
+        """Number of outputs that running requests use."""
+        return len(self._ref_counts)
+
     def has_output(self, content_hash: bytes) -> bool:
         """Return whether the workers hold an output once the steps sent so far have run."""
         return content_hash in self._sizes and content_hash not in self._stale

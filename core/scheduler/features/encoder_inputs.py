@@ -67,6 +67,13 @@ class EncoderInputs:
         self._to_compute: list[tuple[int, int]] = []
         self._to_load: list[tuple[Request, int]] = []
 
+    def held_by_request(self) -> dict[Request, list[bytes]]:
+        """Return the content hashes of the inputs that each request holds."""
+        return {
+            request: [request.encoder_inputs[index].content_hash for index in held]
+            for request, held in self._held.items()
+        }
+
     def begin_plan(self) -> EncoderPlan:
         """Return an empty plan for the next step."""
         return EncoderPlan(self._budget, self.cache.num_available)

@@ -46,6 +46,11 @@ class TenantLimits:
         self.max_num_queued_reqs = max_num_queued_reqs
         self._changed: dict[str, None] = {}
 
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants with unfinished requests."""
+        return len(self._tenants)
+
     def may_run(self, name: str) -> bool:
         """Return whether one more request of a tenant, which has at least one, may be admitted."""
         return not self._max_num_seqs or self._tenants[name].num_running < self._max_num_seqs

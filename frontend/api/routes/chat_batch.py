@@ -31,9 +31,10 @@ class ChatBatch(ChatCompletions):
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, BatchChatCompletionRequest)
 
-    async def _prepare(
+    async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
         _verify(request)
         plan = await self._plan(request, body_size, receive)
         prompts: list[PreparedPrompt] = []

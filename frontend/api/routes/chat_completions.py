@@ -74,12 +74,14 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     ) -> None:
         super().__init__(serving, intake, request_type, "chatcmpl")
 
-    def _object_name(self, request: ChatCompletionRequest) -> str:
+    def object_name(self, request: ChatCompletionRequest) -> str:
+        """Return the `object` of the answer."""
         return "chat.completion.chunk" if request.stream else "chat.completion"
 
-    async def _prepare(
+    async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
         plan = await self._plan(request, body_size, receive)
         prompt, new_answer = await self._prepare_conversation(plan, request, body_size)
         return [prompt], new_answer

@@ -46,12 +46,14 @@ class Completions(Endpoint[CompletionRequest]):
     def __init__(self, serving: Serving, intake: Intake) -> None:
         super().__init__(serving, intake, CompletionRequest, "cmpl")
 
-    def _object_name(self, request: CompletionRequest) -> str:
+    def object_name(self, request: CompletionRequest) -> str:
+        """Return the `object` of the answer."""
         return "text_completion"
 
-    async def _prepare(
+    async def prepare(
         self, request: CompletionRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[CompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
         serving, model = self._serving, self._serving.config.model
         if not model.has_tokenizer:
             request.return_token_ids = request.return_tokens_as_token_ids = True

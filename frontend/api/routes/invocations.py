@@ -32,22 +32,25 @@ class Invocations(Endpoint[GenerationRequest]):
         self._completions = completions
         self._chat_completions = chat_completions
 
-    def _id_prefix_of(self, request: GenerationRequest) -> str:
+    def id_prefix_of(self, request: GenerationRequest) -> str:
+        """Return what the ID of the answer begins with."""
         if isinstance(request, ChatCompletionRequest):
-            return self._chat_completions._id_prefix_of(request)
+            return self._chat_completions.id_prefix_of(request)
         assert isinstance(request, CompletionRequest)
-        return self._completions._id_prefix_of(request)
+        return self._completions.id_prefix_of(request)
 
-    def _object_name(self, request: GenerationRequest) -> str:
+    def object_name(self, request: GenerationRequest) -> str:
+        """Return the `object` of the answer."""
         if isinstance(request, ChatCompletionRequest):
-            return self._chat_completions._object_name(request)
+            return self._chat_completions.object_name(request)
         assert isinstance(request, CompletionRequest)
-        return self._completions._object_name(request)
+        return self._completions.object_name(request)
 
-    async def _prepare(
+    async def prepare(
         self, request: GenerationRequest, body_size: int, receive: Receive
     ) -> tuple[list[PreparedPrompt], NewAnswer[Any]]:
+        """Return the encoded prompts, and the constructor of the answer."""
         if isinstance(request, ChatCompletionRequest):
-            return await self._chat_completions._prepare(request, body_size, receive)
+            return await self._chat_completions.prepare(request, body_size, receive)
         assert isinstance(request, CompletionRequest)
-        return await self._completions._prepare(request, body_size, receive)
+        return await self._completions.prepare(request, body_size, receive)

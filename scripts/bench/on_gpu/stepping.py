@@ -201,7 +201,7 @@ class Stepping:
     @torch.inference_mode()
     def _fill_kv_cache(self) -> None:
         """Random keys and values: products with zeros take less power, and so less time."""
-        for layer in self.runner._kv_cache.layers:
+        for layer in self.runner.kv_cache.layers:
             parts = layer.split(FILLED_BLOCKS)
             random = torch.randn(parts[0].shape, dtype=torch.bfloat16, device=self.device)
             random = random.to(layer.dtype)

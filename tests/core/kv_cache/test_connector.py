@@ -205,7 +205,7 @@ def test_8_3_a_bad_block_that_is_shared_is_computed_once():
     (blocks,) = harness.scheduler.kv_cache_manager.blocks
     assert blocks[0][:2] == blocks[1][:2]
     # The workers find the damage late, when both requests have the block.
-    harness.worker.transfers._invalid = [blocks[0][0]]
+    harness.worker.transfers.invalid = [blocks[0][0]]
     for offset in range(4):
         harness.worker.kv_cache[blocks[0][0]][offset] = -1
     computed = harness.worker.num_prompt_tokens_computed
@@ -341,10 +341,10 @@ def test_a_failing_end_notice_ends_one_request_with_a_reason():
 def test_reports_of_unknown_transfers_are_ignored():
     harness = Harness(connector=ModelConnector())
     key = harness.add(9, 4)
-    report = harness.worker.transfers._report
+    report = harness.worker.transfers.report
     report.finished_recving += [0, 7, 7]
     report.finished_sending += [0, 7]
-    harness.worker.transfers._invalid = [63, 64, 100_000]
+    harness.worker.transfers.invalid = [63, 64, 100_000]
     harness.drain()
     assert harness.received[key].reason is FinishReason.LENGTH
     assert int32_view(harness.steps[0].chunks).tolist() == [0, 9]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from enum import Enum
 from fractions import Fraction
 from functools import cached_property, partial
 from inspect import getattr_static
@@ -16,7 +17,7 @@ from engine.core.replay import log as event_log_module
 from engine.core.replay.__main__ import main
 from engine.core.replay.dump import write_dump
 from engine.core.replay.events import AddRequest, Update
-from engine.core.replay.frozen_state import FrozenState, field_names
+from engine.core.replay.frozen_state import field_names, is_engine_class, is_given
 from engine.core.replay.replayer import Difference, Replayer
 from engine.core.scheduler.queues.request_queue import FCFSQueue
 from engine.core.scheduler.scheduler import Scheduler
@@ -26,6 +27,7 @@ from engine.protocol.messages import FinishReason
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
 from support.model_connector import ModelConnector
+from support.reachable import reachable
 from support.recorded_harness import RecordedHarness, replay
 from support.recorded_traffic import SMALL_SEGMENT, contended, record
 from support.scheduler_harness import Harness
@@ -275,8 +277,13 @@ def test_an_error_in_the_log_affects_no_request(monkeypatch):
 
 def test_a_snapshot_contains_every_attribute_of_an_object():
     harness = record(21, 1 << 30)
-    seen = FrozenState(harness.scheduler.scheduler)._seen.values()
-    instances = [item for item in seen if hasattr(item, "__dict__")]
+    instances = [
+        item
+        for item in reachable(harness.scheduler.scheduler)
+        if hasattr(item, "__dict__")
+        and is_engine_class(type(item))
+        and not (is_given(type(item)) or isinstance(item, Enum))
+    ]
     assert len(instances) > 15
     for instance in instances:
         computed = {

@@ -22,7 +22,9 @@ def lose_a_reference(harness: Harness) -> None:
 
 
 def leak_a_block(harness: Harness) -> None:
-    harness.scheduler.kv_cache_manager.pool._blank.pop()
+    pool = harness.scheduler.kv_cache_manager.pool
+    [block] = pool.allocate_blocks(1)
+    pool.ref_counts[block] = 0
 
 
 def forget_a_slot(harness: Harness) -> None:

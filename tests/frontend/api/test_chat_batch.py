@@ -59,7 +59,7 @@ async def test_conversations_of_a_batch_share_constraint_and_prediction(
         prediction={"content": "4"},
     )
     batch = ChatBatch(serving, cast(Intake, None))
-    prompts, _ = await batch._prepare(request, 100, cast(Any, never))
+    prompts, _ = await batch.prepare(request, 100, cast(Any, never))
     assert len({id(prompt.params.structured_output) for prompt in prompts}) == 1
     assert len({id(prompt.predicted_token_ids) for prompt in prompts}) == 1
     assert len({prompt.token_ids.tobytes() for prompt in prompts}) == 3

@@ -156,7 +156,7 @@ async def test_a_greeting_is_complete_when_its_remaining_requests_are_aborted(
         successor = opened(EchoCore(config, epoch=8))
 
         async def abort_once_greeted() -> None:
-            while client._cores[0].epoch != 8:
+            while client.cores[0].epoch != 8:
                 await asyncio.sleep(0)
             second.abort()
 

@@ -369,16 +369,6 @@ async def test_a_dump_returns_its_path_or_the_failure(tmp_path: Path) -> None:
 
 
 @on_event_loop
-async def test_live_requests_have_different_indices(tmp_path: Path) -> None:
-    async with connected(engine_config(tmp_path)) as (client, core):
-        await client.submit([request()], request_id="index 0")
-        client._last_index = 2**31 - 2
-        await client.submit([request(), request()], request_id="the last index, then 1")
-        await until(lambda: len(core.requests) == 3, core.receive)
-        assert [r.request_index for r in core.requests] == [0, 2**31 - 1, 1]
-
-
-@on_event_loop
 async def test_stream_interval_groups_tokens_after_the_first(tmp_path: Path) -> None:
     config = engine_config(tmp_path)
     config = msgspec.structs.replace(

@@ -64,7 +64,7 @@ async def test_sequences_move_to_another_replica_if_theirs_is_delayed(
         [(_, begun)] = await drive(cores[0], read_next(group))
         cores.pop(0).close()
         await until(
-            lambda: not client._cores[0].ready, lambda: (publisher.publish(resuming), receive())
+            lambda: not client.cores[0].ready, lambda: (publisher.publish(resuming), receive())
         )
         assert not cores[0].requests
         await until(lambda: bool(cores[0].requests), lambda: (publisher.publish(gone), receive()))

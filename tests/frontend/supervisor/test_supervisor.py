@@ -141,20 +141,18 @@ def test_failed_restart_is_retried(run_dir: str, tmp_path: Path, name: str) -> N
         )
 
 
-def is_resuming(supervisor: Supervisor) -> bool:
-    """Return whether the streams of the replica wait for it."""
-    return supervisor._rotation.replica_infos()[0].is_resuming
-
-
 def test_crashed_core_is_replaced_and_its_worker_kept(run_dir: str) -> None:
     messages: list[str] = []
     with supervisor_of(run_dir, ALL_READY, on_recovery=messages.append) as supervisor:
         supervisor.start()
         supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        assert operator.sees_ready(set(ALL_READY))
         before = supervisor.pids
         os.kill(before["core 0"], signal.SIGSEGV)
-        assert eventually(lambda: supervisor.poll() or is_resuming(supervisor))
-        assert eventually(lambda: supervisor.poll() or lives(run_dir, "core 0") == 2)
+        assert eventually(lambda: operator.look() or operator.has_resumed)
+        assert eventually(lambda: operator.look() or lives(run_dir, "core 0") == 2)
+        operator.close()
         after = supervisor.pids
         assert after["core 0"] != before["core 0"]
         assert after | {"core 0": 0} == before | {"core 0": 0}
@@ -178,15 +176,15 @@ def test_worker_crash_restarts_only_its_replica(run_dir: str) -> None:
     with supervisor_of(run_dir, ALL_READY) as supervisor:
         supervisor.start()
         supervisor.wait_until_ready()
+        operator = Operator(supervisor, run_dir)
+        assert operator.sees_ready(set(ALL_READY))
         before = supervisor.pids
         os.kill(before["worker 0"], signal.SIGSEGV)
-        assert eventually(
-            lambda: (
-                supervisor.poll() or supervisor.pids.get("core 0") not in (None, before["core 0"])
-            )
-        )
-        assert not is_resuming(supervisor)
-        assert eventually(lambda: supervisor.poll() or lives(run_dir, "worker 0") == 2)
+        assert operator.sees_not_ready("worker 0")
+        assert eventually(lambda: operator.look() or lives(run_dir, "worker 0") == 2)
+        assert supervisor.pids["core 0"] != before["core 0"]
+        assert not operator.has_resumed
+        operator.close()
         assert supervisor.pids["frontend 0"] == before["frontend 0"]
 
 

@@ -7,7 +7,6 @@ request arrives. One makes it raise an exception while it has not taken in anyth
 import os
 import signal
 
-from engine.core.engine_core import EngineCore
 from engine.core.scheduler.limits import Requirements
 from engine.core.scheduler.scheduler import Scheduler
 
@@ -26,10 +25,9 @@ def raise_for(token_id: int, token_ids: bytes) -> None:
         raise RuntimeError("a test asked for this failure")
 
 
-def add_requests(core, client_index, requests, add=EngineCore._add_requests):
-    for request in requests:
-        raise_for(RAISES_BY_ARRIVING, request.prompt_token_ids)
-    add(core, client_index, requests)
+def add_request(scheduler, client_index, request, now, add=Scheduler.add_request):
+    raise_for(RAISES_BY_ARRIVING, request.prompt_token_ids)
+    add(scheduler, client_index, request, now)
 
 
 def schedule(scheduler, now, schedule=Scheduler.schedule):
@@ -44,6 +42,6 @@ def refuse(requirements, request, *args, refuse=Requirements.find_refusal):
     return refuse(requirements, request, *args)
 
 
-EngineCore._add_requests = add_requests
+Scheduler.add_request = add_request
 Scheduler.schedule = schedule
 Requirements.find_refusal = refuse

@@ -15,7 +15,7 @@ def damage(_signum: int, frame) -> None:
     while frame is not None and "runner" not in frame.f_locals:
         frame = frame.f_back
     if frame is not None:
-        frame.f_locals["runner"]._ordinary_ids[:] = -1
+        frame.f_locals["runner"].ordinary_ids[:] = -1
 
 
 signal.signal(signal.SIGRTMIN, fail)

@@ -61,7 +61,7 @@ def decode_kernels(path: Path, monkeypatch, num_layers: int) -> Counter[str]:
     (path / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
     monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
-    monkeypatch.setattr(model_loader, "_layer_kernels", lambda *_: kernels)
+    monkeypatch.setattr(model_loader, "layer_kernels", lambda *_: kernels)
     model = ModelConfig(
         "m", str(path), str(path), ("m",), "qwen3", 512, 1024, (1,), load_format=LoadFormat.DUMMY
     )

@@ -152,7 +152,7 @@ def test_the_noise_is_bit_identical_to_that_of_the_cpu() -> None:
         torch.from_numpy(seeds).to(DEVICE),
         torch.from_numpy(positions).to(DEVICE),
         found,
-        sampling._uniform,
+        sampling.token_noise,
     )
     assert np.array_equal(found.cpu().numpy(), uniforms(seeds, positions, Stream.TOKEN))
 

@@ -75,7 +75,7 @@ def test_decodes_with_a_prompt_chunk_need_no_more_than_the_profile(
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocab_size}))
     monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
-    monkeypatch.setattr(model_loader, "_layer_kernels", lambda *_: kernels)
+    monkeypatch.setattr(model_loader, "layer_kernels", lambda *_: kernels)
     path = str(tmp_path)
     model = ModelConfig(
         "m", path, path, ("m",), "qwen3", vocab_size, 8192, (1,), load_format=LoadFormat.DUMMY
