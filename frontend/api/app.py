@@ -12,12 +12,15 @@ from starlette.types import ASGIApp
 from ..http.access import Access, Origins
 from ..http.errors import json_response
 from ..transcription.options import Task
+from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, ollama
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
 from .edge import Edge
 from .endpoint import Endpoint
+from .files.routes import file_routes
+from .files.storage import FileStorage
 from .openapi import describe_routes
 from .pooling import Pooling
 from .responses.routes import response_routes
@@ -59,6 +62,7 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
     frontend = serving.config.frontend
     routes = make_routes(serving)
     router = Router(routes, redirect_slashes=False)
+    serving.router = router
     access = Access(frontend, is_loopback=is_loopback)
     endpoints = {r.path: r.endpoint for r in routes if isinstance(r.endpoint, Endpoint)}
     recovery = Recovery(serving, endpoints)
@@ -71,6 +75,7 @@ def make_routes(serving: Serving) -> list[Route]:
     management = Management(serving)
     replicas = Replicas(serving)
     intake = Intake(serving)
+    files = FileStorage(serving.store)
     tokenization = Tokenization(serving, intake)
     pooling = Pooling(serving)
     embeddings = Embeddings(serving, intake, pooling)
@@ -84,7 +89,9 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/completions/{id}/events", Events(serving, completions), methods=["GET"]),
         Route("/chat/completions", chat_completions, methods=["POST"]),
         Route("/chat/completions/{id}/events", Events(serving, chat_completions), methods=["GET"]),
-        *response_routes(serving, intake),
+        *response_routes(serving, intake, files),
+        *file_routes(serving, intake, files),
+        *batch_routes(serving, intake, files),
         Route("/embeddings", embeddings.embed, methods=["POST"]),
         Route("/score", scores.score, methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),

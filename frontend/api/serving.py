@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final
 
 import msgspec
-from starlette.types import Receive
+from starlette.types import ASGIApp, Receive
 
 from ... import __version__
 from ...protocol.config import EngineConfig
@@ -56,7 +56,7 @@ class Serving:
     """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
 
     `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. Routes add
-    to `when_ready` what they do as soon as the server is ready.
+    to `when_ready` what they do as soon as the server is ready. `router` has all routes; None before they are made.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Serving:
         self._templates = templates
         self.engine = engine
         self.store = store
+        self.router: ASGIApp | None = None
         self.when_ready: list[Callable[[], Awaitable[None]]] = []
         self._begin_time = time.monotonic()
         self._start_s = 0.0

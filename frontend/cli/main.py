@@ -13,6 +13,7 @@ from ... import __version__
 PROGRAMS = {
     "embed": "engine.frontend.offline.embed",
     "replay": "engine.core.replay",
+    "run-batch": "engine.frontend.offline.run_batch",
     "simulate": "engine.core.simulation",
     "transcribe": "engine.frontend.offline.transcribe",
 }
@@ -25,6 +26,8 @@ commands:
   embed [MODEL] [flags]     embed the lines of a file, without a server
   transcribe FILE --model MODEL
                             write down what is said in audio files, without a server
+  run-batch -i FILE -o FILE [--url URL] [flags]
+                            answer a file of requests, with or without a server
   status [--url URL]        show a live table of a running server's processes
   replay FILE [flags]       replay a scheduler dump, or explain why a request waited
   simulate TRACE [flags]    predict the latency and throughput of a trace

@@ -144,6 +144,12 @@ class EngineClient:
         """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
         return self._router.find_overload()
 
+    def has_idle_slots(self, share: float) -> bool:
+        """Return whether a replica without waiting sequences uses less than this share of its slots."""
+        limit = self._config.scheduler.max_num_seqs * share
+        loads = (core.load for core in self._router.open_cores())
+        return any(not load.num_queued and load.total < limit for load in loads)
+
     async def start(self) -> None:
         """Connect, and wait until every core can execute. A restarted frontend waits for only one core.
 

@@ -31,7 +31,7 @@ OPERATOR_PATHS: Final = frozenset(
 """Routes for operators, in addition to those below `REPLICA_COMMANDS`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 
-FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations")
+FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
 """Ends of the routes whose bodies are forms with a file."""
 
 LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"

@@ -21,8 +21,7 @@ from ...protocol.checkpoint.files import find_tokenizer_files, find_weight_files
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.checkpoint.gguf_config.fields import GGUFFields
-from ...protocol.checkpoint.gguf_config.mmproj import read_mmproj
-from ...protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
+from ...protocol.checkpoint.gguf_config.mmproj import Mmproj, read_mmproj
 from ...protocol.checkpoint.model_dimensions import (
     DEFAULTS_OF_GEMMA3,
     EXPERT_COUNTS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
-from support.gguf_writer import write_gguf
 from support.image_requests import NUM_TOKENS, chat, data_url, picture
 from support.qwen_checkpoints import (
     END,
@@ -30,13 +27,11 @@ from support.qwen_checkpoints import (
     rotary_positions,
     video_patches,
 )
-from support.qwen_mmproj_writer import write_qwen_mmproj
 from support.server import Server, assert_nothing_is_held
 from support.video_files import write_video
 
 torch.set_num_threads(1)
 MP4 = "mp4", "libx264", 45, (24, 40)
-PROCESSOR_FIELDS = "min_pixels", "max_pixels", "image_mean", "image_std"
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
 
 
@@ -205,27 +200,6 @@ def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Se
     assert status == 400
     assert answer["error"]["param"] == "messages[0].content[1].video_url.url"
     assert_nothing_is_held(server)
-
-
-def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
-    qwen3: Model, tmp_path: Path
-) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
-    fields = qwen3.model.config.text_config.to_dict() | {"model_type": "qwen3"}
-    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields)).float().eval()
-    decoder.model.load_state_dict(qwen3.model.model.language_model.state_dict())
-    decoder.lm_head.load_state_dict(qwen3.model.lm_head.state_dict())
-    path = write_gguf(tmp_path / "tiny.gguf", decoder, tokenizer)
-    write_qwen_mmproj(tmp_path / "mmproj-tiny.gguf", qwen3.model, "qwen3_vl")
-    # The limits of pixels, and what they are normalized by, are those of the tests' checkpoint.
-    fields = json.loads((qwen3.path / "preprocessor_config.json").read_text())
-    limits = json.dumps({name: fields[name] for name in PROCESSOR_FIELDS})
-    with Server(str(path), *FLAGS, "--mm-processor-kwargs", limits) as server:
-        qwen3.check_all(server, [0, 2, 3, 4])
-        part = {"type": "video", "video": [data_url(picture(1, 64, 64))]}
-        status, answer = server.post("/v1/chat/completions", chat(part))
-        assert status == 400
-        assert "this model reads no videos" in answer["error"]["message"]
 
 
 def test_frames_of_video_files_are_read(server: Server) -> None:

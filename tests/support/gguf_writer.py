@@ -162,14 +162,8 @@ def write_gguf(
         return gguf_gemma.write_gemma(path, model)
     is_dense = config.model_type in DENSE
     architecture = DENSE[config.model_type] if is_dense else ARCHITECTURES[config.model_type]
-    sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
-    if sections is not None:
-        # Qwen-VL's decoders are Qwen's with rotary axes.
-        architecture += "vl"
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
-    if sections is not None:
-        writer.add_rope_dimension_sections([*sections, 0])
     if is_dense:
         add_dense_hyperparameters(writer, config)
         for name in ("alpha_p", "alpha_n", "beta", "eps"):

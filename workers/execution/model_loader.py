@@ -14,7 +14,6 @@ from torch import Tensor
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import check_parallel
-from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
 from ..attention import AttentionSpec, PagedAttention, attention_backend
@@ -30,7 +29,6 @@ from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec, SourceSpec
 from ..loaders import Checkpoint
 from ..loaders.mmproj import MmprojCheckpoint
-from ..loaders.qwen_mmproj import QwenMmprojCheckpoint
 from ..models.cross_attention import QueryRecorder
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
@@ -187,9 +185,7 @@ def load_model(
         model.encoder = AudioTower(encoder, checkpoint, device, dtype, num_threads, make_layers)
     else:
         if config.model.mmproj:
-            is_grid = isinstance(encoder, GridVisionSpec)
-            kind = QwenMmprojCheckpoint if is_grid else MmprojCheckpoint
-            checkpoint = kind(Path(config.model.mmproj))
+            checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
         model.encoder = make_tower(encoder, checkpoint, device, dtype, num_threads, make_layers)
     return model
 

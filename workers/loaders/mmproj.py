@@ -68,7 +68,12 @@ class MmprojCheckpoint(Checkpoint):
         if metadata.get("clip.projector_type") == "pixtral":
             # The converter interleaves the rows of q and k, as for decoders.
             self._num_interleaved_heads = int(metadata["clip.vision.attention.head_count"])
-        check_types(self._gguf, path)
+        for tensor in self._gguf.tensors.values():
+            if tensor.ggml_type not in DEQUANTIZABLE or not tensor.n_bytes:
+                raise CheckpointError(
+                    path,
+                    f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported",
+                )
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -107,16 +112,6 @@ class MmprojCheckpoint(Checkpoint):
         if tensor is None:
             raise self.missing(name)
         return tensor
-
-
-def check_types(gguf: GGUFFile, path: Path) -> None:
-    """Raise CheckpointError if a tensor has an unknown type."""
-    for tensor in gguf.tensors.values():
-        if tensor.ggml_type not in DEQUANTIZABLE or not tensor.n_bytes:
-            raise CheckpointError(
-                path,
-                f"tensor {tensor.name!r} of shape {tensor.shape} and type {tensor.ggml_type.name} is not supported",
-            )
 
 
 def _hf_name(name: str) -> str:

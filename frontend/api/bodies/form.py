@@ -25,14 +25,22 @@ MAX_HEADER_BYTES: Final = 8 * 1024
 _BOUNDARY: Final = re.compile(r'multipart/form-data\s*;.*?\bboundary=("?)([^";,\s]{1,70})\1', re.I)
 _NAME: Final = re.compile(r';\s*name="((?:[^"\\]|\\.)*)"', re.I)
 _FILE: Final = re.compile(r";\s*filename\*?=", re.I)
+_FILENAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"', re.I)
 _AT: Final = re.compile(r"^(.*?)(?: - at `\$\.([^`]*)`)?$", re.DOTALL)
+
+
+class FormFile(NamedTuple):
+    """A file of a form, with the name that it has at the client; "" if it has none."""
+
+    content: memoryview
+    filename: str
 
 
 class Form(NamedTuple):
     """A form: its values by name, in the order in which they came, and its files."""
 
     values: dict[str, list[str]]
-    files: dict[str, memoryview]
+    files: dict[str, FormFile]
 
 
 def find_boundary(scope: Scope) -> bytes:
@@ -86,11 +94,12 @@ def _add_part(form: Form, headers: str, content: memoryview) -> None:
     match = _NAME.search(disposition)
     if match is None:
         raise bad_request(None, "a part of the form has no name in its Content-Disposition")
-    name = match[1].replace('\\"', '"')
+    name = _unquote(match[1])
     if _FILE.search(disposition):
         if name in form.files:
             raise bad_request(name, f"{name} must be one file, got several")
-        form.files[name] = content
+        filename = _FILENAME.search(disposition)
+        form.files[name] = FormFile(content, _unquote(filename[1]) if filename else "")
         return
     if len(content) > MAX_FIELD_BYTES:
         raise bad_request(
@@ -101,6 +110,10 @@ def _add_part(form: Form, headers: str, content: memoryview) -> None:
     except UnicodeDecodeError as error:
         raise bad_request(name, f"{name} is not valid UTF-8: {error}") from None
     form.values.setdefault(name, []).append(value)
+
+
+def _unquote(text: str) -> str:
+    return text.replace('\\"', '"')
 
 
 class FormDecoder(Generic[T]):

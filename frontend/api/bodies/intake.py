@@ -12,7 +12,7 @@ from ...http.errors import internal_error, unavailable
 from ..serving import Serving
 from .body import BodyDecoder, read_body
 from .decoder_pool import DecoderPool
-from .form import FormDecoder, find_boundary, parse_form
+from .form import FormDecoder, FormFile, find_boundary, parse_form
 from .messages import unpack
 from .request_memory import MemoryLease
 from .structure import FREE_BYTES
@@ -78,7 +78,7 @@ class Intake:
 
     async def receive_form(
         self, scope: Scope, receive: Receive, decoder: FormDecoder[T], lease: MemoryLease
-    ) -> tuple[T, dict[str, memoryview]]:
+    ) -> tuple[T, dict[str, FormFile]]:
         """Return the decoded values of a form, and its files.
 
         Raises:

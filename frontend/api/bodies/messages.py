@@ -27,6 +27,7 @@ from ..schema import (
     UnloadLoraRequest,
 )
 from ..schema.anthropic import MessagesRequest
+from ..schema.files import BatchRequest
 from ..schema.ollama import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -70,6 +71,7 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     InputTokensRequest,
     ConversationRequest,
     ConversationItemsRequest,
+    BatchRequest,
 )
 
 MAX_CPU_S: Final = 5
@@ -135,7 +137,9 @@ def pack(request: Any) -> tuple[Decoded, int]:
     """Return the message for a request, and its number of token ids. Removes the token ids from the request."""
     # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
-    if not isinstance(request, ResponseFields | ConversationRequest):  # They are returned there.
+    if not isinstance(
+        request, ResponseFields | ConversationRequest | BatchRequest
+    ):  # They are returned there.
         for name in WITHOUT_EFFECT:
             if hasattr(request, name):
                 setattr(request, name, None)

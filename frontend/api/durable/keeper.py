@@ -23,15 +23,16 @@ from .resumption import Resumption, find_resumption
 class Keeper:
     """Records one request. Enter it while the request is submitted.
 
-    Without `--store` and `--resume-grace` it does nothing. A request with log-probabilities or a beam search is not
-    recorded, because its answer is more than its tokens.
+    Without `--store` and `--resume-grace` it does nothing, and for requests of the server itself. A request with
+    log-probabilities or a beam search is not recorded, because its answer is more than its tokens.
     """
 
     def __init__(self, serving: Serving, scope: Scope, *, is_on: bool = True) -> None:
         self._serving = serving
         self._scope = scope
         self._owner: str = scope["state"]["owner"]
-        self._is_on = is_on and serving.config.store.keeps_requests
+        is_internal = scope["state"].get("is_internal", False)
+        self._is_on = is_on and serving.config.store.keeps_requests and not is_internal
         self._body: RecordedBody | None = None
         self._key = ""
         self._holds_key = False

@@ -16,11 +16,11 @@ from ..logprobs import Json
 from ..openapi import accepts
 from ..schema.responses import ConversationItemsRequest, ConversationRequest
 from ..serving import Serving
+from ..stored.metadata import verify_metadata
 from ..stored.pages import list_body, parse_page
 from ..stored.records import not_found
 from .ids import new_id
 from .items import MessageBuilder, normalize_input
-from .request import verify_metadata
 from .states import ResponseStates
 
 MAX_ITEMS_AT_ONCE: Final = 20

@@ -93,7 +93,12 @@ class Responses(ChatCompletions):
         """Return the chat of an exchange and its size in bytes; `size` is that of the body, 0 if it is not known."""
         size = size or sum(map(size_of, exchange.input))
         size += sum(map(size_of, exchange.context))
+        exchange.files = await self._states.load_files(
+            exchange.context + exchange.input, exchange.owner
+        )
+        size += sum(len(content) for _, content in exchange.files.values())
         request = await self._serving.executor.run(size, lambda: translate_response(exchange))
+        exchange.files = {}
         return request, size
 
     async def _render(
@@ -174,9 +179,11 @@ class InputTokens:
             owner = http.scope["state"]["owner"]
             context, items = await self._states.read_items(body, new_id("resp"), owner)
             size += sum(map(size_of, context))
+            files = await self._states.load_files(context + items, owner)
+            size += sum(len(content) for _, content in files.values())
             try:
                 request = await serving.executor.run(
-                    size, lambda: translate_prompt(body, context, items)
+                    size, lambda: translate_prompt(body, context, items, files)
                 )
                 tools = await serving.grammar_checks.run(size, parse_tool_choice, request)
                 chat = await render_chat(

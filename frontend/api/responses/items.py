@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
-from typing import Any, Final
+import mimetypes
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 from ...http.errors import bad_request
 from ..dialects.dialect import expect, refuse
@@ -22,6 +23,37 @@ _ITEM_TYPES: Final = (
     "custom_tool_call_output or item_reference"
 )
 _PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_text or refusal"
+
+
+Files: TypeAlias = Mapping[str, tuple[str, bytes]]
+"""Names and contents of files by their identifiers."""
+
+
+def file_id_of(part: Json) -> str:
+    """Return the stored file that a content part refers to; "" if there is none."""
+    found = part.get("file_id")
+    return found if isinstance(found, str) else ""
+
+
+def find_files(items: Iterable[Json]) -> set[str]:
+    """Return the identifiers of the stored files that items refer to."""
+    found: set[str] = set()
+    for item in items:
+        for name in ("content", "output"):
+            parts = item.get(name)
+            if isinstance(parts, list):
+                found.update(file_id_of(part) for part in parts if isinstance(part, dict))
+    return found - {""}
+
+
+def _with_content(part: Json, file: tuple[str, bytes]) -> Json:
+    """Return a content part with the content of the file that it refers to."""
+    filename, content = file
+    media_type = mimetypes.guess_type(filename)[0] or "application/octet-stream"
+    url = f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+    if part["type"] == "input_image":
+        return part | {"image_url": url}
+    return part | {"file_data": url, "filename": part.get("filename") or filename}
 
 
 def encode_reasoning(text: str) -> str:
@@ -74,10 +106,15 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
 
 
 class MessageBuilder:
-    """Translates items to chat messages. Items that the model wrote one after the other become one message."""
+    """Translates items to chat messages. Items that the model wrote one after the other become one message.
 
-    def __init__(self) -> None:
+    Args:
+        files: The stored files that parts refer to.
+    """
+
+    def __init__(self, files: Files | None = None) -> None:
         self.messages: list[Json] = []
+        self._files = files or {}
         self._open: Json | None = None
         """The last message, if it is the model's and may still grow."""
 
@@ -111,7 +148,7 @@ class MessageBuilder:
                 self._add_call(item, where, {"type": "custom", "custom": custom})
             case "function_call_output" | "custom_tool_call_output":
                 self._open = None
-                message = {"role": "tool", "content": _output_of(item, where)}
+                message = {"role": "tool", "content": self._output_of(item, where)}
                 message["tool_call_id"] = _string(item, "call_id", where)
                 if isinstance(item.get("name"), str):
                     message["name"] = item["name"]
@@ -128,7 +165,7 @@ class MessageBuilder:
         if role not in ROLES:
             refuse(f"{where}.role", '"user", "assistant", "system" or "developer"', role)
         content = expect(item.get("content"), list, f"{where}.content", "a string or an array")
-        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        parts = [self._part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         if role == "assistant":
             self._begin_turn("content")["content"] = parts
         else:
@@ -147,6 +184,33 @@ class MessageBuilder:
             message = self._open = {"role": "assistant", "content": None}
             self.messages.append(message)
         return message
+
+    def _output_of(self, item: Json, where: str) -> str | list[Json]:
+        output = item.get("output")
+        if isinstance(output, str):
+            return output
+        parts = expect(output, list, f"{where}.output", "a string or an array")
+        return [self._part(part, f"{where}.output[{i}]") for i, part in enumerate(parts)]
+
+    def _part(self, part: Any, where: str) -> Json:
+        """Return a content part in the form of chat completions."""
+        kind = expect(part, dict, where, "an object").get("type")
+        if (file := self._files.get(file_id_of(part))) is not None:
+            part = _with_content(part, file)
+        match kind:
+            case "input_text" | "output_text" | "text":
+                return {"type": "text", "text": _string(part, "text", where)}
+            case "refusal":
+                return {"type": "text", "text": _string(part, "refusal", where)}
+            case "input_image":
+                return _image(_string(part, "image_url", where), part.get("detail"))
+            case "input_file":
+                return _file(part, where)
+            case "input_audio":
+                audio = expect(part.get("input_audio"), dict, f"{where}.input_audio", "an object")
+                return {"type": "input_audio", "input_audio": audio}
+            case _:
+                refuse(f"{where}.type", _PART_TYPES, kind)
 
 
 def _reasoning_of(item: Json, where: str) -> str:
@@ -171,33 +235,6 @@ def _join_texts(parts: Any, where: str) -> str:
         place = f"{where}[{i}]"
         texts.append(_string(expect(part, dict, place, "an object"), "text", place))
     return "\n\n".join(texts)
-
-
-def _output_of(item: Json, where: str) -> str | list[Json]:
-    output = item.get("output")
-    if isinstance(output, str):
-        return output
-    parts = expect(output, list, f"{where}.output", "a string or an array")
-    return [_part(part, f"{where}.output[{i}]") for i, part in enumerate(parts)]
-
-
-def _part(part: Any, where: str) -> Json:
-    """Return a content part in the form of chat completions."""
-    kind = expect(part, dict, where, "an object").get("type")
-    match kind:
-        case "input_text" | "output_text" | "text":
-            return {"type": "text", "text": _string(part, "text", where)}
-        case "refusal":
-            return {"type": "text", "text": _string(part, "refusal", where)}
-        case "input_image":
-            return _image(_string(part, "image_url", where), part.get("detail"))
-        case "input_file":
-            return _file(part, where)
-        case "input_audio":
-            audio = expect(part.get("input_audio"), dict, f"{where}.input_audio", "an object")
-            return {"type": "input_audio", "input_audio": audio}
-        case _:
-            refuse(f"{where}.type", _PART_TYPES, kind)
 
 
 def _image(url: str, detail: Any = None) -> Json:

@@ -12,7 +12,8 @@ from ..dialects.dialect import expect, refuse
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
-from .items import MessageBuilder
+from ..stored.metadata import verify_metadata
+from .items import Files, MessageBuilder
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDE_REASONING: Final = "reasoning.encrypted_content"
@@ -28,10 +29,6 @@ _INCLUDABLE: Final = (
 )
 _TOOL_KINDS: Final = ("function", "custom")
 
-MAX_METADATA: Final = 16
-"""Maximum number of pairs in `metadata`."""
-MAX_METADATA_KEY: Final = 64
-MAX_METADATA_VALUE: Final = 512
 MAX_TOP_LOGPROBS: Final = 20
 
 _SENT_NAMES: Final = (
@@ -55,6 +52,7 @@ class Exchange:
         input: The items of the request itself.
         context: The items before them: those of earlier responses, or of the conversation.
         owner: The tenant that may read the response.
+        files: The stored files that the items refer to.
     """
 
     body: ResponsesRequest
@@ -63,6 +61,7 @@ class Exchange:
     input: list[Json]
     context: list[Json] = field(default_factory=list)
     owner: str = ""
+    files: Files = field(default_factory=dict)
 
     @property
     def summarizes_reasoning(self) -> bool:
@@ -92,7 +91,7 @@ def translate_response(exchange: Exchange) -> ResponseChat:
     _verify(body)
     logprobs = exchange.includes(INCLUDE_LOGPROBS)
     return ResponseChat(
-        **_prompt_fields(body, exchange.context, exchange.input),
+        **_prompt_fields(body, exchange.context, exchange.input, exchange.files),
         **{name: getattr(body, name) for name in SAMPLING_FIELDS},
         stream=body.stream,
         max_tokens=body.max_output_tokens,
@@ -104,22 +103,24 @@ def translate_response(exchange: Exchange) -> ResponseChat:
 
 
 def translate_prompt(
-    body: ResponseFields, context: list[Json], items: list[Json]
+    body: ResponseFields, context: list[Json], items: list[Json], files: Files
 ) -> ChatCompletionRequest:
     """Return a chat completion request with the prompt of a response.
 
     Raises:
         APIError: A field is invalid; it is named as in the body (400).
     """
-    return ChatCompletionRequest(**_prompt_fields(body, context, items))
+    return ChatCompletionRequest(**_prompt_fields(body, context, items, files))
 
 
-def _prompt_fields(body: ResponseFields, context: list[Json], items: list[Json]) -> Json:
+def _prompt_fields(
+    body: ResponseFields, context: list[Json], items: list[Json], files: Files
+) -> Json:
     if not items and not context and not body.instructions:
         raise bad_request("input", "input is required and must not be empty")
     if body.truncation not in (None, "auto", "disabled"):
         refuse("truncation", '"auto" or "disabled"', body.truncation)
-    builder = MessageBuilder()
+    builder = MessageBuilder(files)
     if body.instructions:
         builder.messages.append({"role": "system", "content": body.instructions})
     builder.add_items(context, "input")
@@ -159,25 +160,6 @@ def _verify(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         raise bad_request("background", "background needs store=true")
     verify_metadata(body.metadata)
-
-
-def verify_metadata(metadata: dict[str, str] | None) -> None:
-    """Raise APIError 400 for metadata that is too large."""
-    if len(metadata or ()) > MAX_METADATA:
-        raise bad_request(
-            "metadata",
-            f"metadata must have at most {MAX_METADATA} pairs, got {len(metadata or ())}",
-        )
-    for key, value in (metadata or {}).items():
-        if len(key) > MAX_METADATA_KEY:
-            raise bad_request(
-                "metadata", f"keys of metadata must have at most {MAX_METADATA_KEY} characters"
-            )
-        if len(value) > MAX_METADATA_VALUE:
-            raise bad_request(
-                "metadata",
-                f"values of metadata must have at most {MAX_METADATA_VALUE} characters, got {len(value)}",
-            )
 
 
 def _tool(tool: Json, where: str) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from ..bodies.intake import Intake
+from ..files.storage import FileStorage
 from ..serving import Serving
 from .conversations import Conversations
 from .endpoint import InputTokens, Responses
@@ -12,9 +13,9 @@ from .states import ResponseStates
 from .stored import StoredResponses
 
 
-def response_routes(serving: Serving, intake: Intake) -> list[Route]:
+def response_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
     """Return the routes of responses and conversations. Unfinished runs start again when the server is ready."""
-    states = ResponseStates(serving.store, serving.config.frontend.max_body_bytes)
+    states = ResponseStates(serving.store, files, serving.config.frontend.max_body_bytes)
     responses = Responses(serving, intake, states)
     serving.when_ready.append(responses.runs.resume)
     stored = StoredResponses(states, responses.runs)

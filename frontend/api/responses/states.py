@@ -7,11 +7,12 @@ from typing import Any, Final
 
 from ...http.errors import APIError, bad_request, echo
 from ...store.client import StoreClient
+from ..files.storage import FileStorage
 from ..logprobs import Json
 from ..schema.responses import ResponseFields, ResponsesRequest
 from ..stored.records import MAX_OBJECTS_AT_ONCE, Page, Records, not_found
 from .ids import new_id, owner_of_item
-from .items import normalize_input
+from .items import Files, find_files, normalize_input
 from .request import Exchange, conversation_id
 
 MAX_EARLIER: Final = 10_000
@@ -28,10 +29,12 @@ class ResponseStates:
 
     Args:
         store: The client of the store.
+        files: The stored files.
         max_bytes: The maximum size of the items that a response takes from the store.
     """
 
-    def __init__(self, store: StoreClient, max_bytes: int) -> None:
+    def __init__(self, store: StoreClient, files: FileStorage, max_bytes: int) -> None:
+        self._files = files
         self._max_bytes = max_bytes
         self.responses = Records(store, "response", "The response")
         self.events = Records(store, "response.event", "The event")
@@ -67,6 +70,25 @@ class ResponseStates:
         if body.previous_response_id is not None:
             return await self.read_earlier(body.previous_response_id, owner), items
         return [], items
+
+    async def load_files(self, items: list[Json], owner: str) -> Files:
+        """Return the stored files that items refer to.
+
+        Raises:
+            APIError: A file does not exist (404), or all together are too large (400).
+        """
+        files: dict[str, tuple[str, bytes]] = {}
+        num_bytes = 0
+        for identifier in sorted(find_files(items)):
+            file = await self._files.get(identifier, owner)
+            num_bytes += file["bytes"]
+            if num_bytes > self._max_bytes:
+                raise bad_request(
+                    "input",
+                    f"input has files of {num_bytes} bytes, but at most {self._max_bytes} are allowed (--max-body-bytes)",
+                )
+            files[identifier] = file["filename"], await self._files.read(identifier, owner)
+        return files
 
     async def save(self, exchange: Exchange, response: Json) -> None:
         """Store a response, unless its client does not want that, and add it to its conversation if it has ended.

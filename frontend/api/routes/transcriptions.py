@@ -96,9 +96,10 @@ class Transcriptions:
                 raise bad_request(FILE, "file is required: send an audio file in the form")
             transcriber = self._transcriber
             assert transcriber is not None
-            lease.count_media(len(files[FILE]) + transcriber.num_bytes_at_once)
+            file = files[FILE].content
+            lease.count_media(len(file) + transcriber.num_bytes_at_once)
             base = self._base(scope, request, deadline)
-            work = self._run(transcriber, files[FILE], plan, base, scope)
+            work = self._run(transcriber, file, plan, base, scope)
             if getattr(request, "stream", None):
                 await while_connected(receive, self._stream(plan, work, scope, send))
             else:

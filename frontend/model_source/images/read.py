@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.gguf_config.mmproj_fields import Mmproj
+from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres

@@ -3,15 +3,7 @@
 from typing import Any
 
 from .fields import ModelFields, Translate
-from .parts import (
-    expert_fields,
-    granite,
-    latent_attention,
-    mixture,
-    rope_scaling,
-    rope_with_axes,
-    yarn_weight,
-)
+from .parts import expert_fields, granite, latent_attention, mixture, rope_scaling, yarn_weight
 
 # The scores of experts are sigmoids of the router's logits.
 _SIGMOID = 2
@@ -23,10 +15,6 @@ def _qwen2_moe(fields: ModelFields) -> dict[str, Any]:
 
 def _qwen3_moe(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "Qwen3Moe", "qwen3_moe", norm_topk_prob=True)
-
-
-def _qwen3_vl_moe(fields: ModelFields) -> dict[str, Any]:
-    return _qwen3_moe(fields) | rope_with_axes(fields, alternate=True)
 
 
 def _olmoe(fields: ModelFields) -> dict[str, Any]:
@@ -165,5 +153,4 @@ MIXTURES: dict[str, Translate] = {
     "phimoe": _phimoe,
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
-    "qwen3vlmoe": _qwen3_vl_moe,
 }

@@ -6,12 +6,81 @@ Such files are written by llama.cpp's converter. Their architecture is "clip".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CheckpointError
 from ..gguf import GGUFFile
-from .mmproj_fields import Mmproj, VisionFields
-from .qwen_mmproj import qwen2_5_vl, qwen2_vl, qwen3_vl
+from .fields import GGUFFields
+
+
+class Mmproj(NamedTuple):
+    """The config of the model that reads images, and the fields of its image processor.
+
+    `tokens` are the texts of special tokens by their names in tokenizer_config.json.
+    """
+
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: Mapping[str, str] = MappingProxyType({})
+
+
+class _Vision(GGUFFields):
+    """The keys of a vision tower, and the decoder that reads its outputs."""
+
+    def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
+        super().__init__(gguf.metadata, gguf.path, "clip.vision.")
+        self.gguf = gguf
+        self._decoder = decoder
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor."""
+        return name in self.gguf.tensors
+
+    def token_id(self, text: str) -> int:
+        """Return the id of a token of the decoder.
+
+        Raises:
+            CheckpointError: It has no such token.
+        """
+        tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list) or text not in tokens:
+            raise CheckpointError(
+                self._decoder.path,
+                f"there is no token {text!r}, which stands for images; use a model that belongs to {self.path}",
+            )
+        return tokens.index(text)
+
+    def activation(self, gelu: str) -> str:
+        """Return the activation, which is `gelu` if the file says that it is some GELU."""
+        metadata = self.gguf.metadata
+        if metadata.get("clip.use_gelu"):
+            return gelu
+        return "silu" if metadata.get("clip.use_silu") else "quick_gelu"
+
+    def tower(self, gelu: str) -> dict[str, Any]:
+        """Return the fields that all towers have."""
+        return {
+            "hidden_size": self.integer("embedding_length"),
+            "intermediate_size": self.integer("feed_forward_length"),
+            "num_hidden_layers": self.layer_count("block_count"),
+            "num_attention_heads": self.integer("attention.head_count"),
+            "image_size": self.integer("image_size"),
+            "patch_size": self.integer("patch_size"),
+            "layer_norm_eps": self.positive("attention.layer_norm_epsilon", 1e-6),
+            "hidden_act": self.activation(gelu),
+        }
+
+    def pixels(self, side: Any) -> dict[str, Any]:
+        """Return the fields that all image processors have."""
+        values = {name: self.gguf.metadata.get(f"clip.vision.{name}") for name in _STATISTICS}
+        found = {
+            name: [float(x) for x in value] for name, value in values.items() if value is not None
+        }
+        return {"size": side, **found}
+
+
+_STATISTICS: Final = ("image_mean", "image_std")
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
@@ -36,12 +105,12 @@ def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> M
             gguf.path,
             f"the projector type {kind!r} is not supported; supported are {', '.join(sorted(_KINDS))}",
         )
-    found = _KINDS[kind](VisionFields(gguf, decoder))
+    found = _KINDS[kind](_Vision(gguf, decoder))
     config = {"text_config": dict(text), "num_channels": 3, **found.config}
     return found._replace(config=config)
 
 
-def _idefics3(vision: VisionFields) -> Mmproj:
+def _idefics3(vision: _Vision) -> Mmproj:
     side = vision.integer("image_size")
     longest = vision.integer("preproc_image_size", 4 * side)
     return Mmproj(
@@ -56,7 +125,7 @@ def _idefics3(vision: VisionFields) -> Mmproj:
     )
 
 
-def _internvl(vision: VisionFields) -> Mmproj:
+def _internvl(vision: _Vision) -> Mmproj:
     side = vision.integer("image_size")
     own = {
         "norm_type": "layer_norm" if vision.has_tensor("v.blk.0.ln1.bias") else "rms_norm",
@@ -76,7 +145,7 @@ def _internvl(vision: VisionFields) -> Mmproj:
     )
 
 
-def _gemma3(vision: VisionFields) -> Mmproj:
+def _gemma3(vision: _Vision) -> Mmproj:
     side, factor = vision.integer("image_size"), vision.integer("projector.scale_factor", 4)
     tower = vision.tower("gelu_pytorch_tanh")
     return Mmproj(
@@ -92,7 +161,7 @@ def _gemma3(vision: VisionFields) -> Mmproj:
     )
 
 
-def _pixtral(vision: VisionFields) -> Mmproj:
+def _pixtral(vision: _Vision) -> Mmproj:
     merges = vision.has_tensor("mm.patch_merger.weight")
     name = "Mistral3" if merges else "Llava"
     config = {
@@ -109,7 +178,7 @@ def _pixtral(vision: VisionFields) -> Mmproj:
     return Mmproj(config, vision.pixels({"longest_edge": vision.integer("image_size")}))
 
 
-def _llava(vision: VisionFields) -> Mmproj:
+def _llava(vision: _Vision) -> Mmproj:
     side = vision.integer("image_size")
     tower = vision.tower("gelu_pytorch_tanh")
     is_clip = vision.has_tensor("v.class_embd")
@@ -129,7 +198,7 @@ def _llava(vision: VisionFields) -> Mmproj:
     )
 
 
-_Reader: TypeAlias = Callable[[VisionFields], Mmproj]
+_Reader: TypeAlias = Callable[[_Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
     "gemma3": _gemma3,
@@ -137,7 +206,4 @@ _KINDS: Final[dict[str, _Reader]] = {
     "internvl": _internvl,
     "mlp": _llava,
     "pixtral": _pixtral,
-    "qwen2.5vl_merger": qwen2_5_vl,
-    "qwen2vl_merger": qwen2_vl,
-    "qwen3vl_merger": qwen3_vl,
 }

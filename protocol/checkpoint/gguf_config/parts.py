@@ -117,19 +117,6 @@ def expert_fields(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-def rope_with_axes(fields: ModelFields, *, alternate: bool = False) -> dict[str, Any]:
-    """Return `rope_scaling` with the frequencies of each axis, which may `alternate`, for models that read images."""
-    sections = fields.config.get(f"{fields.prefix}rope.dimension_sections")
-    scaling = rope_scaling(fields)
-    if sections is None or len(sections) < 3:
-        return {"rope_scaling": scaling}
-    axes = {
-        "mrope_section": [int(count) for count in sections[:3]],
-        "mrope_interleaved": alternate,
-    }
-    return {"rope_scaling": (scaling or {"rope_type": "default"}) | axes}
-
-
 def mixture(
     fields: ModelFields, architecture: str, model_type: str, **differences: Any
 ) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .fields import ModelFields, Translate
-from .parts import expert_fields, granite, latent_attention, mixture, rope_with_axes
+from .parts import expert_fields, granite, latent_attention, mixture
 
 
 def _lfm2(fields: ModelFields) -> dict[str, Any]:
@@ -196,7 +196,6 @@ def _qwen3_next(fields: ModelFields) -> dict[str, Any]:
 def _qwen3_5(fields: ModelFields) -> dict[str, Any]:
     config = _gated_delta_net(fields)
     return config | {
-        **rope_with_axes(fields, alternate=True),
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],
         "linear_has_tiled_heads": (

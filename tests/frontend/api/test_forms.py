@@ -27,7 +27,9 @@ def test_fields_and_files_are_separated() -> None:
     for parts in ([data], [data[:10], data[10:90], data[90:]]):
         found = parse_form(Body(parts, len(data)), b"xyz")
         assert found.values == {"model": ["tiny"], "include[]": ["a"]}
-        assert {name: bytes(file) for name, file in found.files.items()} == {"file": content}
+        assert {name: bytes(file.content) for name, file in found.files.items()} == {
+            "file": content
+        }
 
 
 def test_values_become_those_of_the_schema() -> None:

@@ -232,6 +232,24 @@ def test_items_of_every_kind_reach_the_template(
     assert response.output_text == expected
 
 
+def test_uploaded_file_is_read(
+    frontend: FrontendProcess, client: openai.OpenAI, stranger: openai.OpenAI
+) -> None:
+    file = client.files.create(file=("b.txt", b"Doc"), purpose="user_data")
+    part: Any = {"type": "input_file", "file_id": file.id}
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "input": [{"role": "user", "content": [part]}],
+        "max_output_tokens": num_tokens(frontend, "b.txt\n\nDoc"),
+    }
+    first = client.responses.create(**fields)
+    assert first.output_text == "b.txt\n\nDoc"
+    items = client.responses.input_items.list(first.id)
+    assert items.data[0].content[0].file_id == file.id
+    with pytest.raises(openai.NotFoundError):
+        stranger.responses.create(**fields)
+
+
 def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai.OpenAI) -> None:
     named = client.responses.create(
         **options(frontend, '{"city": "Oslo"}'),

@@ -1,0 +1,100 @@
+"""Calls a route of this server without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Scope
+
+from ....protocol.errors import ParameterError
+from ...http.errors import APIError, bad_request, json_response
+
+
+@dataclass(slots=True)
+class CallResult:
+    """The answer to a call. `retry_after_s` is None unless the server may accept the request later."""
+
+    status: int
+    body: bytes
+    request_id: str
+    retry_after_s: float | None = None
+
+
+class _Caller:
+    """Stands in for the connection of a client that sends one request and reads its whole answer."""
+
+    is_paused = False
+    has_chunks = True
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.on_writable: Callable[[], None] | None = None
+        self.status = 0
+        self.pieces: list[bytes] = []
+
+    def begin_stream(self) -> None:
+        """Do nothing: there is no head to write."""
+
+    def write_chunk(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.Event().wait()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.pieces.append(message.get("body", b""))
+
+
+async def call_route(
+    router: ASGIApp, path: str, body: bytes, identity: Mapping[str, Any]
+) -> CallResult:
+    """Send a JSON body to a route and return its answer. An error is an answer, too.
+
+    Args:
+        router: The routes.
+        path: The path of the route.
+        body: The body.
+        identity: The part of the state of a request that says who sent it.
+    """
+    request_id = uuid.uuid4().hex
+    caller = _Caller(body)
+    scope: Scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "state": {**identity, "request_id": request_id, "connection": caller, "is_internal": True},
+    }
+    try:
+        await router(scope, caller.receive, caller.send)
+        return CallResult(caller.status, b"".join(caller.pieces), request_id)
+    except APIError as caught:
+        error = caught
+    except ParameterError as caught_parameter:
+        error = bad_request(caught_parameter.param, str(caught_parameter))
+    except HTTPException as routing:
+        error = APIError(routing.status_code, routing.detail)
+    retry_after = error.headers.get("retry-after")
+    return CallResult(
+        error.status,
+        bytes(json_response(error.body).body),
+        request_id,
+        float(retry_after) if retry_after and error.status in (429, 503) else None,
+    )

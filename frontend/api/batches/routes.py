@@ -1,0 +1,127 @@
+"""The routes below `/v1/batches`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...http.errors import APIError, bad_request, echo, json_response
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..files.storage import FileStorage, verify_expiry
+from ..openapi import accepts
+from ..schema.files import BatchRequest
+from ..serving import Serving
+from ..stored.metadata import verify_metadata
+from ..stored.pages import list_body, parse_page
+from .executor import BatchExecutor
+from .lines import ENDPOINTS
+from .records import ENDED, BatchRecords
+
+
+class Batches:
+    """Creates, reads and cancels batches."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        intake: Intake,
+        records: BatchRecords,
+        files: FileStorage,
+        executor: BatchExecutor,
+    ) -> None:
+        self._intake = intake
+        self._records = records
+        self._files = files
+        self._executor = executor
+        self._decoder = BodyDecoder(BatchRequest, serving.config.frontend.strict)
+
+    @accepts(BatchRequest)
+    async def create(self, request: Request) -> Response:
+        """Create a batch."""
+        with self._intake.lease() as lease:
+            body, _ = await self._intake.receive(
+                request.scope, request.receive, self._decoder, lease
+            )
+        state = request.scope["state"]
+        if body.endpoint not in ENDPOINTS:
+            raise bad_request(
+                "endpoint",
+                f"endpoint must be one of {', '.join(ENDPOINTS)}, got {echo(body.endpoint)}",
+            )
+        if body.completion_window != "24h":
+            raise bad_request(
+                "completion_window",
+                f'completion_window must be "24h", got {echo(body.completion_window)}',
+            )
+        verify_metadata(body.metadata)
+        expires_s = _expiry(body)
+        if body.input_file_id is None:
+            raise bad_request("input_file_id", "input_file_id is required")
+        try:
+            file = await self._files.get(body.input_file_id, state["owner"])
+        except APIError as error:
+            error.param = "input_file_id"
+            raise
+        if file["purpose"] != "batch":
+            raise bad_request(
+                "input_file_id",
+                f'input_file_id must be a file with the purpose "batch", got {echo(file["purpose"])}',
+            )
+        batch = await self._records.create(body, state, expires_s)
+        self._executor.wake()
+        return json_response(batch)
+
+    async def list(self, request: Request) -> Response:
+        """List batches, the newest first."""
+        page = parse_page(request.query_params)
+        found = await self._records.list_page(_owner(request), page)
+        return json_response(list_body(*found))
+
+    async def retrieve(self, request: Request) -> Response:
+        """Describe a batch."""
+        return json_response(await self._records.get(request.path_params["id"], _owner(request)))
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancel a batch."""
+        identifier, owner = request.path_params["id"], _owner(request)
+        batch = await self._records.get(identifier, owner)
+        if batch["status"] in ENDED:
+            raise APIError(
+                409, f"{echo(identifier)} cannot be cancelled, because it is {batch['status']}"
+            )
+        await self._records.cancel(identifier, owner)
+        self._executor.cancel(identifier)
+        return json_response(await self._records.get(identifier, owner))
+
+
+def batch_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
+    """Return the routes. Batches are executed as soon as the server is ready."""
+    records = BatchRecords(serving.store)
+    executor = BatchExecutor(serving, records, files)
+    serving.when_ready.append(executor.start)
+    batches = Batches(serving, intake, records, files, executor)
+    return [
+        Route("/batches", batches.list),
+        Route("/batches", batches.create, methods=["POST"]),
+        Route("/batches/{id}", batches.retrieve),
+        Route("/batches/{id}/cancel", batches.cancel, methods=["POST"]),
+    ]
+
+
+def _expiry(body: BatchRequest) -> int | None:
+    policy = body.output_expires_after
+    if policy is None:
+        return None
+    seconds = policy.get("seconds")
+    if not isinstance(seconds, int):
+        raise bad_request(
+            "output_expires_after.seconds", "output_expires_after.seconds must be an integer"
+        )
+    return verify_expiry(policy.get("anchor"), seconds, "output_expires_after")
+
+
+def _owner(request: Request) -> str:
+    owner: str = request.scope["state"]["owner"]
+    return owner

@@ -1,0 +1,1 @@
+"""OpenAI's Files: what clients upload, and the output of batches."""

@@ -1,0 +1,119 @@
+"""The routes below `/v1/files`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ...http.errors import bad_request, echo, json_response
+from ..bodies.form import FormDecoder
+from ..bodies.intake import Intake
+from ..schema.files import FileRequest
+from ..serving import Serving
+from ..stored.pages import list_body, parse_page
+from ..stored.records import not_found
+from .storage import FileStorage, verify_expiry
+
+PURPOSES: Final = ("batch", "user_data", "vision", "assistants", "evals", "fine-tune")
+
+MAX_NAME: Final = 255
+"""Maximum characters of a file's name; the rest is cut."""
+
+MAX_PAGE: Final = 1000
+
+
+class Upload:
+    """`POST /v1/files`, and the list of files at the same path."""
+
+    body_type = "multipart/form-data"
+    body_schema = FileRequest
+
+    def __init__(self, serving: Serving, intake: Intake, files: FileStorage) -> None:
+        self._intake = intake
+        self._files = files
+        self._decoder = FormDecoder(FileRequest, serving.config.frontend.strict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Store a file."""
+        with self._intake.lease() as lease:
+            request, files = await self._intake.receive_form(scope, receive, self._decoder, lease)
+            if request.purpose not in PURPOSES:
+                raise bad_request(
+                    "purpose",
+                    f"purpose must be one of {', '.join(PURPOSES)}, got {echo(request.purpose)}",
+                )
+            if "file" not in files:
+                raise bad_request("file", "file is required: send it in the form")
+            seconds = verify_expiry(
+                request.expires_anchor, request.expires_seconds, "expires_after"
+            )
+            file = await self._files.create(
+                files["file"].filename[:MAX_NAME] or "upload",
+                request.purpose,
+                [files["file"].content],
+                scope["state"]["owner"],
+                seconds,
+            )
+        await json_response(file)(scope, receive, send)
+
+
+class Files:
+    """Lists, reads and deletes files."""
+
+    def __init__(self, files: FileStorage) -> None:
+        self._files = files
+
+    async def list(self, request: Request) -> Response:
+        """List files."""
+        page = parse_page(request.query_params, default=MAX_PAGE, most=10_000)
+        purpose = request.query_params.get("purpose")
+        found = await self._files.list_page(request.scope["state"]["owner"], page, purpose)
+        return json_response(list_body(*found))
+
+    async def retrieve(self, request: Request) -> Response:
+        """Describe a file."""
+        return json_response(await self._files.get(*_key(request)))
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a file."""
+        identifier, owner = _key(request)
+        if not await self._files.delete(identifier, owner):
+            raise not_found("The file", identifier)
+        return json_response({"id": identifier, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """Return the content of a file."""
+        identifier, owner = _key(request)
+        file = await self._files.get(identifier, owner)
+        parts = self._files.read_parts(file, owner)
+        # A missing part must be found before the answer starts, if it is the first.
+        first = await anext(parts, b"")
+
+        async def all_parts() -> AsyncIterator[bytes]:
+            yield first
+            async for part in parts:
+                yield part
+
+        headers = {"content-length": str(file["bytes"])}
+        return StreamingResponse(all_parts(), 200, headers, "application/octet-stream")
+
+
+def file_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
+    """Return the routes."""
+    routes = Files(files)
+    return [
+        Route("/files", routes.list),
+        Route("/files", Upload(serving, intake, files), methods=["POST"]),
+        Route("/files/{id}", routes.retrieve),
+        Route("/files/{id}", routes.delete, methods=["DELETE"]),
+        Route("/files/{id}/content", routes.content),
+    ]
+
+
+def _key(request: Request) -> tuple[str, str]:
+    return request.path_params["id"], request.scope["state"]["owner"]

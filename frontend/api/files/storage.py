@@ -1,0 +1,151 @@
+"""Files in the store."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from typing import Final
+
+from ...http.errors import bad_request
+from ...store.client import StoreClient
+from ..logprobs import Json
+from ..stored.records import Page, Records, not_found
+
+PART_BYTES: Final = 4 * 1024 * 1024
+"""Size of the parts in which a file is stored. A part makes other calls of the store wait for some milliseconds."""
+
+DAY_S: Final = 86400
+BATCH_DAYS: Final = 30
+"""Days after which files of batches expire, unless the client says something else."""
+
+MIN_EXPIRY_S: Final = 3600
+MAX_EXPIRY_S: Final = 30 * DAY_S
+
+
+class FileStorage:
+    """The files of all clients."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._files = Records(store, "file", "The file")
+        self._parts = Records(store, "file.part", "The file")
+
+    async def create(
+        self,
+        name: str,
+        purpose: str,
+        content: Iterable[bytes | memoryview],
+        owner: str,
+        expires_s: int | None = None,
+    ) -> Json:
+        """Store a file and return its description.
+
+        Args:
+            name: The name of the file at the client.
+            purpose: What the file is for.
+            content: The content in pieces of any size.
+            owner: The tenant that may read it.
+            expires_s: Seconds until the file is deleted; None for the default.
+
+        Raises:
+            APIError: The store does not answer (503).
+        """
+        identifier, now = f"file-{uuid.uuid4().hex}", int(time.time())
+        if expires_s is None and purpose.startswith("batch"):
+            expires_s = BATCH_DAYS * DAY_S
+        num_bytes = num_parts = 0
+        for piece in content:
+            for start in range(0, len(piece), PART_BYTES):
+                part = bytes(piece[start : start + PART_BYTES])
+                await self._parts.put(f"{identifier}/{num_parts:06}", part, owner, identifier)
+                num_parts += 1
+                num_bytes += len(part)
+        file = {
+            "id": identifier,
+            "object": "file",
+            "bytes": num_bytes,
+            "created_at": now,
+            "expires_at": None if expires_s is None else now + expires_s,
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+        await self._files.put(identifier, file, owner, parent=purpose)
+        return file
+
+    async def get(self, identifier: str, owner: str) -> Json:
+        """Return the description of a file.
+
+        Raises:
+            APIError: It does not exist, or has expired (404).
+        """
+        file: Json = await self._files.get(identifier, owner)
+        if has_expired(file):
+            await self.delete(identifier, owner)
+            raise not_found("The file", identifier)
+        return file
+
+    async def list_page(
+        self, owner: str, page: Page, purpose: str | None
+    ) -> tuple[list[Json], bool]:
+        """Return a page of files, and whether there are more.
+
+        Raises:
+            APIError: The file after which the page begins does not exist (404).
+        """
+        files, has_more = await self._files.read_page(owner, page, purpose)
+        return [file for file in files if not has_expired(file)], has_more
+
+    async def delete(self, identifier: str, owner: str) -> bool:
+        """Delete a file. Return whether it existed."""
+        existed = await self._files.delete(identifier, owner)
+        await self._parts.delete_children(identifier, owner)
+        return existed
+
+    async def read_parts(self, file: Json, owner: str) -> AsyncIterator[bytes]:
+        """Yield the content of a file in parts.
+
+        Raises:
+            APIError: The store has deleted a part to make room (404).
+        """
+        num_bytes = number = 0
+        while num_bytes < file["bytes"]:
+            part = await self._parts.find_data(f"{file['id']}/{number:06}", owner)
+            if part is None:
+                raise not_found("The content of the file", file["id"])
+            num_bytes += len(part)
+            number += 1
+            yield part
+
+    async def read(self, identifier: str, owner: str) -> bytes:
+        """Return the whole content of a file.
+
+        Raises:
+            APIError: The file does not exist (404).
+        """
+        file = await self.get(identifier, owner)
+        return b"".join([part async for part in self.read_parts(file, owner)])
+
+
+def has_expired(file: Json) -> bool:
+    """Return whether a file should have been deleted."""
+    return file["expires_at"] is not None and time.time() > file["expires_at"]
+
+
+def verify_expiry(anchor: str | None, seconds: int | None, param: str) -> int | None:
+    """Return after how many seconds a file expires; None for the default.
+
+    Raises:
+        APIError: The policy is invalid (400).
+    """
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise bad_request(f"{param}.anchor", f'{param}.anchor must be "created_at"')
+    if seconds is None or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        raise bad_request(
+            f"{param}.seconds",
+            f"{param}.seconds must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}, got {seconds}",
+        )
+    return seconds

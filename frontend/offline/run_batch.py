@@ -1,0 +1,227 @@
+"""`engine run-batch`: answer a file of requests, with an engine of its own or a running server."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ...protocol.errors import EngineError
+from ..api.batches.lines import (
+    BatchLine,
+    error_line,
+    find_errors,
+    parse_line,
+    result_line,
+    split_lines,
+)
+from ..api.logprobs import Json
+from ..supervisor.console import Console
+
+CONCURRENCY: Final = 128
+READY_POLL_S: Final = 0.1
+MAX_RETRY_S: Final = 30.0
+TIMEOUT_S: Final = 24 * 3600.0
+"""Maximum seconds that an answer may take."""
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a server at a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _Server:
+    """A server that answers requests. Each thread has its own connection.
+
+    `url` is an HTTP URL, or the path of a Unix socket.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._local = threading.local()
+
+    def answer(self, request: BatchLine) -> Json:
+        """Return the output line of a request. It is sent again while the server has no room for it."""
+        body = msgspec.json.encode(request.body)
+        while True:
+            try:
+                status, headers, content = self.call("POST", request.url, body)
+            except (OSError, http.client.HTTPException) as error:
+                return error_line(request.custom_id, "connection_error", f"no answer: {error}")
+            retry_after = headers.get("retry-after")
+            if status not in (429, 503) or retry_after is None:
+                break
+            time.sleep(min(float(retry_after), MAX_RETRY_S))
+        answer = msgspec.Raw(content)
+        return result_line(request.custom_id, status, headers.get("x-request-id", ""), answer)
+
+    def call(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Send a request and return the status, the headers and the body of its answer."""
+        connection = getattr(self._local, "connection", None) or self._connect()
+        self._local.connection = None
+        try:
+            connection.request(method, path, body, self._headers)
+            response = connection.getresponse()
+            content = response.read()
+        except BaseException:
+            connection.close()
+            raise
+        if response.will_close:
+            connection.close()
+        else:
+            self._local.connection = connection
+        return response.status, response.headers, content
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if "://" not in self._url:
+            return _UnixConnection(self._url, TIMEOUT_S)
+        parts = urlsplit(self._url)
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        return kind(parts.netloc, timeout=TIMEOUT_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a line for each request. Return 1 if some have failed; invalid arguments exit with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="engine run-batch",
+        usage="engine run-batch [MODEL] -i FILE -o FILE [--url URL] [flags]",
+        description="Answer the requests of a file in the format of OpenAI's Batches. Without --url an engine is "
+        "started for it, and the flags of engine serve apply as well.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="Requests; - is standard input"
+    )
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="Answers; - is standard output"
+    )
+    parser.add_argument("--url", help="Server to use (default: an engine of its own)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server of --url")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=CONCURRENCY,
+        metavar="N",
+        help=f"Maximum requests at once (default: {CONCURRENCY})",
+    )
+    own, flags = parser.parse_known_args(argv)
+    if own.concurrency < 1:
+        parser.error(f"--concurrency must be at least 1, got {own.concurrency}")
+    if own.url is not None and flags:
+        parser.error(f"{flags[0]} has no effect with --url")
+    console = Console()
+    try:
+        lines = list(split_lines(_read(own.input_file)))
+        _verify(lines)
+        with ExitStack() as stack:
+            output = stack.enter_context(_open_output(own.output_file))
+            url = own.url or stack.enter_context(_engine(flags))
+            server = _Server(url, own.api_key)
+            num_failed = _answer_all(server, lines, output, own.concurrency)
+    except BrokenPipeError:
+        return 0
+    except (EngineError, OSError) as error:
+        console.error(str(error))
+        return 1
+    console.line(f"{len(lines)} requests: {len(lines) - num_failed} answered, {num_failed} failed")
+    return 1 if num_failed else 0
+
+
+def _read(name: str) -> bytes:
+    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+
+
+@contextmanager
+def _open_output(name: str) -> Iterator[IO[bytes]]:
+    if name == "-":
+        yield sys.stdout.buffer
+        return
+    with open(name, "wb") as file:
+        yield file
+
+
+def _verify(lines: list[bytes]) -> None:
+    """Raise EngineError if a line is no request."""
+    _, errors = find_errors(lines, None)
+    if errors:
+        shown = "; ".join(f"line {error['line']}: {error['message']}" for error in errors)
+        raise EngineError(f"the input file is invalid: {shown}")
+
+
+def _answer_all(server: _Server, lines: list[bytes], output: IO[bytes], concurrency: int) -> int:
+    """Write the answers in the order of the requests. Return how many have failed."""
+    num_failed = 0
+    with ThreadPoolExecutor(concurrency) as threads:
+        requests = (parse_line(line, None) for line in lines)
+        for answer in threads.map(server.answer, requests):
+            response = answer["response"]
+            num_failed += response is None or response["status_code"] >= 400
+            output.write(msgspec.json.encode(answer) + b"\n")
+            output.flush()
+    return num_failed
+
+
+@contextmanager
+def _engine(flags: Sequence[str]) -> Iterator[str]:
+    """Run an engine, and yield the path of its socket.
+
+    Raises:
+        EngineError: It does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine-batch-") as directory:
+        path = f"{directory}/http"
+        command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve"]
+        process = subprocess.Popen([*command, *flags, "--uds", path], stdout=sys.stderr)
+        try:
+            _wait_until_ready(process, _Server(path, None))
+            yield path
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], server: _Server) -> None:
+    while process.poll() is None:
+        try:
+            status, _, content = server.call("GET", "/readyz")
+        except OSError:
+            status = 0
+        if status == 200:
+            return
+        if status not in (0, 503):
+            raise EngineError(f"the engine answers {status}: {json.dumps(content.decode()[:200])}")
+        time.sleep(READY_POLL_S)
+    raise EngineError(f"the engine has exited with code {process.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
