@@ -88,7 +88,7 @@ async def render_chat(
             verify_num_characters(counts[longest], longest, max_model_len)
             verify_num_characters(sum(counts.values()), "messages", max_model_len)
         text = template.render(
-            messages,
+            serving.stable_prefix.apply(messages),
             serving.special_tokens,
             tools=tools,
             documents=documents,

@@ -32,6 +32,7 @@ from ..chat import (
     openai_call_id,
     text_or_calls,
 )
+from ..chat.stable_prefix import StablePrefix
 from ..client.engine_client import EngineClient
 from ..client.grammar_checks import GrammarChecks
 from ..http.errors import APIError, bad_request, echo, unavailable
@@ -82,6 +83,7 @@ class Serving:
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
         self._reasoning_parser = formats.reasoning_parser
+        self.stable_prefix = StablePrefix(config.frontend.stable_prefix)
         policy = config.frontend.special_tokens_in_text
         self.special_tokens = SpecialTokenGuard(tokenizer, policy, self._own_marks())
         self.served_name = config.model.served_names[0]

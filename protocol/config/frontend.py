@@ -172,6 +172,14 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     chat_template_content_format: Annotated[
         ContentFormat, chat("Format in which the chat template receives message content")
     ] = "auto"
+    stable_prefix: Annotated[
+        tuple[str, ...],
+        chat(
+            "Lines of system prompts to move behind the conversation",
+            metavar="RULE",
+            default_text="none",
+        ),
+    ] = ()
     special_tokens_in_text: Annotated[
         SpecialTokenPolicy,
         chat("Whether special tokens in messages are interpreted, escaped or refused"),

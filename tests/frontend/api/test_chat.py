@@ -151,7 +151,8 @@ TEMPLATE = (
 
 @pytest.mark.slow
 def test_chat_template_receives_the_fields_of_the_request() -> None:
-    with FrontendProcess(chat_template=TEMPLATE, response_role="bot") as frontend:
+    flags = {"response_role": "bot", "stable_prefix": ("clock",)}
+    with FrontendProcess(chat_template=TEMPLATE, **flags) as frontend:
 
         def prompt(**fields) -> str:
             answer = chat(frontend, max_tokens=1, return_token_ids=True, **fields)
@@ -175,6 +176,9 @@ def test_chat_template_receives_the_fields_of_the_request() -> None:
         assert chat(frontend, max_tokens=1)["choices"][0]["message"]["role"] == "bot"
         tokens = frontend.post("/tokenize", messages=MESSAGES).json()["tokens"]
         assert frontend.tokenizer.decode(tokens) == begin + "</user><assistant>"
+        dated = [{"role": "system", "content": "Be brief.\nTime: 9:30"}, MESSAGES[-1]]
+        moved = begin + "\n\nTime: 9:30</user><assistant>"
+        assert prompt(messages=dated) == moved
 
 
 @pytest.mark.slow
