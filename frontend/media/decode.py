@@ -6,6 +6,7 @@ import io
 import warnings
 from typing import Final
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ...protocol.errors import ParameterError
@@ -51,8 +52,14 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, turned as its EXIF data says. What is transparent becomes white."""
+    """Return the image in RGB, turned as its EXIF data says. What is transparent becomes white.
+
+    Of gray values with 16 bits the upper 8 remain, as Pillow keeps them of colors. Its own conversion would limit them
+    to 255, so that almost all of them became white.
+    """
     turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith("I;16"):
+        turned = Image.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
     if turned.has_transparency_data:
         turned = turned.convert("RGBA")
         turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned)

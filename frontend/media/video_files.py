@@ -159,17 +159,8 @@ def _animation(
             # The limit is checked below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        num_frames = getattr(image, "n_frames", 1)
-        if num_frames > MAX_FILE_FRAMES:
-            raise ParameterError(
-                where, f"has {num_frames} frames, and at most {MAX_FILE_FRAMES} are allowed"
-            )
-        budget.spend(image, num_frames)
-        durations_ms: list[float] = []
-        for number in range(num_frames):
-            image.seek(number)
-            durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
-            budget.check_time()
+        durations_ms = _durations(image, budget, where)
+        num_frames = len(durations_ms)
         fps = 1000 * num_frames / sum(durations_ms)
         numbers = sample_frames(num_frames, fps, config, sampling)
         size = _fit(fit, image.size, len(numbers), where)
@@ -190,6 +181,25 @@ def _animation(
             where,
             f"is not a video that can be read: {reason}; send such a file, or frames as {_FRAMES_URL}…,…",
         ) from None
+
+
+def _durations(image: Image.Image, budget: _Budget, where: str) -> list[float]:
+    """Return the duration of each frame of an animation.
+
+    Pillow's number of frames would be that of the whole file, which may have millions.
+    """
+    durations_ms: list[float] = []
+    while True:
+        try:
+            image.seek(len(durations_ms))
+        except EOFError:
+            return durations_ms
+        if len(durations_ms) == MAX_FILE_FRAMES:
+            raise ParameterError(
+                where, f"has more than {MAX_FILE_FRAMES} frames, which is the most; send fewer"
+            )
+        budget.spend(image, 1)
+        durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
 
 
 def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> tuple[int, int]:

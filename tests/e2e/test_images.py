@@ -6,6 +6,8 @@ import base64
 import concurrent.futures
 import io
 import json
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +269,21 @@ def _bomb() -> str:
     return data_url(Image.new("1", (10_000, 10_000)))
 
 
+def _url_of(data: bytes, file_format: str) -> str:
+    return f"data:image/{file_format};base64,{base64.b64encode(data).decode()}"
+
+
+def _png(width: int, height: int) -> str:
+    """Return a PNG file with this size in its header, and without pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = (header, b"IDAT" + zlib.compress(b""), b"IEND")
+    data = b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in chunks
+    )
+    return _url_of(b"\x89PNG\r\n\x1a\n" + data, "png")
+
+
 def _truncated() -> str:
     return data_url(picture(1, 64, 64))[:-400]
 
@@ -277,6 +294,10 @@ def _truncated() -> str:
         (_bomb(), "is too large: it has 10000 x 10000 pixels, and at most 67108864 are allowed"),
         (data_url(Image.new("1", (1 << 14, 1 << 14))), "is too large"),
         (_truncated(), "is not an image that can be read: image file is truncated"),
+        (_png(0, 0), "is not an image that can be read"),
+        (_png(0, 64), "is not an image that can be read"),
+        (_png(64, 64), "is not an image that can be read"),
+        (_png(1 << 31, 1), "is "),
         ("data:image/png;base64,aGVsbG8=", "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "it is none of PNG"),
         ("data:image/png;base64,a", "is not valid base64"),
@@ -295,6 +316,50 @@ def test_bad_images_are_refused_by_name(server: Server, url: str | None, message
     assert status == 400
     assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
     assert message in answer["error"]["message"]
+
+
+def _saved(image: Image.Image, file_format: str, **options: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return _url_of(file.getvalue(), file_format.lower())
+
+
+def _unusual_files() -> dict[str, tuple[str, Image.Image]]:
+    """Return files of unusual kinds, and the images that a model should see."""
+    image, gray = picture(8, 80, 48), picture(9, 80, 48).convert("L")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    cmyk = image.convert("CMYK")
+    palette = image.quantize(16)
+    clear = palette.copy()
+    clear.info["transparency"] = 0
+    opaque = np.where(np.asarray(palette)[..., None] == 0, 255, np.asarray(palette.convert("RGB")))
+    wide = np.asarray(gray).astype(np.uint16) * 257
+    animation = [picture(seed, 80, 48) for seed in range(3)]
+    frames = {"save_all": True, "append_images": animation[1:], "lossless": True}
+    return {
+        "EXIF rotation": (_saved(image, "PNG", exif=exif), image.rotate(-90, expand=True)),
+        "CMYK": (_saved(cmyk, "TIFF"), cmyk.convert("RGB")),
+        "16 bits": (_saved(Image.fromarray(wide), "PNG"), gray.convert("RGB")),
+        "palette": (_saved(palette, "PNG"), palette.convert("RGB")),
+        "transparency": (_saved(clear, "PNG", transparency=0), Image.fromarray(opaque)),
+        "one pixel": (_saved(image.crop((0, 0, 1, 1)), "PNG"), image.crop((0, 0, 1, 1))),
+        "animation": (_saved(animation[0], "WEBP", **frames), animation[0]),
+    }
+
+
+@pytest.mark.parametrize("kind", _unusual_files())
+def test_unusual_files_are_read_like_plain_ones(server: Server, kind: str) -> None:
+    url, plain = _unusual_files()[kind]
+    part = {"type": "image_url", "image_url": {"url": url}}
+    # Without a prefix cache both are computed.
+    answers = [
+        server.post("/v1/chat/completions", chat("a", each) | {"cache_salt": salt})
+        for salt, each in (("file", part), ("plain", plain))
+    ]
+    assert [status for status, _ in answers] == [200, 200], answers
+    tokens = [(a["prompt_token_ids"], a["choices"][0]["token_ids"]) for _, a in answers]
+    assert tokens[0] == tokens[1]
 
 
 def test_what_does_not_fit_is_refused(grid: Model, server: Server) -> None:

@@ -187,6 +187,13 @@ def test_frames_are_given_as_files_images_and_arrays():
     assert [part.payload.num_frames for part in parts if isinstance(part, Tile)] == [2, 2]
 
 
+def _long_animation(count):
+    """Return a GIF with many frames of one pixel, without any of Pillow's memory."""
+    header = b"GIF89a\1\0\1\0\x80\0\0" + bytes(3) + b"\xff" * 3
+    frame = b"\x21\xf9\4\0\1\0\0\0\x2c" + bytes(4) + b"\1\0\1\0\0\2\2\x44\1\0"
+    return header + frame * count + b";"
+
+
 def _many():
     return _animation(30, "PNG", size=(60, 60))
 
@@ -203,7 +210,8 @@ def _many():
         (_frames(1) * 769, "has 769 frames, must have 1 to 768"),
         (_frames(1, 8, 2000), "one side may be at most 200 times"),
         (_frames(9), "take 720 tokens, and at most 600 fit into the context"),
-        (_many(), "is too large: its frames have 108000 pixels or more, and at most 100000 are"),
+        (_long_animation(1_000_000), "has more than 4096 frames, which is the most"),
+        (_many(), "is too large: its frames have 100800 pixels or more, and at most 100000 are"),
     ],
     ids=lambda value: str(value)[:30],
 )
