@@ -36,13 +36,8 @@ class KVHandoff:
         self._held_blocks: dict[RequestKey, _HeldBlocks] = {}
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
-        """Hold the blocks that the workers report, before anything is allocated.
-
-        Models with cross attention recompute instead, because it has blocks of another size.
-        """
+        """Hold the blocks that the workers report, before anything is allocated."""
         manager = self._manager
-        if any(group.kind is AttentionKind.CROSS for group in manager.groups):
-            return
         for number, request in enumerate(held, 1):
             tables = tuple(
                 _useful_blocks(group, int32_view(block_ids).tolist())
@@ -82,9 +77,14 @@ class KVHandoff:
         tables = manager.reserved[request.transfer_id]
         num_tokens = min(held_blocks.num_tokens, request.num_tokens - 1)
         num_whole, num_more = divmod(num_tokens, manager.block_size)
-        if num_more and any(manager.pool.ref_counts[table[num_whole]] > 1 for table in tables):
+        growing = [
+            (group, table)
+            for group, table in zip(manager.groups, tables, strict=True)
+            if group.kind is not AttentionKind.CROSS
+        ]
+        if num_more and any(manager.pool.ref_counts[table[num_whole]] > 1 for _, table in growing):
             num_tokens -= num_more
-        for group, table in zip(manager.groups, tables, strict=True):
+        for group, table in growing:
             first = group.first_visible(num_tokens) // manager.block_size
             if NULL_BLOCK in table[first : -(-num_tokens // manager.block_size)]:
                 return 0
@@ -97,7 +97,12 @@ class KVHandoff:
 
 
 def _useful_blocks(group: KVCacheGroup, table: list[int]) -> list[int]:
-    """Return a table without the blocks that no later token reads: of a state, only the last is needed."""
+    """Return a table without the blocks that no later token reads: of a state, only the last is needed.
+
+    A request's source is stored again when it gets a slot, so cross attention needs none.
+    """
+    if group.kind is AttentionKind.CROSS:
+        return []
     if group.kind is not AttentionKind.STATE_SPACE or not table:
         return table
     return [NULL_BLOCK] * (len(table) - 1) + table[-1:]

@@ -108,7 +108,8 @@ class KVCacheManager:
             blocks = tables if self.tables.is_simple else tuple(map(_held_tail, tables))
             # The last token is computed again, because its output is needed.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
-            return Prefix(CachedPrefix(len(tables[0]), blocks), num_tokens, 0, is_reserved=True)
+            num_blocks = max(map(len, tables))
+            return Prefix(CachedPrefix(num_blocks, blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
     def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:

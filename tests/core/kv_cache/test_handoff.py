@@ -133,13 +133,18 @@ def test_a_state_that_covers_more_tokens_than_the_client_has_is_computed_again()
     harness.drain()
 
 
-def test_cross_attention_is_computed_again():
-    part = KVCacheGroup(AttentionKind.CROSS, 7)
-    harness = Harness(groups=(KVCacheGroup(), part), num_blocks=128)
-    harness.add(20, 30, inputs=[EncoderInput(0, 0, bytes(32), 7)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_source_is_stored_again_but_no_token_is_computed_again(place):
+    groups = [KVCacheGroup()]
+    groups.insert(place, KVCacheGroup(AttentionKind.CROSS, 7))
+    harness = Harness(groups=tuple(groups), num_blocks=128)
+    for length in (9, 20):
+        harness.add(length, 30, inputs=[EncoderInput(0, 0, bytes(32), 7)])
     run(harness, 5)
     harness.lose_core()
-    assert not harness.scheduler.kv_cache_manager.reserved
+    assert len(harness.scheduler.kv_cache_manager.reserved) == 2
+    harness.schedule()
+    assert list(harness.batch.values()) == [1, 1]
     harness.drain()
 
 
