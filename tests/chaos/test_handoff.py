@@ -10,14 +10,14 @@ from support.mixed_streams import Streams, undisturbed_answers
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import source_directory
-from support.tiny_checkpoints import recurrent_directory
+from support.tiny_checkpoints import layers_directory
 
 SAMPLING = {"stream": True, "temperature": 0.8, "ignore_eos": True, "return_token_ids": True}
 
 
 def hybrid(path: Path, kind: str) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     """Return a server's flags and requests whose prompts are long."""
-    recurrent_directory(path, kind)
+    layers_directory(path, kind)
     prompts = [[4 + (seed * i) % 290 for i in range(1, 300)] for seed in range(1, 5)]
     return ("--max-model-len", "512"), [{"prompt": prompt, "max_tokens": 200} for prompt in prompts]
 

@@ -162,12 +162,46 @@ RECURRENT = {
 """Models with recurrent layers, by the kind of these."""
 
 
-def recurrent_directory(
+SHARED_KEYS = {
+    "gemma 3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 300,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.5, *[0.0] * 5],
+            "laurel_rank": 6,
+        },
+    ),
+    "gemma 4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 32,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 1000,
+        },
+    ),
+}
+"""Models whose last layers read the keys of others, and whose layers have inputs of their own."""
+
+
+def layers_directory(
     directory: Path, kind: str = "delta net"
 ) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a model whose layers are recurrent, except for one."""
+    """Write a model whose layers are not all alike: one of `RECURRENT` or `SHARED_KEYS`."""
     tokenizer = sentencepiece_tokenizer()
-    config_class, model_class, differences = RECURRENT[kind]
+    config_class, model_class, differences = (RECURRENT | SHARED_KEYS)[kind]
     model = random_model(config_class, model_class, QWEN3 | differences, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

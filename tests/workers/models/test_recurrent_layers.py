@@ -16,7 +16,7 @@ from engine.workers.models.weights import weight_reader
 from engine.workers.parallel.shard import ModelShard
 from support.batches import Scheduled, attention_batch
 from support.decoders import Runner, load_native_decoder
-from support.tiny_checkpoints import RECURRENT, recurrent_directory
+from support.tiny_checkpoints import RECURRENT, layers_directory
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def most_drafts(layer, num_tokens, num_drafts, block_size):
 def test_outputs_have_equal_bits_in_any_chunks_beside_any_requests(tmp_path, kind, dtype):
     """Rejected drafts do not matter either."""
     torch.set_num_threads(1)
-    checkpoint = open_checkpoint(recurrent_directory(tmp_path, kind)[0])
+    checkpoint = open_checkpoint(layers_directory(tmp_path, kind)[0])
     spec = model_spec(checkpoint.config, tmp_path)
     layer = spec.layers[0].recurrent
     weights = weight_reader(checkpoint, dtype, CPU, has_head=False, tensor_names=spec.tensor_names)
@@ -107,7 +107,7 @@ def test_outputs_have_equal_bits_in_any_chunks_beside_any_requests(tmp_path, kin
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_native_logits_have_equal_bits_in_any_chunks_beside_any_requests(tmp_path, kind, options):
     """Long prompts are computed in slices, on one thread or two. Rejected drafts do not matter either."""
-    path, _ = recurrent_directory(tmp_path, kind)
+    path, _ = layers_directory(tmp_path, kind)
     alone, pair = (load_native_decoder(path, num_threads=count, **options) for count in (1, 2))
     layer = next(x.recurrent for x in alone.spec.layers if x.recurrent)
     lengths, rng = [700, 100, 33, 530, 16], random.Random(5)

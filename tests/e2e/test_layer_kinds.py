@@ -1,4 +1,7 @@
-"""Models with recurrent layers are served like others: prefixes are reused, and nothing changes a request's text."""
+"""Models with recurrent layers or shared keys are served like others.
+
+Prefixes are reused, and nothing changes a request's text.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 import transformers
 from engine import LLM, SamplingParams
 from support.server import Server, assert_nothing_is_held
-from support.tiny_checkpoints import RECURRENT, recurrent_directory
+from support.tiny_checkpoints import RECURRENT, SHARED_KEYS, layers_directory
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 FLAGS = (
@@ -25,17 +28,17 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module", params=[*RECURRENT, *SHARED_KEYS])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, transformers.PreTrainedModel]]:
-    path, model = recurrent_directory(tmp_path_factory.mktemp("tiny"), request.param)
+    path, model = layers_directory(tmp_path_factory.mktemp("tiny"), request.param)
     with Server(str(path), *FLAGS, "--cpu-backend", "native") as server:
         yield server, model
 
 
 def test_a_block_that_is_smaller_than_a_state_is_refused_with_the_size(tmp_path: Path) -> None:
-    path, _ = recurrent_directory(tmp_path)
+    path, _ = layers_directory(tmp_path)
     with Server(str(path), *FLAGS, "--block-size", "16", wait=False) as server:
         server.wait_for("use at least --block-size 89, or omit it")
 
@@ -70,9 +73,9 @@ def test_tokens_of_preempted_requests_equal_those_of_transformers(served) -> Non
     assert_nothing_is_held(server)
 
 
-@pytest.mark.parametrize("kind", ["delta net", "convolution"])
+@pytest.mark.parametrize("kind", ["delta net", "convolution", *SHARED_KEYS])
 def test_drafts_do_not_change_the_text_of_preempted_requests(tmp_path: Path, kind: str) -> None:
-    path, _ = recurrent_directory(tmp_path, kind)
+    path, _ = layers_directory(tmp_path, kind)
     off = ("--speculative-config", '{"num_speculative_tokens": 0}')
     rng, words = (
         random.Random(4),
@@ -108,7 +111,7 @@ def test_drafts_do_not_change_the_text_of_preempted_requests(tmp_path: Path, kin
 
 @pytest.mark.parametrize("kind", ["delta net", "convolution"])
 def test_evicted_states_are_copied_back_from_cpu_memory(tmp_path: Path, kind: str) -> None:
-    path, _ = recurrent_directory(tmp_path, kind)
+    path, _ = layers_directory(tmp_path, kind)
     rng = random.Random(6)
     conversations = [[rng.randrange(4, 300) for _ in range(400)] for _ in range(2)]
 
