@@ -169,6 +169,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed every prompt and return the vectors in the order of the prompts.
 
@@ -177,6 +178,7 @@ class LLM:
             dimensions: The number of first elements to keep, for models trained for it; None for all.
             normalize: Whether vectors have length 1. The default is the model's own.
             prompt_name: The model's prompt to put before every text. The default is the model's own.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was embedded.
@@ -187,7 +189,7 @@ class LLM:
         verify_dimensions(dimensions, model.pooler)
         instruction = find_prompt(prompt_name, model.pooler)
         wanted = [self._prompts.encode_tokens(prompt, instruction) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
+        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
             embedding = finish_vector(
@@ -199,13 +201,18 @@ class LLM:
         return outputs
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[ClassificationRequestOutput]:
         """Classify every prompt with the model's head and return the classes in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
             use_activation: False for the scores that probabilities are made of.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
 
         Raises:
             ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
@@ -215,7 +222,7 @@ class LLM:
         if model.classifier is None:
             raise ParameterError("model", f"{model.served_names[0]} has no classification head")
         wanted = [self._prompts.encode_tokens(prompt) for prompt in as_list(prompts)]
-        request_id, pooled = self._pool([TextPair(token_ids, 0) for token_ids in wanted])
+        request_id, pooled = self._pool([TextPair(ids, 0) for ids in wanted], lora_request)
         outputs = []
         for token_ids, vector in zip(wanted, pooled, strict=True):
             scores = class_scores(vector, model.classifier, activate=use_activation)
@@ -232,6 +239,7 @@ class LLM:
         use_activation: bool | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraChoice = None,
     ) -> list[ScoringRequestOutput]:
         """Score how well each second text fits its first one, and return the scores in the order of the second texts.
 
@@ -244,6 +252,7 @@ class LLM:
             use_activation: False for the scores that probabilities are made of.
             chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
             chat_template_kwargs: Extra variables for the template.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
 
         Raises:
             ParameterError: The model has several classes, or a text is invalid; nothing was scored.
@@ -263,7 +272,7 @@ class LLM:
                 TextPair(self._prompts.encode_tokens(text, model.pooler.prompts.get(name, "")), 0)
                 for text, name in prompts
             ]
-            request_id, pooled = self._pool(wanted)
+            request_id, pooled = self._pool(wanted, lora_request)
             scores = cosines(pooled, len(firsts), model.pooler)
             wanted = wanted[len(firsts) :]
         else:
@@ -283,7 +292,7 @@ class LLM:
                 template = PairTemplate(self._template(chat_template, False), self._special_tokens)
                 kwargs = chat_template_kwargs or {}
                 wanted = [TextPair(list(template.encode(*pair, kwargs)), 0) for pair in pairs]
-            request_id, pooled = self._pool(wanted)
+            request_id, pooled = self._pool(wanted, lora_request)
             scores = [
                 class_scores(vector, model.classifier, activate=use_activation).item()
                 for vector in pooled
@@ -331,14 +340,16 @@ class LLM:
         sounds: Any = [audio] if is_one else audio
         return self._transcriber.transcribe(sounds, options, self._numbers)
 
-    def _pool(self, prompts: list[TextPair]) -> tuple[str, list[bytes]]:
+    def _pool(self, prompts: list[TextPair], lora_request: LoraChoice) -> tuple[str, list[bytes]]:
         """Return the ID of a request and the pooled vector of each of its prompts."""
+        lora = self._loras.find(lora_request)
         pooling, params = self._engine.config.model.pooling_params, embedding_params()
         sequences = [
             SequenceRequest(
                 prompt.token_ids,
                 params,
                 pooling=msgspec.structs.replace(pooling, second_segment=prompt.second_segment),
+                lora=lora,
             )
             for prompt in prompts
         ]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import tokenizers
 import torch
 import transformers
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import qwen3_directory
+from support.words_bert import bert_directory
 
 QUERY = "seven wizards"
 DOCUMENTS = (
@@ -24,51 +24,10 @@ DOCUMENTS = (
     "tea",
     "fox " * 60,
 )
-WORDS = "the quick brown fox jumps over lazy dog while seven wizards brew tea in old tower good bad"
 TEMPLATE = (
     "{% for m in messages %}{{ '<q>' if m.role == 'query' else '<d>' }}{{ m.content }}{% endfor %}"
     "{{ instruction | default('which') }}"
 )
-
-
-def bert_directory(path: Path, num_labels: int) -> tuple[Path, transformers.PreTrainedModel]:
-    """Write a random BERT with a classification head, whose tokenizer knows a few words."""
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS.split(), *map(chr, range(97, 123))]
-    vocab = {name: i for i, name in enumerate(names)}
-    vocab |= {f"##{chr(c)}": len(vocab) + i for i, c in enumerate(range(97, 123))}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    backend.decoder = tokenizers.decoders.WordPiece()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        unk_token="[UNK]",
-    )
-    torch.manual_seed(2)
-    config = transformers.BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        num_labels=num_labels,
-    )
-    if num_labels > 1:
-        config.id2label = dict(enumerate(("good", "bad", "neither")))
-    model = transformers.BertForSequenceClassification(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path, model
 
 
 @pytest.fixture(scope="module")
