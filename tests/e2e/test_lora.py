@@ -7,13 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from engine import BeamSearchParams, LoRARequest
 from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import EngineError, ParameterError
 from engine.protocol.sampling_params import SamplingParams
-from support.lora_adapters import write_adapter
+from support.lora_adapters import greedy, write_adapter
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import (
     QWEN3,
@@ -23,16 +22,6 @@ from support.tiny_checkpoints import (
 )
 
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny", "--enable-lora")
-
-
-def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """Return the tokens that transformers generates, with the whole sequence computed for each."""
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            logits = model(torch.tensor([tokens])).logits[0, -1]
-            tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
 
 
 def vocabulary_adapters(

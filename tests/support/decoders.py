@@ -33,6 +33,7 @@ def load_decoder(
     kernels=None,
     device=CPU,
     on_progress=None,
+    **options,
 ):
     checkpoint = open_checkpoint(path)
     spec = group_layers(model_spec(checkpoint.config, path), max_model_len)
@@ -49,6 +50,7 @@ def load_decoder(
         max_model_len=max_model_len,
         kernels=kernels,
         on_progress=on_progress,
+        **options,
     )
 
 

@@ -66,6 +66,16 @@ def write_adapter(
     return merged
 
 
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that transformers generates, with the whole sequence computed for each."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
 def _of(config: dict[str, Any], patterns: str, name: str, default: int) -> int:
     """Return the value of the first pattern that ends the name."""
     found = (v for p, v in config.get(patterns, {}).items() if re.fullmatch(rf"(.*\.)?{p}", name))

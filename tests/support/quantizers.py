@@ -15,6 +15,8 @@ Bytes = NDArray[np.uint8]
 
 def quantize(values_NK: Floats, ggml_type: GGMLType) -> Bytes:
     """Return the rows as GGUF stores them, uint8 ``[N, row bytes]``."""
+    # The type may be the gguf package's own.
+    ggml_type = GGMLType(int(ggml_type))
     if ggml_type is GGMLType.F32:
         return np.ascontiguousarray(values_NK, np.float32).view(np.uint8)
     if ggml_type in (GGMLType.Q4_K, GGMLType.Q5_K):
