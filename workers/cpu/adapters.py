@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final
 
 import torch
@@ -23,6 +24,23 @@ _RANK_UNIT: Final = 16
 """Ranks are rounded up to a multiple of a column tile; see `csrc/linear/linear.h`."""
 
 
+class FactorFormat(IntEnum):
+    """Storage formats of second factors; see `csrc/rows/kernels.h`."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFactor:
+    """The second factor of an adapter for a matrix, as `LowRankFactor` in csrc/rows/kernels.h has it."""
+
+    data: Tensor
+    rank: int
+    format: FactorFormat
+
+
 @dataclass(frozen=True, slots=True)
 class PackedChange:
     """What an adapter changes of a product.
@@ -31,7 +49,7 @@ class PackedChange:
     """
 
     down: PackedWeight | None = None
-    ups: Sequence[Tensor | None] = ()
+    ups: Sequence[PackedFactor | None] = ()
     whole: PackedWeight | None = None
 
 
@@ -59,6 +77,11 @@ class AdapterTable:
         }
         self._format = formats[weight.activation_kind]
         """A format that takes the activations of the product."""
+        # The integer formats have int8 activations, so that a factor in int8 adds no larger errors.
+        is_int8 = weight.activation_kind is ActivationKind.INT8
+        self._factor_format = FactorFormat.INT8 if is_int8 else FactorFormat.BF16
+        if adapters.is_float32:
+            self._factor_format = FactorFormat.F32
         self._installed: dict[int, PackedChange | None] = {}
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
@@ -85,8 +108,7 @@ class AdapterTable:
             entry.down = ctypes.addressof(packed.down)
             for part, up in enumerate(packed.ups):
                 if up is not None:
-                    rank = up.shape[1]
-                    entry.up[part] = LowRankFactor(up.data_ptr(), rank, up.dtype == torch.bfloat16)
+                    entry.up[part] = LowRankFactor(up.data.data_ptr(), up.rank, up.format)
         self.entries[number] = entry
         # The memory of the adapter that had the number is free now.
         self._installed[number] = packed
@@ -97,20 +119,38 @@ class AdapterTable:
             raise ValueError
         return weight
 
-    def _pack_up(self, up_OR: Tensor, rank: int) -> Tensor:
-        """Return the second factor of a part as `LowRankFactor` in csrc/rows/kernels.h has it, [blocks, rank, ...]."""
+    def _pack_up(self, up_OR: Tensor, rank: int) -> PackedFactor:
+        """Return the second factor of a part."""
         num_blocks = -(-len(up_OR) // _BLOCK_COLUMNS)
         up = torch.zeros(num_blocks * _BLOCK_COLUMNS, rank)
         up[: len(up_OR), : up_OR.shape[1]] = up_OR
-        blocks = up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2)
-        if self._adapters.is_float32:
-            return blocks.contiguous()
-        # The halves of a word are columns of both halves of the block.
-        words = blocks.view(num_blocks, rank, 2, _BLOCK_COLUMNS // 2).transpose(2, 3)
-        packed = words.to(torch.bfloat16).contiguous()
-        if not packed.isfinite().all():
-            raise ValueError
-        return packed
+        if self._factor_format is FactorFormat.F32:
+            blocks = up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2)
+            return PackedFactor(blocks.contiguous(), rank, FactorFormat.F32)
+        if self._factor_format is FactorFormat.BF16:
+            words = _pairs(up.view(num_blocks, _BLOCK_COLUMNS, rank).transpose(1, 2))
+            return PackedFactor(words, rank, FactorFormat.BF16)
+        scale_O = (up.abs().amax(1) / 127).bfloat16()
+        codes = (up / scale_O.float().clamp(min=torch.finfo().tiny)[:, None]).round()
+        quads = codes.clamp(-127, 127).to(torch.int8).view(num_blocks, 2, -1, rank // 4, 4)
+        parts = (
+            _pairs(scale_O.float().view(num_blocks, 1, _BLOCK_COLUMNS)).view(torch.uint8),
+            quads.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8),
+        )
+        data = torch.cat([part.flatten(1) for part in parts], 1)
+        return PackedFactor(data, rank, FactorFormat.INT8)
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """Return rows [blocks, rows, 32] as words in bf16, [blocks, rows, 16, 2]: their halves are columns of both halves.
+
+    Raises:
+        ValueError: A number is too large.
+    """
+    words = rows.unflatten(2, (2, _BLOCK_COLUMNS // 2)).transpose(2, 3).to(torch.bfloat16)
+    if not words.isfinite().all():
+        raise ValueError
+    return words.contiguous()
 
 
 class HeadTable(AdapterTable):

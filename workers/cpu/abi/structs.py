@@ -203,7 +203,7 @@ class LowRankFactor(ctypes.Structure):
     _fields_ = (
         ("data", c_void_p),
         ("rank", c_int32),
-        ("is_bf16", c_int32),
+        ("format", c_int32),
     )
 
 

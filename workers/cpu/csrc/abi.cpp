@@ -84,7 +84,7 @@ std::string describe() {
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
          norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, taps, bias, multipliers, decay, skip,
          step_bias, norm)
-  STRUCT(LowRankFactor, data, rank, is_bf16)
+  STRUCT(LowRankFactor, data, rank, format)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,

@@ -162,15 +162,54 @@ void Products::for_adapters(const Op& op, int first, int end, Run run) const {
 void Products::adapt(const Op& op, const Rows& rows, int first, int end) const {
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
   const int stride = op.adapter_rank;
-  Readahead none;
+  // A product is computed when it is known where the weights of the next one begin.
+  struct Product {
+    const Adapter* adapter;
+    int part, row, count;
+  } last{};
+  const auto multiply = [&](const uint8_t* next_weights) {
+    if (!last.adapter) return;
+    const int rank = last.adapter->up[last.part].rank;
+    Readahead readahead;
+    readahead.next_weights = next_weights;
+    linear_rows(*last.adapter->down, op.input_kind, rows.activations(op.source, last.row, row_bytes), last.count,
+                last.part * rank, (last.part + 1) * rank, rows.low_rank(last.part, last.row, stride), stride,
+                readahead);
+  };
   for_adapters(op, first, end, [&](const Adapter& adapter, int row, int count) {
     for (int part = 0; part < op.num_parts; part++) {
       const int rank = adapter.up[part].rank;
-      if (rank)
-        linear_rows(*adapter.down, op.input_kind, rows.activations(op.source, row, row_bytes), count, part * rank,
-                    (part + 1) * rank, rows.low_rank(part, row, stride), stride, none);
+      if (!rank) continue;
+      multiply(weights_at(*adapter.down, part * rank));
+      last = {&adapter, part, row, count};
     }
   });
+  multiply(nullptr);
+}
+
+Readahead Products::factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const {
+  std::vector<Run>& runs = scratch.factors;
+  runs.clear();
+  const uint8_t* first = nullptr;
+  ptrdiff_t lines = 0;
+  for_adapters(op, columns.first_row, columns.first_row + columns.num_rows, [&](const Adapter& adapter, int, int) {
+    for (int part = columns.part; part < end_part; part++) {
+      const LowRankFactor& factor = adapter.up[part];
+      if (!factor.rank) continue;
+      const size_t block_bytes = low_rank_block_bytes(factor);
+      const int begin = columns.begin / kLowRankColumns;
+      const int end = (columns.end + kLowRankColumns - 1) / kLowRankColumns;
+      const uint8_t* const data = static_cast<const uint8_t*>(factor.data) + begin * block_bytes;
+      if (!first) first = data;
+      runs.push_back({data - first, ptrdiff_t((end - begin) * block_bytes)});
+      lines += runs.back().bytes / kLineBytes;
+    }
+  });
+  if (runs.empty()) return {};
+  const int64_t weights = int64_t(columns.size()) * op.parts[columns.part]->k * (end_part - columns.part);
+  const int64_t steps = std::max<int64_t>(weights * columns.num_rows / (kReadaheadWeights * kReadaheadRows), 1);
+  const int lines_of_step = int(std::min<int64_t>((lines + steps - 1) / steps, Readahead::kMostLines));
+  return {{first, runs.data(), runs.data() + runs.size()}, {}, lines_of_step};
 }
 
 void Products::add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const {
@@ -289,17 +328,19 @@ void Products::exceed_threshold(const Op& op, float* gates, int row) const {
 
 void Products::run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {
   const Columns columns = columns_of(op, tile, num_rows);
+  scratch.readahead = factors_of(op, columns.part + 1, columns, scratch);
   scratch.readahead.next_weights = weights_after(op, tile);
   float* sums = product(op, rows, columns, scratch);
-  scratch.readahead.next_weights = nullptr;
+  scratch.readahead = {};
   if (tile.commit()) write_product(op, rows, columns, sums);
 }
 
 void Products::run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const {
   const Columns columns = columns_of(op, tile, num_rows);
+  scratch.readahead = factors_of(op, op.num_parts, columns, scratch);
   scratch.readahead.next_weights = weights_after(op, tile);
   float* gate = gated_product(op, rows, columns, scratch);
-  scratch.readahead.next_weights = nullptr;
+  scratch.readahead = {};
   if (tile.commit()) write_gated(op, rows, columns, gate);
 }
 

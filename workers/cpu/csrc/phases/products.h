@@ -93,6 +93,9 @@ class Products {
   // Calls run(adapter, first, count) for rows of [first, end) that follow one another and have the same adapter.
   template <class Run>
   void for_adapters(const Op& op, int first, int end, Run run) const;
+  // Returns what fetches the second factors of adapters for columns of parts [part, end_part) during their products, which
+  // read them in one short run for each adapter.
+  Readahead factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const;
   // Adds what adapters change to sums of a part.
   void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
   void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,

@@ -36,6 +36,7 @@ struct Scratch {
   std::vector<AttentionTasks::Task> tasks;
   std::vector<AttentionTask> kernel_tasks;
   Readahead readahead;
+  std::vector<Run> factors;  // which the readahead of a product fetches
 };
 
 }  // namespace engine

@@ -237,60 +237,95 @@ void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_
   for (; row < rows; row++) multiply_add_rows<1>(factors, matrix, matrix_stride, row, columns, out, out_stride);
 }
 
-// Adds columns of a block, `count` of them, to kRows rows.
-template <bool kIsBF16, int kRows>
-ENGINE_VECTOR void add_low_rank_block(const void* block, int rank, const float* x, int x_stride, int count, float* out,
-                                      ptrdiff_t out_stride) {
-  const int first = std::min(count, kLanes), second = count - first;
-  Floats low[kRows], high[kRows];
-  for (int r = 0; r < kRows; r++) {
-    low[r] = get(out + r * out_stride, first);
-    high[r] = second ? get(out + r * out_stride + kLanes, second) : broadcast(0.0f);
-  }
-  for (int k = 0; k < rank; k++) {
-    Floats a, b;
-    if constexpr (kIsBF16) {
-      const Ints words = load_as<Ints>(static_cast<const int32_t*>(block) + k * kLanes);
-      a = (Floats)(words << 16);
-      b = (Floats)(words & broadcast_int(int32_t(0xffff0000)));
-    } else {
-      const float* row = static_cast<const float*>(block) + k * kLowRankColumns;
-      a = load(row);
-      b = load(row + kLanes);
-    }
+// The columns of a row of words in bf16.
+ENGINE_VECTOR void load_pairs(const void* words, Floats& first, Floats& second) {
+  const Ints pairs = load_as<Ints>(words);
+  first = (Floats)(pairs << 16);
+  second = (Floats)(pairs & broadcast_int(int32_t(0xffff0000)));
+}
+
+// Adds row k of a block times x[k] to the sums of kRows rows, for each k in order; in int8 without the columns' scales.
+template <FactorFormat kFormat, int kRows>
+ENGINE_VECTOR void sum_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, Floats* low,
+                                      Floats* high) {
+  const auto add = [&](int k, const Floats& a, const Floats& b) {
     for (int r = 0; r < kRows; r++) {
       const Floats factor = broadcast(x[r * x_stride + k]);
       low[r] = fma(factor, a, low[r]);
       high[r] = fma(factor, b, high[r]);
     }
+  };
+  if constexpr (kFormat == FactorFormat::int8) {
+    for (int k = 0; k < rank; k += 4, block += 2 * kLanes * sizeof(int32_t)) {
+      const Ints a = load_as<Ints>(block), b = load_as<Ints>(block + kLanes * sizeof(int32_t));
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) add(k + j, to_floats((a << (24 - 8 * j)) >> 24), to_floats((b << (24 - 8 * j)) >> 24));
+    }
+  } else {
+    for (int k = 0; k < rank; k++) {
+      Floats a, b;
+      if constexpr (kFormat == FactorFormat::bf16) {
+        load_pairs(block + k * kLanes * sizeof(int32_t), a, b);
+      } else {
+        const float* row = reinterpret_cast<const float*>(block) + k * kLowRankColumns;
+        a = load(row);
+        b = load(row + kLanes);
+      }
+      add(k, a, b);
+    }
+  }
+}
+
+// Adds columns of a block, `count` of them, to kRows rows.
+template <FactorFormat kFormat, int kRows>
+ENGINE_VECTOR void add_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, int count,
+                                      float* out, ptrdiff_t out_stride) {
+  constexpr bool kHasScales = kFormat == FactorFormat::int8;
+  const int first = std::min(count, kLanes), second = count - first;
+  Floats low[kRows], high[kRows], scale = broadcast(1.0f), other_scale = scale;
+  if constexpr (kHasScales) {
+    load_pairs(block, scale, other_scale);
+    block += kLanes * sizeof(int32_t);
   }
   for (int r = 0; r < kRows; r++) {
+    low[r] = kHasScales ? broadcast(0.0f) : get(out + r * out_stride, first);
+    high[r] = kHasScales || !second ? broadcast(0.0f) : get(out + r * out_stride + kLanes, second);
+  }
+  sum_low_rank_block<kFormat, kRows>(block, rank, x, x_stride, low, high);
+  for (int r = 0; r < kRows; r++) {
+    if constexpr (kHasScales) {
+      low[r] = fma(low[r], scale, get(out + r * out_stride, first));
+      if (second) high[r] = fma(high[r], other_scale, get(out + r * out_stride + kLanes, second));
+    }
     put(out + r * out_stride, low[r], first);
     if (second) put(out + r * out_stride + kLanes, high[r], second);
   }
 }
 
-template <bool kIsBF16>
+template <FactorFormat kFormat>
 void add_low_rank_of(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
                      float* out) {
   constexpr int kRows = 2;
   const int size = end - begin, rank = factor.rank;
-  const size_t block_bytes = size_t(rank) * kLowRankColumns * (kIsBF16 ? 2 : 4);
+  const size_t block_bytes = low_rank_block_bytes(factor);
   const uint8_t* block = static_cast<const uint8_t*>(factor.data) + begin / kLowRankColumns * block_bytes;
   for (int column = 0; column < size; column += kLowRankColumns, block += block_bytes) {
     const int count = std::min(kLowRankColumns, size - column);
     int row = 0;
     for (; row + kRows <= rows; row += kRows)
-      add_low_rank_block<kIsBF16, kRows>(block, rank, x + row * x_stride, x_stride, count,
+      add_low_rank_block<kFormat, kRows>(block, rank, x + row * x_stride, x_stride, count,
                                          out + ptrdiff_t(row) * size + column, size);
     for (; row < rows; row++)
-      add_low_rank_block<kIsBF16, 1>(block, rank, x + row * x_stride, x_stride, count,
+      add_low_rank_block<kFormat, 1>(block, rank, x + row * x_stride, x_stride, count,
                                      out + ptrdiff_t(row) * size + column, size);
   }
 }
 
 void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end, float* out) {
-  (factor.is_bf16 ? add_low_rank_of<true> : add_low_rank_of<false>)(factor, x, x_stride, rows, begin, end, out);
+  const auto add = factor.format == FactorFormat::int8   ? add_low_rank_of<FactorFormat::int8>
+                   : factor.format == FactorFormat::bf16 ? add_low_rank_of<FactorFormat::bf16>
+                                                         : add_low_rank_of<FactorFormat::f32>;
+  add(factor, x, x_stride, rows, begin, end, out);
 }
 
 }  // namespace

@@ -29,14 +29,25 @@ struct Factors {
   int columns;
 };
 
+enum class FactorFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
+
 // The second factor of a LoRA adapter, [columns, rank]. Blocks of kLowRankColumns columns follow one another, padded with
 // zeros. A block has `rank` rows of floats; or, in bf16, of words, of which word i has column i in its low half and
-// column i + 16 in its high half.
+// column i + 16 in its high half. In int8 it has one such row with the columns' scales, and then for every four elements
+// of the rank two rows of words with four codes each: those of the first 16 columns and those of the others.
 struct LowRankFactor {
   const void* data;
-  int32_t rank, is_bf16;
+  int32_t rank;
+  FactorFormat format;
 };
 constexpr int kLowRankColumns = 32;
+
+// Returns the bytes of a block of a factor.
+inline size_t low_rank_block_bytes(const LowRankFactor& factor) {
+  const size_t numbers = size_t(factor.rank) * kLowRankColumns;
+  if (factor.format == FactorFormat::int8) return numbers + kLowRankColumns * 2;
+  return numbers * (factor.format == FactorFormat::bf16 ? 2 : 4);
+}
 
 struct RowKernels {
   // out = x / sqrt(mean of squares + eps), * weight if there is one; `out` may be `x`.
