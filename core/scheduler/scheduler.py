@@ -424,8 +424,11 @@ class Scheduler(SchedulerInterface):
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about requests that finished outside of a step."""
-        return self._clients.take_finished_outputs(now)
+        """Return messages about requests that finished outside of a step, with statistics if they were the last ones."""
+        outputs = self._clients.take_finished_outputs(now)
+        if outputs and not self.requests:
+            next(iter(outputs.values())).stats = self.make_stats()
+        return outputs
 
     def take_kv_events(self) -> list[KVCacheEvent]:
         """Return the KV-cache events since the last call."""

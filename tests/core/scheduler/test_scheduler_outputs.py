@@ -107,7 +107,16 @@ def test_4_2_an_end_outside_of_a_step_is_sent_at_once():
     outputs = harness.scheduler.take_outputs(7.0)
     assert int32_view(outputs[2].finished_set).tolist() == [waiting[1]]
     assert outputs[2].timestamp == 7.0
+    assert outputs[2].stats is None
     assert harness.scheduler.take_outputs(8.0) == {}
+
+
+def test_the_last_request_that_ends_outside_of_a_step_reports_that_none_waits():
+    harness = Harness()
+    harness.abort(harness.add(5, 50))
+    (outputs,) = harness.scheduler.take_outputs(7.0).values()
+    assert outputs.stats is not None
+    assert (outputs.stats.num_running, outputs.stats.num_waiting) == (0, 0)
 
 
 def test_4_3_aborting_a_running_ended_or_unknown_request_is_harmless():
