@@ -424,7 +424,7 @@ class Scheduler(SchedulerInterface):
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about requests that finished outside of a step, with statistics if they were the last ones."""
+        """Return messages about requests that finished outside of a step, and statistics if none is left."""
         outputs = self._clients.take_finished_outputs(now)
         if outputs and not self.requests:
             next(iter(outputs.values())).stats = self.make_stats()

@@ -26,10 +26,17 @@ def embedding_params() -> SamplingParams:
 
 
 def verify_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
-    """Raise ParameterError if a vector does not have this number of elements."""
+    """Raise ParameterError if a vector cannot have this number of elements."""
     size = pooler.hidden_size
-    if dimensions is not None and not 1 <= dimensions <= size:
+    if dimensions is None:
+        return
+    if not 1 <= dimensions <= size:
         raise ParameterError("dimensions", f"must be between 1 and {size}, got {dimensions}")
+    if pooler.lengths and dimensions not in (*pooler.lengths, size):
+        one_of = " or ".join(map(str, sorted({*pooler.lengths, size})))
+        raise ParameterError(
+            "dimensions", f"must be {one_of}, as the model was trained, got {dimensions}"
+        )
 
 
 def find_prompt(name: str | None, pooler: PoolerConfig) -> str:

@@ -126,11 +126,13 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
             model_impl=options.model_impl,
             trust_remote_code=options.trust_remote_code,
             weight_files=identify_files(
-                [
-                    *find_weight_files(path),
-                    *(Path(each.path) for each in embedding.pooler.dense),
-                    *([] if mmproj is None else [mmproj]),
-                ]
+                dict.fromkeys(
+                    [
+                        *find_weight_files(path),
+                        *(Path(each.path) for each in embedding.pooler.dense),
+                        *([] if mmproj is None else [mmproj]),
+                    ]
+                )
             ),
             tokenizer_files=identify_files(
                 find_tokenizer_files(tokenizer_directory) if tokenizer_directory else []

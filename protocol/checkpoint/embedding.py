@@ -77,11 +77,14 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
     """
     # The worker rejects a config without a size.
     hidden_size = config.optional_integer("hidden_size") or 0
+    lengths = _lengths(config)
     if is_classifier(config) or not (path / "modules.json").is_file():
         kind = PoolingKind.CLS if is_encoder(config) else PoolingKind.LAST
         if config.text("classifier_pooling", "") == "mean":
             kind = PoolingKind.MEAN
-        return EmbeddingFiles(PoolerConfig(kind, True, hidden_size))
+        layers = _dense_of_gguf(path, config)
+        size = layers[-1].out_features if layers else hidden_size
+        return EmbeddingFiles(PoolerConfig(kind, True, size, layers, lengths=lengths))
     kind, normalizes = PoolingKind.MEAN, False
     dense: list[DenseConfig] = []
     for module in _modules(path / "modules.json"):
@@ -111,8 +114,30 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
             tuple(dense),
             _prompts(prompts),
             prompts.text("default_prompt_name", ""),
+            lengths,
         ),
         length.optional_integer("max_seq_length"),
+    )
+
+
+def _lengths(config: ConfigFields) -> tuple[int, ...]:
+    """Return the lengths that a model was trained for (Matryoshka), as far as its config says so."""
+    lengths = config.get("matryoshka_dimensions")
+    if lengths is None and config.boolean("is_matryoshka", True):
+        return ()
+    lengths = lengths or []
+    if not isinstance(lengths, list) or not all(type(each) is int and each > 0 for each in lengths):
+        raise config.wrong("matryoshka_dimensions", "a list of positive integers", lengths)
+    # The vector itself is always one of them.
+    return tuple(sorted(lengths)) or (config.optional_integer("hidden_size") or 1,)
+
+
+def _dense_of_gguf(path: Path, config: ConfigFields) -> tuple[DenseConfig, ...]:
+    """Return the dense layers that a GGUF file has beside the model."""
+    shapes = config.get("dense_modules") if path.suffix == ".gguf" else None
+    return tuple(
+        DenseConfig(str(path), columns, rows, False, DenseActivation.IDENTITY, name)
+        for name, (rows, columns) in (shapes or {}).items()
     )
 
 

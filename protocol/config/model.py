@@ -38,13 +38,17 @@ class DenseActivation(enum.StrEnum):
 
 
 class DenseConfig(msgspec.Struct, frozen=True):
-    """A product with a pooled vector, of sentence-transformers' module Dense. `path` is that of its weights."""
+    """A product with a pooled vector, of sentence-transformers' module Dense.
+
+    `path` is the file with its weights, and `module` their name in it.
+    """
 
     path: str
     in_features: int
     out_features: int
     has_bias: bool = True
     activation: DenseActivation = DenseActivation.TANH
+    module: str = "linear"
 
 
 class PoolerConfig(msgspec.Struct, frozen=True):
@@ -57,6 +61,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         dense: What a pooled vector is multiplied by, in this order.
         prompts: Texts that are put before inputs, by name.
         default_prompt: The name of the prompt that inputs get by default; "" for none.
+        lengths: The lengths that clients may truncate a vector to; empty for any.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -65,6 +70,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
     dense: tuple[DenseConfig, ...] = ()
     prompts: dict[str, str] = {}
     default_prompt: str = ""
+    lengths: tuple[int, ...] = ()
 
 
 class Activation(enum.StrEnum):

@@ -22,7 +22,7 @@ from engine.frontend.offline.llm import LLM
 from engine.protocol.errors import ParameterError
 from gguf import PoolingType
 from safetensors.torch import save_file
-from support.gguf_bert import write_bert
+from support.gguf_bert import write_bert, write_embedding_gemma
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import QWEN3, qwen3_directory, random_model, sentencepiece_tokenizer
@@ -315,6 +315,33 @@ def test_a_gemma_with_dense_layers_embeds_as_its_modules_say(tmp_path: Path) -> 
         np.testing.assert_allclose(vector, normed, atol=1e-4)
         normed = torch.nn.functional.normalize(expected[:20], dim=0)
         np.testing.assert_allclose(shortened, normed, atol=1e-4)
+
+
+def test_a_gguf_file_of_a_gemma_has_dense_layers_and_lengths(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    config = {"head_dim": 16, "query_pre_attn_scalar": 16, "use_bidirectional_attention": True}
+    config |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config |= {"sliding_window": 16}
+    model = random_model("Gemma3TextConfig", "Gemma3TextModel", QWEN3 | config, tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    size = model.config.hidden_size
+    dense = [torch.nn.Linear(size, 96, bias=False), torch.nn.Linear(96, 48, bias=False)]
+    path = write_embedding_gemma(tmp_path / "tiny.gguf", model, dense)
+    prompt = [7, *range(10, 110)]
+    overrides = {"matryoshka_dimensions": [16, 32]}
+    with LLM(str(path), tokenizer=str(tmp_path), hf_overrides=overrides) as llm:
+        [output] = llm.embed([prompt])
+        [short] = llm.embed([prompt], dimensions=16, normalize=False)
+        with pytest.raises(
+            ParameterError, match="must be 16 or 32 or 48, as the model was trained, got 20"
+        ):
+            llm.embed([prompt], dimensions=20)
+    with torch.inference_mode():
+        mean = model.eval()(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        expected = dense[1](dense[0](mean))
+    np.testing.assert_allclose(short.outputs.embedding, expected[:16], atol=1e-3)
+    normed = torch.nn.functional.normalize(expected, dim=0)
+    np.testing.assert_allclose(output.outputs.embedding, normed, atol=1e-4)
 
 
 def test_a_decoder_without_a_head_only_embeds(tmp_path: Path) -> None:

@@ -123,10 +123,18 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "bert": _BERT_MODULES,
+    "jina-bert-v3": _BERT_MODULES,
+    "modern-bert": _LAYER_MODULES
+    | {
+        "attn_norm": "attention_norm",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
     "nomic-bert": _BERT_MODULES,
     "bamba": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
     "chatglm": _FUSED_MLP,
     "falcon-h1": _LAYER_MODULES | {"ffn_norm": "pre_ff_layernorm"},
+    "gemma-embedding": _GEMMA_MODULES,
     "gemma2": _GEMMA_MODULES,
     "gemma3": _GEMMA_MODULES,
     "gemma3n": _GEMMA3N_MODULES,
@@ -162,6 +170,7 @@ _INTERLEAVED = (
 # The norms of these architectures multiply by 1 + weight; the converter stores the sum.
 _NORM_PLUS_ONE = (
     "gemma",
+    "gemma-embedding",
     "gemma2",
     "gemma3",
     "nemotron",
@@ -171,9 +180,9 @@ _NORM_PLUS_ONE = (
 )
 # The last norm of these architectures has the name of one of embeddings.
 _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
-# Values that the config has, and layers that predict further tokens.
+# Values that the config has, layers that predict further tokens, and those that read pooled vectors.
 _UNUSED = re.compile(
-    r"rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*"
+    r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*"
 )
 # Tensors whose names have no last part in a Hugging Face checkpoint.
 _PLAIN_TENSOR = re.compile(

@@ -6,6 +6,7 @@ Shapes: I input and O output features of a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.config.model import DenseActivation, DenseConfig, LoadFormat, ModelConfig
 from ...protocol.errors import CheckpointError
+from ..loaders.dequantize import dequantize
 
 _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
     DenseActivation.IDENTITY: lambda x: x,
@@ -51,10 +54,17 @@ class DenseLayers:
 
 
 def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    if Path(layer.path).suffix == ".gguf":
+        gguf = GGUFFile(layer.path)
+        tensor = gguf.tensors[f"{layer.module}.weight"]
+        rows = gguf.data(tensor).reshape(tensor.shape[0], -1)
+        return dequantize(rows, tensor.ggml_type, torch.float32).to(device), None
     try:
         file: Any = safe_open(layer.path, framework="pt")
-        weight_OI = file.get_tensor("linear.weight").float().to(device)
-        bias_O = file.get_tensor("linear.bias").float().to(device) if layer.has_bias else None
+        weight_OI = file.get_tensor(f"{layer.module}.weight").float().to(device)
+        bias_O = (
+            file.get_tensor(f"{layer.module}.bias").float().to(device) if layer.has_bias else None
+        )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             layer.path, f"the weights are missing or damaged ({error}); download them again"
@@ -62,7 +72,8 @@ def _read(layer: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | No
     expected = [layer.out_features, layer.in_features]
     if list(weight_OI.shape) != expected or (bias_O is not None and len(bias_O) != expected[0]):
         raise CheckpointError(
-            layer.path, f"linear.weight has the shape {list(weight_OI.shape)}, not {expected}"
+            layer.path,
+            f"{layer.module}.weight has the shape {list(weight_OI.shape)}, not {expected}",
         )
     return weight_OI, bias_O
 

@@ -6,9 +6,7 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from .fields import ModelFields, Translate
-
-_POOLING: Final = {1: "mean", 2: "cls"}
-"""The numbers of llama.cpp's kinds of pooling."""
+from .parts import CLS, read_pooling
 
 
 def _encoder(fields: ModelFields) -> dict[str, Any]:
@@ -16,13 +14,10 @@ def _encoder(fields: ModelFields) -> dict[str, Any]:
     types = fields.gguf.tensors.get("token_types.weight")
     if types is None or fields.boolean("attention.causal", False):
         raise CheckpointError(fields.path, "not an encoder with token types; convert it again")
-    pooling = fields.integer("pooling_type", 2, minimum=0)
-    if pooling not in _POOLING:
-        raise fields.wrong("pooling_type", "1 (mean) or 2 (cls)", pooling)
     return {
         "rms_norm_eps": fields.positive("attention.layer_norm_epsilon", 1e-12),
         "type_vocab_size": types.shape[0],
-        "classifier_pooling": _POOLING[pooling],
+        "classifier_pooling": read_pooling(fields, CLS),
     }
 
 
@@ -45,4 +40,32 @@ def _nomic_bert(fields: ModelFields) -> dict[str, Any]:
     }
 
 
-ENCODERS: Final[dict[str, Translate]] = {"bert": _bert, "nomic-bert": _nomic_bert}
+def _jina_bert_v3(fields: ModelFields) -> dict[str, Any]:
+    return _encoder(fields) | {
+        "model_type": "jina_embeddings_v3",
+        "architectures": ["JinaEmbeddingsV3Model"],
+        "hidden_act": "gelu",
+        "rope_theta": fields.positive("rope.freq_base", 20_000.0),
+    }
+
+
+def _modern_bert(fields: ModelFields) -> dict[str, Any]:
+    return {
+        "model_type": "modernbert",
+        "architectures": ["ModernBertModel"],
+        "hidden_activation": "gelu",
+        "rms_norm_eps": fields.positive("attention.layer_norm_epsilon", 1e-5),
+        "global_rope_theta": fields.positive("rope.freq_base", 160_000.0),
+        "local_rope_theta": fields.positive("rope.freq_base_swa", 10_000.0),
+        "local_attention": fields.integer("attention.sliding_window", 128),
+        "global_attn_every_n_layers": fields.integer("attention.sliding_window_pattern", 3),
+        "classifier_pooling": read_pooling(fields, CLS),
+    }
+
+
+ENCODERS: Final[dict[str, Translate]] = {
+    "bert": _bert,
+    "jina-bert-v3": _jina_bert_v3,
+    "modern-bert": _modern_bert,
+    "nomic-bert": _nomic_bert,
+}

@@ -7,7 +7,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from .fields import ModelFields, Translate
-from .parts import family, layer_types
+from .parts import MEAN, family, layer_types, read_pooling
 
 # Frequencies divided by so much are 0.
 _NO_ROTATION = 1e20
@@ -51,6 +51,16 @@ def _gemma3(fields: ModelFields) -> dict[str, Any]:
         "layer_types": layer_types(fields, default_period=6 if window else 1),
         "rope_theta": fields.positive("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": fields.positive("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _gemma_embedding(fields: ModelFields) -> dict[str, Any]:
+    tensors = {name: fields.gguf.tensors.get(f"{name}.weight") for name in ("dense_2", "dense_3")}
+    return _gemma3(fields) | {
+        "architectures": ["Gemma3TextModel"],
+        "use_bidirectional_attention": True,
+        "classifier_pooling": read_pooling(fields, MEAN),
+        "dense_modules": {name: each.shape for name, each in tensors.items() if each is not None},
     }
 
 
@@ -152,6 +162,7 @@ GEMMA: dict[str, Translate] = {
     "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma-embedding": _gemma_embedding,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
 }

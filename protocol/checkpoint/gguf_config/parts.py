@@ -1,11 +1,16 @@
 """Translates what several architectures share."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ...errors import CheckpointError
 from .fields import ModelFields
+
+MEAN: Final = 1
+CLS: Final = 2
+_POOLING: Final = {MEAN: "mean", CLS: "cls"}
+"""The numbers of llama.cpp's kinds of pooling."""
 
 
 def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
@@ -154,3 +159,11 @@ def granite(fields: ModelFields) -> dict[str, Any]:
         "residual_multiplier": fields.positive("residual_scale", 1.0),
         "logits_scaling": fields.positive("logit_scale", 1.0),
     }
+
+
+def read_pooling(fields: ModelFields, default: int) -> str:
+    """Return the pooling of an encoder, "mean" or "cls"; `default` is its number in llama.cpp."""
+    pooling = fields.integer("pooling_type", default, minimum=0)
+    if pooling not in _POOLING:
+        raise fields.wrong("pooling_type", "1 (mean) or 2 (cls)", pooling)
+    return _POOLING[pooling]

@@ -9,7 +9,7 @@ import torch
 import transformers
 from gguf import PoolingType
 from support.decoders import Runner, load_decoder, load_native_decoder
-from support.gguf_bert import write_bert
+from support.gguf_bert import write_bert, write_embedding_gemma, write_rotary_encoder
 
 pytestmark = pytest.mark.slow
 
@@ -152,15 +152,25 @@ def test_configs_are_read_as_published(family, load, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
-@pytest.mark.parametrize("key", ["bert", "nomic-bert"])
+@pytest.mark.parametrize(
+    "key", ["bert", "nomic-bert", "jina-bert-v3", "modern-bert", "gemma-embedding"]
+)
 def test_gguf_encoders_give_the_hidden_states_of_transformers(key, load, tmp_path):
-    name, differences = MODELS[key]
+    same = {"jina-bert-v3": "jina-embeddings-v3", "modern-bert": "modernbert"}
+    same |= {"gemma-embedding": "embedding-gemma"}
+    name, differences = MODELS[same.get(key, key)]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     reference = model_class(model_class.config_class(**SMALL | differences)).eval()
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, 0.1, 0.2)
-    path = write_bert(tmp_path / "tiny.gguf", reference, None, PoolingType.MEAN)
+    path = tmp_path / "tiny.gguf"
+    if key == "gemma-embedding":
+        write_embedding_gemma(path, reference, [])
+    elif key in same:
+        write_rotary_encoder(path, reference, key)
+    else:
+        write_bert(path, reference, None, PoolingType.MEAN)
     tokens = [random.Random(1).randrange(4, 97) for _ in range(30)]
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).last_hidden_state[0]
