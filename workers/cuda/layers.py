@@ -39,7 +39,7 @@ class TritonKernels(LayerKernels):
     """
 
     keeps_quantized = True
-    adapts_vocabulary = False
+    finds_rows = False
 
     def __init__(
         self, dtype: torch.dtype, *, has_float8: bool, is_batch_invariant: bool = False

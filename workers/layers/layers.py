@@ -103,8 +103,8 @@ class LayerKernels:
     keeps_quantized = False
     """True if products accept some quantized matrices without dequantizing them."""
 
-    adapts_vocabulary = True
-    """True if LoRA adapters may change the embedding and the output projection."""
+    finds_rows = True
+    """True if the rows of each LoRA adapter are found on the host, as for the embedding, the head and experts."""
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""

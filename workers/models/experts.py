@@ -19,6 +19,8 @@ from ..layers.spec import ExpertsSpec, ModelSpec
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..quantization.matrix import Weight
+from .lora.experts import ExpertChanges
+from .lora.matrices import AdaptedMatrix, AdaptedRows
 from .mlp import MLP
 from .weights import WeightReader
 
@@ -140,6 +142,8 @@ class Experts:
                 )
             )
         names = ["gate_proj", "up_proj"] if spec.has_gate else ["up_proj"]
+        adapted_gate_up: list[list[AdaptedMatrix]] = []
+        adapted_down: list[list[AdaptedMatrix]] = []
         gate_up: list[Weight] = []
         down: list[Weight] = []
         gate_up_biases: list[Tensor] = []
@@ -162,10 +166,22 @@ class Experts:
                     dim=1,
                 )
             )
+            adapted_gate_up.append(
+                [AdaptedMatrix(AdaptedRows(r.name, r.total, r.select_from_all), size) for r in rows]
+            )
+            outputs = AdaptedRows(f"{name}down_proj", size, lambda x: x)
+            adapted_down.append(
+                [AdaptedMatrix(outputs, experts.intermediate_size, placement.elements)]
+            )
             if experts.has_biases:
                 gate_up_biases.append(weights.read_biases(rows))
                 down_biases.append(weights.read(f"{name}down_proj.bias", size))
         weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
+        self._gate_up_changes = self._down_changes = None
+        if weights.loras is not None and kernels.finds_rows and self._group is None:
+            self._gate_up_changes, self._down_changes = (
+                ExpertChanges(each, weights.loras) for each in (adapted_gate_up, adapted_down)
+            )
         self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
         # One rank of those that share an expert adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
@@ -226,7 +242,7 @@ class Experts:
             weights_TC = weights_TC.masked_fill(is_elsewhere_A.view_as(weights_TC), 0.0)
         sorted_A, order_A = expert_A.sort(stable=True)
         x_AL, weights_TC = self._inputs(x_TL, order_A, weights_TC)
-        y_AL = self._compute(x_AL, sorted_A)
+        y_AL = self._compute(x_AL, sorted_A, order_A // self._num_chosen)
         return self._kernels.combine(y_AL, order_A, weights_TC)
 
     def _exchange(
@@ -279,11 +295,20 @@ class Experts:
             return x_AL, weights_TC
         return (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype), weights_TC.sign()
 
-    def _compute(self, x_AL: Tensor, expert_A: Tensor) -> Tensor:
-        """Return the outputs of rows, which are ordered by the number of this rank's expert."""
+    def _compute(self, x_AL: Tensor, expert_A: Tensor, token_A: Tensor | None = None) -> Tensor:
+        """Return the outputs of rows, which are ordered by the number of this rank's expert.
+
+        `token_A` are the tokens of this step that they belong to, None if they are of other replicas.
+        """
         bounds_e = torch.arange(len(self._placement.experts), device=x_AL.device)
         ends_e = torch.searchsorted(expert_A, bounds_e, right=True, out_int32=True)
-        outputs_AL: Tensor = self._down(self._activation(self._gate_up(x_AL, ends_e)), ends_e)
+        projected = self._gate_up(x_AL, ends_e)
+        if self._gate_up_changes is not None and token_A is not None:
+            self._gate_up_changes.add(projected, x_AL, expert_A, token_A)
+        activated = self._activation(projected)
+        outputs_AL: Tensor = self._down(activated, ends_e)
+        if self._down_changes is not None and token_A is not None:
+            self._down_changes.add(outputs_AL, activated, expert_A, token_A)
         return outputs_AL
 
     def _shared_output(self, x_TD: Tensor) -> Tensor:

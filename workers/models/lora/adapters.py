@@ -155,7 +155,8 @@ class LoraAdapters:
             if name not in self._modules:
                 raise file.error(
                     f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
-                    "layers and of dense MLPs can, and on a CPU the embedding and the output head"
+                    "layers and of dense MLPs can; on a CPU the embedding and the output head as well, and experts with "
+                    "--cpu-backend torch"
                 )
         return own
 

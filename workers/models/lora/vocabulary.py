@@ -77,7 +77,7 @@ def embedding_changes(
     vocabulary: tuple[int, int], part: range, loras: LoraAdapters | None
 ) -> VocabularyChanges | None:
     """Return the changes of the rows `part` of the embedding; its inputs count from the first of them."""
-    if loras is None or not loras.kernels.adapts_vocabulary:
+    if loras is None or not loras.kernels.finds_rows:
         return None
     return VocabularyChanges(EMBEDDING, vocabulary, part, loras, _change_embedding)
 
@@ -86,7 +86,7 @@ def head_changes(
     vocabulary: tuple[int, int], part: range, loras: LoraAdapters | None, bias_v: Tensor | None
 ) -> VocabularyChanges | None:
     """Return the changes of the rows `part` of the output projection."""
-    if loras is None or not loras.kernels.adapts_vocabulary:
+    if loras is None or not loras.kernels.finds_rows:
         return None
     return VocabularyChanges(HEAD, vocabulary, part, loras, _change_head, bias_v)
 

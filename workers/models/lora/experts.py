@@ -1,0 +1,64 @@
+"""What LoRA adapters change of the products of a mixture of experts in torch.
+
+Shapes: A rows, ordered by expert, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...layers.low_rank import Linear, TorchLowRank
+from ...loaders.peft_adapter import Change, LowRank
+from .adapters import LoraAdapters
+from .matrices import AdaptedMatrix
+
+_Packed: TypeAlias = dict[int, tuple[Linear, Linear]]
+"""The products with both factors, by the number of the expert in this rank."""
+
+
+class ExpertChanges:
+    """What adapters change of grouped products, each of which has the matrices `matrices` of an expert in a row."""
+
+    def __init__(self, matrices: Sequence[Sequence[AdaptedMatrix]], loras: LoraAdapters) -> None:
+        self.parts = [part for expert in matrices for part in expert]
+        self._size = len(matrices[0])
+        self._loras = loras
+        heights = [len(part.rows.select(torch.empty(part.rows.total, 0))) for part in matrices[0]]
+        self._factors = TorchLowRank(heights, loras.dtype, loras.kernels.linear)
+        self._installed: dict[int, _Packed] = {}
+        loras.add_product(self)
+
+    def pack(self, changes: Sequence[Change | None]) -> _Packed:
+        """Return what an adapter changes."""
+        packed = {}
+        for expert, start in enumerate(range(0, len(changes), self._size)):
+            own = [
+                (low.down_RI, low.up_OR) if isinstance(low, LowRank) else None
+                for low in changes[start : start + self._size]
+            ]
+            if any(own):
+                packed[expert] = self._factors.pack(own)
+        return packed
+
+    def install(self, number: int, packed: _Packed | None) -> None:
+        """Give this number to an adapter."""
+        self._installed.pop(number, None)
+        if packed is not None:
+            self._installed[number] = packed
+
+    def add(self, y_AO: Tensor, x_AI: Tensor, expert_A: Tensor, token_A: Tensor) -> None:
+        """Add what the adapter of each row's token changes to the outputs `y_AO` of each row's expert."""
+        if not self._installed:
+            return
+        number_A = torch.from_numpy(self._loras.tokens.number_T)[token_A]
+        for number, packed in self._installed.items():
+            is_own_A = number_A == number
+            for expert in expert_A[is_own_A].unique().tolist():
+                if (change := packed.get(expert)) is not None:
+                    rows = (is_own_A & (expert_A == expert)).nonzero().flatten()
+                    down, up = change
+                    y_AO.index_add_(0, rows, up(down(x_AI[rows])))
