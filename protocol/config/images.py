@@ -142,12 +142,14 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
     """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
 
-    Each square of `unit` pixels is an embedding.
+    Each square of `unit` pixels is an embedding. If it `grows` them, images with a side of fewer pixels are first
+    enlarged to that.
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
+    grows: bool = False
 
 
 AnyImageProcessor: TypeAlias = (

@@ -15,6 +15,7 @@ from PIL import Image
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
 QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -81,6 +82,14 @@ _VISION_BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 36,
     },
 }
+_VISION_BY_FAMILY["glm4v"] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+    # A table of nine positions in each direction.
+    "image_size": 9 * PATCH,
+}
+_VISION_BY_FAMILY["glm46v"] = _VISION_BY_FAMILY["glm4v"]
 _NAMES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
@@ -88,13 +97,16 @@ _NAMES = {
     "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
+    "glm4v": "Glm4v",
+    "glm46v": "Glm46V",
+    "glm4v_moe": "Glm4vMoe",
 }
 
 
 def qwen_directory(
     directory: Path, kind: str, tower: Mapping[str, Any] | None = None
 ) -> tuple[Path, Any]:
-    """Write a model of one of `QWEN_MODELS`. Return its directory and transformers' model.
+    """Write a model of one of `QWEN_MODELS` or `GLM_MODELS`. Return its directory and transformers' model.
 
     `tower` replaces fields of its vision_config.
     """
@@ -104,7 +116,7 @@ def qwen_directory(
     ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
-    is_sectioned = kind.startswith("qwen2")
+    is_sectioned = kind.startswith(("qwen2", "glm"))
     # Half of a head has 8 frequencies.
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3] if is_sectioned else [4, 2, 2]}
     rope["rope_theta"] = _TEXT["rope_theta"]
@@ -114,6 +126,11 @@ def qwen_directory(
     if kind.startswith("qwen3_5"):
         text |= _DELTA_NET | {"shared_expert_intermediate_size": 48}
         rope["partial_rotary_factor"] = 1.0
+    if kind in GLM_MODELS:
+        rope["partial_rotary_factor"] = 1.0
+        text |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        if kind == "glm46v":
+            text["model_type"] = "glm4v_text"
     vision = _VISION | _VISION_BY_FAMILY[kind.removesuffix("_moe")] | dict(tower or {})
     tokens = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
@@ -138,7 +155,9 @@ def qwen_directory(
     processor = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_processor_type": "Glm4vImageProcessor"
+        if kind in GLM_MODELS
+        else "Qwen2VLImageProcessor",
         "patch_size": vision["patch_size"],
         "merge_size": MERGE,
         "temporal_patch_size": FRAMES,
@@ -147,6 +166,9 @@ def qwen_directory(
         "resample": 3,
         "rescale_factor": 1 / 255,
     }
+    if kind in GLM_MODELS:
+        del processor["min_pixels"], processor["max_pixels"]
+        processor["size"] = {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return directory, model
 
@@ -154,9 +176,10 @@ def qwen_directory(
 def qwen_image_processor(path: Path) -> Any:
     """Return transformers' image processor with Pillow for a directory that `qwen_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text())
-    del fields["image_processor_type"]
-    module = import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    return module.Qwen2VLImageProcessorPil(**fields)
+    name = fields.pop("image_processor_type")
+    family = "glm4v" if name.startswith("Glm4v") else "qwen2_vl"
+    module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    return getattr(module, f"{name}Pil")(**fields)
 
 
 def rotary_positions(config: Any, tokens: list[int], grids: list[tuple[int, int, int]]) -> Any:

@@ -19,9 +19,10 @@ from ...protocol.messages import EmbeddingPayload, ImagePayload
 from ..loaders import Checkpoint
 from .given_embeddings import given_embeddings
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
+from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
 from .rotary import PatchRotary
-from .weights import Linear, VisionWeights, check_activation
+from .weights import Linear, Norm, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
 
@@ -65,6 +66,9 @@ class GridTower:
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
+        self._patch_norm: Norm | None = None
+        if spec.has_patch_norm:
+            self._patch_norm = tensors.read_norm("patch_norm", size, spec.norm_kind, spec.norm_eps)
         self._positions: Tensor | None = None
         if spec.position_side:
             self._positions = tensors.read("pos_embed.weight", spec.position_side**2, size)
@@ -73,9 +77,9 @@ class GridTower:
             _layers_spec(spec),
             (_read_layer(spec, tensors, f"blocks.{index}.") for index in range(spec.num_layers)),
         )
-        self._merge = _Merger(spec, tensors, "merger.", norms_squares=False)
+        self._merge = read_merger(spec, tensors, checkpoint)
         self._deepstack = {
-            layer: _Merger(spec, tensors, f"deepstack_merger_list.{i}.", norms_squares=True)
+            layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norms_squares=True)
             for i, layer in enumerate(spec.deepstack_layers)
         }
 
@@ -130,6 +134,8 @@ class GridTower:
         rows, columns = image.height // spec.unit, image.width // spec.unit
         row_P, column_P = self._places(rows, columns)
         x_PD = F.linear(self._split_patches(image), self._patches, self._patches_bias)
+        if self._patch_norm is not None:
+            x_PD = self._patch_norm(x_PD)
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
@@ -165,9 +171,20 @@ class GridTower:
         return row.expand(shape).flatten(), column.expand(shape).flatten()
 
     def _interpolated(self, row_P: Tensor, column_P: Tensor, height: int, width: int) -> Tensor:
-        """Return the learned position of each patch [P, D]; the corners of the table are those of the image."""
+        """Return the learned position of each patch [P, D]."""
         assert self._positions is not None
         side = self.spec.position_side
+        if self.spec.interpolation == "centers":
+            # From -1 to 1.
+            places = [
+                (2 * at_P + 1) / length - 1 for at_P, length in ((column_P, width), (row_P, height))
+            ]
+            table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+            grid = torch.stack(places, -1).float()[None, :, None]
+            found = F.grid_sample(
+                table, grid, mode="bicubic", padding_mode="border", align_corners=False
+            )
+            return found[0, :, :, 0].T.to(self._dtype)
         axes = []
         for at_P, length in ((row_P, height), (column_P, width)):
             place_P = at_P.float() * (side - 1) / max(length - 1, 1)
@@ -226,40 +243,19 @@ def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
 def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
     size, inner = spec.hidden_size, spec.intermediate_size
     up, down = ("up_proj", "down_proj") if spec.has_gate else ("fc1", "fc2")
-    gate: Linear | None = None
-    if spec.has_gate:
-        gate = tensors.read_linear(f"{prefix}mlp.gate_proj", inner, size)
+
+    def read(name: str, rows: int, columns: int) -> Linear:
+        return tensors.read_linear(prefix + name, rows, columns, has_bias=spec.has_biases)
+
     norms = [
         tensors.read_norm(f"{prefix}norm{i}", size, spec.norm_kind, spec.norm_eps) for i in (1, 2)
     ]
     return LayerWeights(
         attention_norm=norms[0],
-        qkv=[tensors.read_linear(f"{prefix}attn.qkv", 3 * size, size)],
-        output=tensors.read_linear(f"{prefix}attn.proj", size, size),
+        qkv=[read("attn.qkv", 3 * size, size)],
+        output=read("attn.proj", size, size),
         mlp_norm=norms[1],
-        gate=gate,
-        up=tensors.read_linear(f"{prefix}mlp.{up}", inner, size),
-        down=tensors.read_linear(f"{prefix}mlp.{down}", size, inner),
+        gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,
+        up=read(f"mlp.{up}", inner, size),
+        down=read(f"mlp.{down}", size, inner),
     )
-
-
-class _Merger:
-    """Projects the patches of each cell; with `norms_squares` they are normed together."""
-
-    def __init__(
-        self, spec: GridVisionSpec, tensors: VisionWeights, prefix: str, *, norms_squares: bool
-    ) -> None:
-        self._size = spec.hidden_size * spec.merge_size**2
-        self._norms_squares = norms_squares
-        size = self._size if norms_squares else spec.hidden_size
-        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, spec.norm_eps)
-        self._first = tensors.read_linear(f"{prefix}fc1", self._size, self._size)
-        self._second = tensors.read_linear(f"{prefix}fc2", spec.output_size, self._size)
-
-    def __call__(self, x_PD: Tensor) -> Tensor:
-        """Return the projected cells [C, output size]."""
-        if self._norms_squares:
-            x = self._norm(x_PD.reshape(-1, self._size))
-        else:
-            x = self._norm(x_PD).reshape(-1, self._size)
-        return self._second(F.gelu(self._first(x)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....protocol.config.videos import VideoProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
 from .pixels import Parts, Tile, Video
-from .resized import fit_size
+from .resized import fit_size, grown_size
 
 
 def fit_frames(
@@ -25,9 +25,7 @@ def fit_frames(
     """
     unit, per_patch = config.unit, config.frames_per_patch
     if config.limits_whole:
-        least = min(width, height)
-        if least < unit:
-            width, height = (int(side * (unit / least)) for side in (width, height))
+        width, height = grown_size(width, height, unit)
         counted = max(1, round(num_frames / per_patch)) * per_patch
         size = fit_size(
             width, height, unit, config.min_pixels, config.max_pixels, num_frames, counted

@@ -17,13 +17,24 @@ _MAX_RATIO: Final = 200
 
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     """Return the image in the size that is closest to its own."""
-    size = fit_size(*image.size, config.unit, config.min_pixels, config.max_pixels)
+    size = image.size
+    if config.grows:
+        size = grown_size(*size, config.unit)
+    size = fit_size(*size, config.unit, config.min_pixels, config.max_pixels)
     image = resize(image, *size, config)
     payload = ImagePayload(
         image.width, image.height, image.tobytes(), config.scale, config.mean, config.std
     )
     grid = EncoderGrid(image.height // config.unit, image.width // config.unit)
     return [Tile(payload, grid.rows * grid.columns, grid=grid)]
+
+
+def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
+    """Return a size whose sides have at least `unit` pixels, with the same shape."""
+    least = min(width, height)
+    if least >= unit:
+        return width, height
+    return int(width * (unit / least)), int(height * (unit / least))
 
 
 def fit_size(

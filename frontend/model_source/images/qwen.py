@@ -1,4 +1,4 @@
-"""Reads the processors of Qwen-VL."""
+"""Reads the processors of Qwen-VL and GLM-4.1V."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
     )
 
 
+def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
+    """Return the processor of GLM-4.1V and GLM-4.5V, whose limits count the pixels of every frame of a patch."""
+    fields, frames = source.fields, vision.frames_per_patch
+    check_patches(fields, vision)
+    least, most = pixel_limits(fields, 112 * 112, 28 * 28 * 15000)
+    if most < frames * vision.unit**2:
+        raise fields.error(f"the largest size {most} must be at least {frames * vision.unit**2}")
+    return ResizeProcessor(
+        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        num_outputs=most // frames // vision.unit**2,
+        unit=vision.unit,
+        min_pixels=-(-least // frames),
+        max_pixels=most // frames,
+        grows=True,
+    )
+
+
 def read_video_processor(
     path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
 ) -> VideoProcessor | None:
@@ -49,7 +67,10 @@ def read_video_processor(
     Raises:
         CheckpointError: A field is missing or invalid.
     """
-    if not has_vision(config) or not path.is_dir() or config.get("video_token_id") is None:
+    is_qwen = config.text("model_type", "").startswith("qwen")
+    if not (is_qwen and has_vision(config) and path.is_dir()):
+        return None
+    if config.get("video_token_id") is None:
         return None
     vision = vision_spec(config, text.integer("hidden_size"))
     found = _video_fields(path)

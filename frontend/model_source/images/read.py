@@ -16,7 +16,7 @@ from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
 from .pixtral import pixtral
-from .qwen import resize
+from .qwen import resize, resize_pairs
 from .single import single
 from .source import ProcessorSource
 
@@ -87,6 +87,9 @@ A reader takes towers of the class that its models have.
 _READERS: Final[dict[str, _Reader]] = {
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "glm4v": resize_pairs,
+    "glm4v_moe": resize_pairs,
+    "glm46v": resize_pairs,
     "idefics3": grid,
     "internvl": canvas,
     "llava": single,

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen-VL, which read images of any size."""
+"""The vision towers of Qwen-VL and GLM-4.1V, which read images of any size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from ...config.images import SpanKind
 from ..config_fields import ConfigFields
+from .spec import MAX_SIDE
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,13 @@ class GridVisionSpec:
     `merge_size` patches becomes one output: they are normed, put side by side and projected by two matrices.
 
     With a `position_side` patches also have learned positions, which are a square table of this side, interpolated to
-    the image's grid. With a `window_size` patches attend within squares of this many pixels (Qwen2.5-VL,
-    arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has a projection of its own.
-    The decoder adds their outputs after its first layers, in the order of the tower's layers.
+    the image's grid: "corners" bilinearly, with those of the image at those of the table, or "centers" bicubically.
+    With a `has_patch_norm` patches are normed before that. With a `window_size` patches attend within squares of this
+    many pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has
+    a projection of its own. The decoder adds their outputs after its first layers, in the order of the tower's layers.
+
+    With a `merger_size` (GLM-4.1V, arXiv 2507.01006) a square is projected by one matrix, and its output by another, a
+    norm and a gated MLP of this many intermediate elements. Without `has_biases` products of layers have none.
 
     `tensor_names` translates the checkpoint's tensor names, as in `ModelSpec`. The decoder is causal, so there is no
     `span_kind`.
@@ -40,7 +45,11 @@ class GridVisionSpec:
     norm_eps: float = 1e-6
     has_gate: bool = False
     has_patch_bias: bool = False
+    has_patch_norm: bool = False
+    has_biases: bool = True
+    merger_size: int = 0
     position_side: int = 0
+    interpolation: Literal["corners", "centers"] = "corners"
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
@@ -115,6 +124,39 @@ def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
     return qwen3_vl(fields, without, output_size)
 
 
+def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of GLM-4.1V and GLM-4.5V."""
+    _check_output_size(vision, "out_hidden_size", output_size)
+    sizes = _sizes(
+        vision.with_defaults(depth=24, num_heads=12), vision.integer("hidden_size", 1536), 14
+    )
+    image_size = vision.integer("image_size", 336, maximum=MAX_SIDE)
+    if vision.boolean("attention_bias", False):
+        raise vision.wrong("attention_bias", "false", True)
+    return GridVisionSpec(
+        **sizes,
+        intermediate_size=output_size,
+        activation=vision.text("hidden_act", "silu"),
+        output_size=output_size,
+        norm_kind="rms",
+        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        has_gate=True,
+        has_patch_bias=True,
+        has_patch_norm=True,
+        has_biases=False,
+        merger_size=vision.integer("intermediate_size", 13696),
+        position_side=image_size // sizes["patch_size"],
+        interpolation="centers",
+        tensor_names=_GLM_NAMES,
+    )
+
+
+_GLM_NAMES: Final = (
+    (r"\.embeddings\.position_embedding\.", ".pos_embed."),
+    (r"\.post_conv_layernorm\.", ".patch_norm."),
+    (r"\.post_layernorm\.", ".merger.norm."),
+    (r"\.downsample\.", ".merger.square."),
+)
 _NAMES: Final = (
     (r"\.ln_q\.", ".norm."),
     (r"\.merger\.mlp\.0\.", ".merger.fc1."),

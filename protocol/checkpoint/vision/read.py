@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
 from .gemma import gemma3, gemma4, paligemma
-from .grid import GridVisionSpec, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .grid import GridVisionSpec, glm4v, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llava import llava, llava_next, llava_onevision
@@ -39,6 +39,9 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "glm4v": glm4v,
+    "glm4v_moe": glm4v,
+    "glm46v": glm4v,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,

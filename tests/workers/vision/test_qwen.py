@@ -1,4 +1,4 @@
-"""Qwen-VL models give the logits of transformers, with several images of any size and videos."""
+"""Qwen-VL and GLM models give the logits of transformers, with several images of any size and videos."""
 
 import random
 
@@ -22,6 +22,7 @@ from PIL import Image
 from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_native_decoder
 from support.qwen_checkpoints import (
     FRAMES,
+    GLM_MODELS,
     QWEN_MODELS,
     qwen_directory,
     qwen_image_processor,
@@ -36,7 +37,7 @@ SIZES = ((100, 70), (20, 33))
 NUM_FRAMES = 5
 
 
-@pytest.fixture(scope="module", params=QWEN_MODELS)
+@pytest.fixture(scope="module", params=(*QWEN_MODELS, *GLM_MODELS))
 def model(request, tmp_path_factory):
     return qwen_directory(tmp_path_factory.mktemp("model"), request.param)
 
@@ -54,20 +55,24 @@ def test_logits_equal_those_of_transformers(model, load):
     images = [_image(seed, *size) for seed, size in enumerate(SIZES)]
     processor = read_image_processor(path, config, text, {})
     videos = read_video_processor(path, config, text, {})
-    video = open_video(
-        [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
-        Sampling(1.0),
-        "v",
-        videos,
-        lambda *size: fit_frames(*size, videos, 1000),
-    )
     groups = [process_image(image, processor) for image in images]
-    groups.insert(1, frames(video, videos, ("", "")))
+    if videos is None:
+        groups.insert(1, process_image(images[1], processor))
+    else:
+        video = open_video(
+            [_image(seed, 40, 24) for seed in range(NUM_FRAMES)],
+            Sampling(1.0),
+            "v",
+            videos,
+            lambda *size: fit_frames(*size, videos, 1000),
+        )
+        groups.insert(1, frames(video, videos, ("", "")))
     rng = random.Random(3)
     prompt, inputs, tiles, grids = [], [], [], []
     for number, group in enumerate(groups):
         prompt += [rng.randrange(4, 300) for _ in range(5)]
-        token = reference.config.video_token_id if number == 1 else reference.config.image_token_id
+        is_video = number == 1 and videos is not None
+        token = reference.config.video_token_id if is_video else reference.config.image_token_id
         for part in group:
             if isinstance(part, Tile):
                 size = part.num_outputs
@@ -82,13 +87,18 @@ def test_logits_equal_those_of_transformers(model, load):
                 # The time of a frame.
                 prompt += [rng.randrange(4, 300) for _ in range(3)]
     prompt += [rng.randrange(4, 300) for _ in range(7)]
-    grid_of_video = [inputs[1].grid.rows * 2, inputs[1].grid.columns * 2]
+    arguments = {}
+    if videos is None:
+        images.insert(1, images[1])
+    else:
+        grid_of_video = [inputs[1].grid.rows * 2, inputs[1].grid.columns * 2]
+        arguments["pixel_values_videos"] = video_patches(video.frames, videos.mean, videos.std)
+        arguments["video_grid_thw"] = torch.tensor([[-(-NUM_FRAMES // FRAMES), *grid_of_video]])
     with torch.inference_mode():
         expected = reference(
             input_ids=torch.tensor([prompt]),
             position_ids=rotary_positions(reference.config, prompt, grids),
-            pixel_values_videos=video_patches(video.frames, videos.mean, videos.std),
-            video_grid_thw=torch.tensor([[-(-NUM_FRAMES // FRAMES), *grid_of_video]]),
+            **arguments,
             **qwen_image_processor(path)(images, return_tensors="pt"),
         ).logits[0]
 
@@ -119,6 +129,18 @@ def test_logits_equal_those_of_transformers(model, load):
         decoder.rotary_T3 = torch.from_numpy(rotary.of_step(np.zeros(1, np.int32), loc, positions))
         found.append(runner.step({0: prompt[start:end]})[0])
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_grids_equal_those_of_transformers(model):
+    path, _ = model
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    for width, height in ((3, 40), (40, 5), (7, 7), (8, 9), (64, 64), (33, 400), (300, 290)):
+        image = _image(1, width, height)
+        [tile] = [part for part in process_image(image, processor) if isinstance(part, Tile)]
+        patches = qwen_image_processor(path)(image, return_tensors="pt")["image_grid_thw"]
+        expected = [1, 2 * tile.grid.rows, 2 * tile.grid.columns]
+        assert patches.tolist() == [expected], (width, height)
 
 
 def test_images_that_do_not_fit_the_patches_are_refused(model):

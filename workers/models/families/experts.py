@@ -18,8 +18,8 @@ from .common import (
     sliding_layers,
     uniform_layers,
 )
-from .llama import granite, interleaved_axes, llama, olmo2, qwen_layers
-from .llama_variants import ernie4_5, hunyuan
+from .llama import granite, interleaved_axes, llama, olmo2, qwen_layers, with_axes
+from .llama_variants import GLM_AXES, ernie4_5, hunyuan
 from .rope import read_rope
 
 MIXTRAL_NAMES = (
@@ -238,6 +238,7 @@ def _glm4_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _glm4_moe_images(fields: ConfigFields) -> ModelSpec:
+    fields = with_axes(fields, GLM_AXES)
     return _glm4_moe(fields.with_defaults(attention_bias=True))
 
 

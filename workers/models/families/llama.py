@@ -84,16 +84,23 @@ def interleaved_axes(
 
     `default` is its mrope_section if the config has none.
     """
+    if default is not None:
+        fields = with_axes(fields, default)
     values = {}
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.section(name)
         if section is not None and section.get("mrope_section") is not None:
             values[name] = {**section.config, "mrope_interleaved": True}
-    if not values and default is not None:
-        section = fields.first_section("rope_parameters")
-        axes = {"mrope_section": list(default), "mrope_interleaved": True}
-        values["rope_parameters"] = {**section.config, **axes}
     return fields.with_values(values)
+
+
+def with_axes(fields: ConfigFields, default: tuple[int, int, int]) -> ConfigFields:
+    """Return the fields with this mrope_section if the config has none."""
+    sections = [fields.section(name) for name in ("rope_scaling", "rope_parameters")]
+    if any(section is not None and section.get("mrope_section") for section in sections):
+        return fields
+    own = fields.first_section("rope_parameters").config
+    return fields.with_values({"rope_parameters": {**own, "mrope_section": list(default)}})
 
 
 def _qwen3_vl(fields: ConfigFields) -> ModelSpec:

@@ -8,7 +8,7 @@ from typing import Any
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
-from .llama import granite, llama, olmo2
+from .llama import granite, llama, olmo2, with_axes
 from .rope import read_rope, read_rope_of_layer_type
 
 _POST_NORMS = NormNames(
@@ -17,6 +17,9 @@ _POST_NORMS = NormNames(
     mlp_input=None,
     mlp_output="post_feedforward_layernorm",
 )
+
+GLM_AXES = 8, 12, 12
+"""The frequencies of the rotary axes of GLM-4.1V."""
 
 
 def _apertus(fields: ConfigFields) -> ModelSpec:
@@ -114,7 +117,8 @@ def _glm4(fields: ConfigFields) -> ModelSpec:
 
 
 def _glm4_images(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of the text part of GLM-4.1V or GLM-4.6V-Flash."""
+    """Return the spec of GLM-4.1V or GLM-4.6V-Flash."""
+    fields = with_axes(fields, GLM_AXES)
     size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return _glm4(fields.with_values({"head_dim": size, "attention_bias": True}))
 

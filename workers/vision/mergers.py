@@ -1,0 +1,87 @@
+"""The projections of squares of patches into the decoder's hidden size.
+
+Shapes: P patches of an image, D hidden size of the tower, C cells, each of which is a square of patches that becomes
+one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...protocol.checkpoint.vision.grid import GridVisionSpec
+from ..loaders import Checkpoint
+from .weights import Linear, VisionWeights, find_activation
+
+_GLM_NORM_EPS = 1e-5
+
+
+def read_merger(
+    spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
+) -> Callable[[Tensor], Tensor]:
+    """Return the projection of the last layer's patches [P, D] to cells [C, output size].
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    if spec.merger_size:
+        return _GatedMerger(spec, tensors, checkpoint)
+    return Merger(spec, tensors, "merger.", norms_squares=False)
+
+
+class Merger:
+    """Projects the patches of each cell; with `norms_squares` they are normed together."""
+
+    def __init__(
+        self, spec: GridVisionSpec, tensors: VisionWeights, prefix: str, *, norms_squares: bool
+    ) -> None:
+        self._size = spec.hidden_size * spec.merge_size**2
+        self._norms_squares = norms_squares
+        size = self._size if norms_squares else spec.hidden_size
+        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, spec.norm_eps)
+        self._first = tensors.read_linear(f"{prefix}fc1", self._size, self._size)
+        self._second = tensors.read_linear(f"{prefix}fc2", spec.output_size, self._size)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        """Return the projected cells [C, output size]."""
+        if self._norms_squares:
+            x = self._norm(x_PD.reshape(-1, self._size))
+        else:
+            x = self._norm(x_PD).reshape(-1, self._size)
+        return self._second(F.gelu(self._first(x)))
+
+
+class _GatedMerger:
+    """Projects the normed patches of each cell by a matrix, then by another, a norm and a gated MLP."""
+
+    def __init__(
+        self, spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
+    ) -> None:
+        size, side, output = spec.hidden_size, spec.merge_size, spec.output_size
+        self._activation = find_activation(checkpoint, spec.activation)
+        self._norm = tensors.read_norm("merger.norm", size, spec.norm_kind, spec.norm_eps)
+        # A convolution's weights are stored by element, then by patch.
+        square = tensors.read("merger.square.weight", output, size, side, side)
+        self._square = Linear(
+            square.permute(0, 2, 3, 1).flatten(1).contiguous(),
+            tensors.read("merger.square.bias", output),
+        )
+
+        def read(name: str, rows: int, columns: int) -> Linear:
+            return tensors.read_linear(f"merger.{name}", rows, columns, has_bias=False)
+
+        self._second = read("proj", output, output)
+        self._second_norm = tensors.read_layer_norm(
+            "merger.post_projection_norm", output, _GLM_NORM_EPS
+        )
+        self._gate, self._up = (
+            read(f"{name}_proj", spec.merger_size, output) for name in ("gate", "up")
+        )
+        self._down = read("down_proj", output, spec.merger_size)
+
+    def __call__(self, x_PD: Tensor) -> Tensor:
+        x = self._square(self._norm(x_PD).reshape(-1, self._square.weight.shape[1]))
+        x = F.gelu(self._second_norm(self._second(x)))
+        return self._down(self._activation(self._gate(x)) * self._up(x))
