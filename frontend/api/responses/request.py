@@ -132,13 +132,15 @@ def _prompt_fields(
     if verbosity is not None:
         expect(verbosity, str, "text.verbosity", '"low", "medium" or "high"')
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    choice = _tool_choice(body.tool_choice, has_tools=bool(tools))
     return {
         "model": body.model,
         "messages": builder.messages,
         "tools": tools or None,
-        "tool_choice": _tool_choice(body.tool_choice, has_tools=bool(tools)),
+        "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _response_format(text.get("format")),
+        # The format is that of text, which there is none of if a call is forced.
+        "response_format": None if _forces_call(choice) else _response_format(text.get("format")),
         "verbosity": verbosity,
         "reasoning_effort": effort,
         "chat_template_kwargs": body.chat_template_kwargs,
@@ -191,6 +193,12 @@ def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | 
         # It is the default, which clients send with every request.
         return None
     return choice
+
+
+def _forces_call(choice: str | Json | None) -> bool:
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        return choice.get("mode") == "required"
+    return isinstance(choice, dict) or choice == "required"
 
 
 def _response_format(form: Any) -> Json | None:

@@ -255,6 +255,8 @@ def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai
         **options(frontend, '{"city": "Oslo"}'),
         tools=TOOLS,
         tool_choice={"type": "function", "name": "get_weather"},
+        # It is the format of text, and there is none.
+        text={"format": {"type": "json_object"}},
     )
     assert json.loads(named.output[0].arguments) == {"city": "Oslo"}
     custom: list[Any] = [{"type": "custom", "name": "run", "description": "Runs a command."}]
