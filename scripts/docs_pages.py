@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
-COMMANDS = ("run-batch", "replay", "simulate", "status", "keygen", "worker")
+COMMANDS = ("run-batch", "replay", "simulate", "status", "why", "keygen", "worker")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from ..client.engine_client import Delta, Sequence
 from ..http.json_pieces import EncodedJSON, encode_list
 from .logprobs import Json, LogprobsRenderer
+from .receipts.receipt import ReceiptSource, make_receipt
 from .schema import GenerationRequest
 from .serving import Serving
 from .streaming.event_stream import ChunkEncoder
@@ -43,6 +44,7 @@ class Answer(ABC, Generic[Request]):
             else request.return_tokens_as_token_ids,
         )
         self._group = group
+        self.receipt_source: ReceiptSource | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -85,7 +87,15 @@ class Answer(ABC, Generic[Request]):
 
     def usage(self) -> Json:
         """Return the final usage."""
-        return self.usage_so_far()
+        return self.usage_so_far() | self.receipt()
+
+    def receipt(self) -> Json:
+        """Return the field of the usage that has the receipt; {} unless the request asks for it."""
+        if self.receipt_source is None:
+            return {}
+        messages = getattr(self.request, "messages", None) or []
+        tokenizer, sequences = self.serving.tokenizer, self._group.sequences
+        return {"engine": make_receipt(self.receipt_source, sequences, tokenizer, messages)}
 
     def usage_so_far(self) -> Json:
         """Return the usage of the tokens read so far. This is slow for many sequences."""

@@ -34,6 +34,7 @@ from .routes.loras import Loras
 from .routes.management import Management
 from .routes.replicas import Replicas
 from .routes.scores import Scores
+from .routes.timelines import Timelines
 from .routes.tokenization import Tokenization
 from .routes.transcriptions import Transcriptions
 from .serving import Serving
@@ -142,6 +143,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
+        Route("/debug/requests/{id:path}", Timelines(serving).explain),
     ]
 
     if serving.config.frontend.allow_runtime_lora_updating:

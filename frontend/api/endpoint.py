@@ -42,6 +42,7 @@ from .generation import (
     wait_for_end,
 )
 from .logprobs import Json
+from .receipts.receipt import ReceiptSource
 from .serving import Serving
 from .streaming.event_stream import OPENAI_STREAM, ChunkEncoder, EventStream
 
@@ -104,7 +105,10 @@ class Endpoint(ABC, Generic[Request]):
         prompts, new_answer = await self.prepare(request, body_size, receive)
         verify_streamed_logprobs(request, prompts, serving)
         lease.count_media(sum(prompt.num_image_bytes * prompt.params.n for prompt in prompts))
-        request_id = state["request_id"]
+        request_id, recent = state["request_id"], serving.recent_prompts
+        first, owner = prompts[0], state["cache_owner"]
+        nearest = recent.find_nearest(owner, first.token_ids) if request.include_receipt else None
+        recent.add(owner, first.token_ids)
         trace_headers = read_trace_headers(scope)
         start = partial(
             submit,
@@ -143,6 +147,8 @@ class Endpoint(ABC, Generic[Request]):
             answer_id, created = f"{self.id_prefix_of(request)}-{request_id}", int(time.time())
         try:
             answer = new_answer(group, self._envelope(request, answer_id, created))
+            if request.include_receipt:
+                answer.receipt_source = ReceiptSource(request_id, first, nearest)
             await self._reply(answer, group, scope, receive, send)
         finally:
             group.leave()

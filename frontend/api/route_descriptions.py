@@ -79,6 +79,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Remove a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
     ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
+    "/debug/requests/{id}": (OPERATORS, "Explain what happened to a request; needs --dump-dir."),
     "/livez": (PROBES, "Answer 200 while the supervisor runs."),
     "/readyz": (PROBES, "Answer 200 while the server can accept a request."),
     "/health": (PROBES, "Answer 200 while the server works, even if its queues are full."),

@@ -44,6 +44,7 @@ from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
 from .infill import InfillFormat, find_infill_format
+from .receipts.recent_prompts import RecentPrompts
 from .structured.constraint import Constraint
 
 MAX_NAMED: Final = 32
@@ -91,6 +92,7 @@ class Serving:
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
         self.executor = engine.executor
+        self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
         self.media = find_chat_media(config, tokenizer, engine.executor)
         self.transcriber: Transcriber | None = None

@@ -29,6 +29,7 @@ commands:
   run-batch -i FILE -o FILE [--url URL] [flags]
                             answer a file of requests, with or without a server
   status [--url URL]        show a live table of a running server's processes
+  why ID [--url URL]        explain what happened to a request of a running server
   replay FILE [flags]       replay a scheduler dump, or explain why a request waited
   simulate TRACE [flags]    predict the latency and throughput of a trace
   keygen [--out FILE]       create the key that the machines of one engine share
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"engine {__version__}")
     parser.add_argument(
         "command",
-        choices=("serve", "upgrade", "status", "keygen", "worker", *PROGRAMS),
+        choices=("serve", "upgrade", "status", "why", "keygen", "worker", *PROGRAMS),
         help=argparse.SUPPRESS,
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -65,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .status import status
 
         return status(parsed.arguments)
+    if parsed.command == "why":
+        from .why import why
+
+        return why(parsed.arguments)
     if parsed.command == "keygen":
         from .keygen import keygen
 

@@ -259,6 +259,8 @@ class OutputProcessor:
                 else:
                     sequence.first_token_time = timestamp
                     self._metrics.record_first_token(sequence)
+            else:
+                sequence.num_drafted_tokens += 1
             if len(tokens) >= sequence.wake_at and not sequence.has_updates:
                 update.append(sequence)
         self._schedule_wake(update)
@@ -317,6 +319,8 @@ class OutputProcessor:
             self._leave_queue(sequence)
             sequence.scheduled_time = event.timestamp
             sequence.num_cached_tokens = event.num_cached_tokens
+        elif event.kind is EventKind.PREEMPTED:
+            sequence.num_preemptions += 1
 
     def _leave_queue(self, sequence: Sequence) -> None:
         if not sequence.scheduled_time:

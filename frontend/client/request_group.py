@@ -37,6 +37,7 @@ class Sequence:
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: Whether a core has confirmed the sequence.
+        num_drafted_tokens: Tokens that came in a step after another one, because a draft was accepted.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
@@ -65,7 +66,9 @@ class Sequence:
         "max_tokens",
         "num_accepted_predictions",
         "num_cached_tokens",
+        "num_drafted_tokens",
         "num_losses",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_rejected_predictions",
         "num_silent_crashes",
@@ -96,6 +99,7 @@ class Sequence:
         self.request = request
         self.routing_keys: list[int] = []
         self.num_losses = self.num_silent_crashes = 0
+        self.num_preemptions = self.num_drafted_tokens = 0
         self.epoch = 0
         self.was_accepted = False
         self._num_tokens_when_lost = -1
@@ -282,15 +286,8 @@ class Sequence:
         reason = self.finish_reason
         if reason is None:
             return Delta(text, token_ids, logprobs)
-        return Delta(
-            text,
-            token_ids,
-            logprobs,
-            str(reason),
-            self.stop_reason,
-            self.error,
-            self.retry_after_s,
-        )
+        ending = (str(reason), self.stop_reason, self.error, self.retry_after_s)
+        return Delta(text, token_ids, logprobs, *ending)
 
     def read_some(self, max_tokens: int = TOKENS_AT_ONCE) -> Delta:
         """Return the new output, or its first part if it has more than `max_tokens` or would take long to read.

@@ -28,8 +28,9 @@ OPERATOR_PATHS: Final = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
-"""Routes for operators, in addition to those below `REPLICA_COMMANDS`."""
+"""Routes for operators, in addition to those below `REPLICA_COMMANDS` and `TIMELINES`."""
 REPLICA_COMMANDS: Final = "/replicas/"
+TIMELINES: Final = "/debug/requests/"
 
 FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
 """Ends of the routes whose bodies are forms with a file."""
@@ -177,7 +178,7 @@ def normalize_path(scope: Scope, root_path: str) -> None:
 
 def is_operator_path(path: str) -> bool:
     """Return whether the route changes what the server does for everyone."""
-    return path in OPERATOR_PATHS or path.startswith(REPLICA_COMMANDS)
+    return path in OPERATOR_PATHS or path.startswith((REPLICA_COMMANDS, TIMELINES))
 
 
 def _forbidden(message: str) -> APIError:

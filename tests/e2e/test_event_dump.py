@@ -67,6 +67,18 @@ def test_a_dump_over_http_is_replayed_explained_and_simulated(served, tmp_path):
     assert picture.read_text().startswith("<svg")
 
 
+def test_why_explains_a_request_of_the_running_server(served):
+    server, directory = served
+    before = dumps(directory, "*")
+    status, answer = server.post("/v1/completions", BODY)
+    assert status == 200
+    why = engine("why", answer["id"].removeprefix("cmpl-"), "--url", server.url)
+    assert "first token" in why.stdout and "ended: length" in why.stdout, why.stdout + why.stderr
+    assert dumps(directory, "*") == before
+    unknown = engine("why", "nobody", "--url", server.url)
+    assert unknown.returncode == 1 and "do not have the request" in unknown.stderr
+
+
 def test_sigusr1_writes_a_dump_and_the_engine_continues(served):
     server, directory = served
     core = server.child("core 0")

@@ -131,7 +131,7 @@ class ResponsesAnswer(ChatAnswer):
         builder.close(is_cut=is_cut)
         response = self.describe("incomplete" if is_cut else "completed")
         response["output"] = builder.items
-        response["usage"] = self.token_counts()
+        response["usage"] = self.token_counts() | self.receipt()
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:

@@ -366,10 +366,11 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         """Return the final usage, including reasoning tokens."""
         counts = [choice.num_reasoning_tokens for choice in self.choices]
         known = [count for count in counts if count is not None]
-        return self._count_usage(
+        counts_of_all = self._count_usage(
             reasoning_tokens=sum(known) if known else None,
             predicts=self.request.prediction is not None,
         )
+        return counts_of_all | self.receipt()
 
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""

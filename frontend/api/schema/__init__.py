@@ -49,6 +49,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     return_tokens_as_token_ids: bool | None = None
+    # Adds `engine` to the usage: what the request cost, and where its prompt left what was cached.
+    include_receipt: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None

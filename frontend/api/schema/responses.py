@@ -71,6 +71,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     thinking_token_budget: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    include_receipt: bool | None = None
 
     context_management: Any = None
 
@@ -94,6 +95,7 @@ SAMPLING_FIELDS = (
     "thinking_token_budget",
     "priority",
     "cache_salt",
+    "include_receipt",
 )
 """Fields that have the same name and meaning in chat completions."""
 

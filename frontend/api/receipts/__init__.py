@@ -1,0 +1,1 @@
+"""Receipts: what a request cost, and where its prompt left what was cached."""

@@ -1,0 +1,122 @@
+"""Writes receipts (`usage.engine`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...chat.messages import text_of_content
+from ...client.engine_client import Sequence as GeneratedSequence
+from ...http.errors import APIError
+from ...tokenizer import Tokenizer
+from ..generation import PreparedPrompt
+from ..logprobs import Json
+from .recent_prompts import NearestPrompt, TokenIds
+
+COMPARED_TOKENS: Final = 16
+"""Tokens after the first difference that are compared character by character."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptSource:
+    """What a receipt needs beside the outputs.
+
+    Attributes:
+        request_id: The identifier under which the engine knows the request.
+        prompt: The first prompt.
+        nearest: The earlier prompt that it shares the most tokens with.
+    """
+
+    request_id: str
+    prompt: PreparedPrompt
+    nearest: NearestPrompt | None
+
+
+def make_receipt(
+    source: ReceiptSource,
+    sequences: Sequence[GeneratedSequence],
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+) -> Json:
+    """Return the receipt of a request.
+
+    Args:
+        source: The prompt.
+        sequences: The outputs. Times are those of the first.
+        tokenizer: The tokenizer of the prompt.
+        messages: The conversation of the prompt; [] if there is none.
+    """
+    first = sequences[0]
+    receipt: Json = {
+        "request_id": source.request_id,
+        "queue_ms": _milliseconds(first.arrival_time, first.scheduled_time),
+        "prefill_ms": _milliseconds(first.scheduled_time, first.first_token_time),
+        "decode_ms": _milliseconds(first.first_token_time, first.last_token_time),
+        "scheduler_ms": round(1000 * sum(s.scheduler_time for s in sequences), 3),
+        "prompt_tokens": first.num_prompt_tokens,
+        "cached_tokens": first.num_cached_tokens,
+        "preemptions": sum(s.num_preemptions for s in sequences),
+        "accepted_draft_tokens": sum(s.num_drafted_tokens for s in sequences),
+    }
+    place = find_difference(tokenizer, source.prompt, source.nearest, messages)
+    cached = f"{first.num_cached_tokens:,} of {first.num_prompt_tokens:,} tokens"
+    receipt["prefix_match"] = f"{cached}; {place}" if place else cached
+    return receipt
+
+
+def _milliseconds(start: float, end: float) -> float | None:
+    """Return the time between two events; None if one did not take place."""
+    return round(1000 * (end - start), 3) if start and end else None
+
+
+def find_difference(
+    tokenizer: Tokenizer,
+    prompt: PreparedPrompt,
+    nearest: NearestPrompt | None,
+    messages: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return where a prompt first differs from the nearest earlier one, in words; "" if no earlier one is known."""
+    if nearest is None:
+        return ""
+    start = nearest.num_common
+    if start == len(prompt.token_ids):
+        return "the whole prompt is the beginning of an earlier one"
+    if start == len(nearest.token_ids):
+        return "an earlier prompt is its whole beginning"
+    before = _text_of(tokenizer, prompt.token_ids[:start])
+    if prompt.text is None or not prompt.text.startswith(before):
+        return f"first difference at token {start:,}"
+    end = start + COMPARED_TOKENS
+    here = _text_of(tokenizer, prompt.token_ids[start:end])
+    there = _text_of(tokenizer, nearest.token_ids[start:end])
+    same = next(
+        (i for i, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), 0
+    )
+    position = len(before) + same
+    return f"first difference {_place_of(prompt.text, position, messages)}"
+
+
+def _text_of(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
+    data = b"".join(tokenizer.token_bytes(token_id) for token_id in token_ids.tolist())
+    # The last character may be incomplete.
+    return data.decode(errors="ignore")
+
+
+def _place_of(text: str, position: int, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return which message a position in a rendered conversation is in, and where."""
+    cursor = 0
+    for number, message in enumerate(messages):
+        try:
+            content = text_of_content(message.get("content"))
+        except (APIError, ValueError):
+            content = ""  # It has parts that are no text.
+        start = text.find(content, cursor) if content else -1
+        if start < 0:
+            continue
+        if position < start:
+            return f"before message {number}"
+        if position < start + len(content):
+            return f"in message {number} at character {position - start}"
+        cursor = start + len(content)
+    return "after the messages" if messages else f"at character {position}"

@@ -1,0 +1,59 @@
+"""`engine why`: explain what happened to a request of a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import quote
+
+from ...protocol.errors import ConfigError
+from .arguments import read_variables
+
+TIMEOUT_S: Final = 120.0
+
+
+def why(argv: Sequence[str]) -> int:
+    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+    parser = argparse.ArgumentParser(
+        prog="engine why",
+        description="Explain what happened to a request: how long it waited and for what, and where its time went. "
+        "The server needs --dump-dir.",
+    )
+    parser.add_argument("id", metavar="ID", help="The answer's x-request-id, or its beginning")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
+    )
+    parsed = parser.parse_args(argv)
+    try:
+        api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)
+        api_key = api_key or next(iter(read_variables("frontend.api_keys", os.environ) or ()), None)
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        url = f"{parsed.url.rstrip('/')}/debug/requests/{quote(parsed.id, safe='')}"
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        print(f"engine: error: {_message_of(error)}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, ConfigError) as error:
+        print(f"engine: error: cannot ask {parsed.url}: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(answer["timelines"]).rstrip())
+    return 0
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    """Return the message of an error in OpenAI's form."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error)
