@@ -15,6 +15,7 @@ from ..transcription.options import Task
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
 from .dialects import anthropic, ollama
+from .dialects.ollama_answer import error_body as ollama_error
 from .docs_page import HEADERS, render_docs
 from .durable.recovery import Recovery
 from .edge import Edge
@@ -41,7 +42,7 @@ from .serving import Serving
 
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
-    ollama.PATH: ollama.error_body,
+    ollama.PATH: ollama_error,
 }
 """How the errors of dialects are written, by the beginning of the path."""
 

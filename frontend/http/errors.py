@@ -70,9 +70,19 @@ def reject_deep_nesting(param: str) -> Iterator[None]:
         raise bad_request(param, f"{param} is nested too deeply") from None
 
 
-def rename_parameter(error: ParameterError, param: str) -> APIError:
-    """Return a 400 with the name that the request used for the parameter."""
-    return bad_request(param, str(error).replace(error.param, param, 1))
+def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
+    """Return the error, which has a parameter, with the name that the request used for it."""
+    message = str(error).replace(error.param or param, param, 1)
+    if isinstance(error, ParameterError):
+        return bad_request(param, message)
+    return APIError(
+        error.status,
+        message,
+        type=error.type,
+        param=param,
+        code=error.code,
+        headers=error.headers,
+    )
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:

@@ -209,7 +209,8 @@ def test_bodies_that_are_no_object_are_rejected(target: Target, body: bytes) -> 
         Attack(
             f"{route.method} {route.path} {body!r}",
             partial(make_request, route.method, route.path, body),
-            "body",
+            "body" if route.schema else "Content-Type",
+            route.path,
             may_succeed=not route.schema,
         )
         for route in target.routes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from abc import abstractmethod
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
@@ -13,17 +12,20 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive
 
 from .... import __version__
+from ....protocol.errors import ParameterError
 from ....protocol.sampling_params import SamplingParams
-from ...chat import ToolCallDelta
 from ...client.embeddings import Vector
-from ...client.engine_client import Delta, RequestGroup, Sequence
-from ...http.errors import APIError, bad_request, json_response
-from ...http.json_pieces import encode_list, encode_whole
+from ...client.engine_client import RequestGroup
+from ...http.errors import APIError, bad_request, json_response, rename_parameter
+from ...http.json_pieces import encode_list
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..chat_prompt import RenderedChat
+from ..endpoint import NewAnswer
+from ..generation import PreparedPrompt
 from ..infill import require_infill
 from ..logprobs import Json
 from ..openapi import accepts
@@ -38,40 +40,16 @@ from ..schema.ollama import (
     OllamaModelRequest,
 )
 from ..serving import Serving
-from ..streaming.event_stream import StreamFormat
 from ..structured.constraint import Constraint
 from ..tools.tool_choice import ToolChoice
-from .anthropic import decode_input
-from .dialect import DialectChunks, DialectEndpoint
-from .ollama_request import (
-    LATEST,
-    OllamaPrompt,
-    translate_chat,
-    translate_generate,
-)
+from .dialect import Body, DialectEndpoint
+from .ollama_answer import OllamaChatAnswer, OllamaTextAnswer, head_of, nanoseconds
+from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_generate
 
 PATH: Final = "/api/"
 
 API_VERSION: Final = "0.13.0"
 """The version of Ollama whose API this is. Some clients refuse to work with earlier ones."""
-
-
-def error_body(error: APIError, request_id: str) -> Json:
-    """Return the body of an error in Ollama's form."""
-    return {"error": error.message}
-
-
-def _line(content: object) -> bytes:
-    return encode_whole(content) + b"\n"
-
-
-OLLAMA_STREAM: Final = StreamFormat(
-    content_type=b"application/x-ndjson",
-    # Every line must be an object.
-    keep_alive=b"",
-    done=b"",
-    encode_error=lambda error: _line(error_body(error, "")),
-)
 
 
 def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Route]:
@@ -98,7 +76,26 @@ def served_name(serving: Serving, name: str | None) -> str | None:
     return name
 
 
-class OllamaChat(DialectEndpoint[OllamaChatRequest]):
+class _OllamaEndpoint(DialectEndpoint[Body]):
+    """An endpoint whose errors name the fields of its own body."""
+
+    async def prepare(
+        self, request: ChatCompletionRequest, body_size: int, receive: Receive
+    ) -> tuple[list[PreparedPrompt], NewAnswer[ChatCompletionRequest]]:
+        """Return the encoded prompts, and the constructor of the answer."""
+        assert isinstance(request, OllamaPrompt)
+        try:
+            return await super().prepare(request, body_size, receive)
+        except (APIError, ParameterError) as error:
+            if error.param is None:
+                raise
+            raise rename_parameter(error, request.place_in_body(error.param)) from None
+
+    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
+        return _option_name(name)
+
+
+class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
     """The endpoint for chats."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
@@ -116,11 +113,8 @@ class OllamaChat(DialectEndpoint[OllamaChatRequest]):
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _loaded(request, {"message": {"role": "assistant", "content": ""}})
 
-    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
-        return _option_name(name)
 
-
-class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
+class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
     """The endpoint for single prompts."""
 
     def __init__(self, serving: Serving, intake: Intake) -> None:
@@ -137,9 +131,6 @@ class OllamaGenerate(DialectEndpoint[OllamaGenerateRequest]):
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
         return _loaded(request, {"response": ""})
-
-    def _sent_name(self, request: ChatCompletionRequest, name: str) -> str:
-        return _option_name(name)
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
@@ -177,161 +168,13 @@ def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
     assert isinstance(request, OllamaPrompt)
     if not request.is_empty:
         return None
-    return _head(request.model or "") | empty | {"done": True, "done_reason": "load"}
+    return head_of(request.model or "") | empty | {"done": True, "done_reason": "load"}
 
 
 def _option_name(name: str) -> str:
     """Return the name of the field that sets a sampling parameter."""
     names = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
     return f"options.{names.get(name, name)}"
-
-
-def _head(model: str) -> Json:
-    now = datetime.now(UTC).isoformat(timespec="microseconds")
-    return {"model": model, "created_at": now.replace("+00:00", "Z")}
-
-
-class _OllamaAnswer(ChatAnswer):
-    """An answer in Ollama's format, of which a chat and a text differ in one field."""
-
-    @abstractmethod
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the fields with a part of the answer."""
-
-    def whole(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body."""
-        [output] = outputs
-        message = self.choices[0].read_whole(output)
-        calls = CallCollector()
-        found = [*calls.add(message.tool_calls), *calls.finish()]
-        return (
-            self.head()
-            | self.fields(message.content, message.reasoning, found)
-            | self.logprobs(output)
-            | self.ending(output)
-        )
-
-    def chunks(self) -> OllamaChunks:
-        """Return the encoder of a stream."""
-        return OllamaChunks(self)
-
-    def head(self) -> Json:
-        """Return the fields of every line."""
-        return _head(self.request.model or str(self.envelope["model"]))
-
-    def logprobs(self, delta: Delta) -> Json:
-        """Return the log-probabilities of new tokens, if they were requested."""
-        if not self.request.logprobs or delta.logprobs is None:
-            return {}
-        return {"logprobs": self.renderer.chat(delta.logprobs)["content"]}
-
-    def ending(self, delta: Delta) -> Json:
-        """Return the fields of the last line. Durations are in nanoseconds."""
-        [sequence] = self._group.sequences
-        end = sequence.last_token_time or time.monotonic()
-        begin = sequence.scheduled_time or sequence.arrival_time
-        first = sequence.first_token_time or end
-        return {
-            "done": True,
-            "done_reason": "length" if delta.finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(end - sequence.arrival_time),
-            "load_duration": 0,
-            "prompt_eval_count": sequence.num_prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first - begin),
-            "eval_count": sequence.num_read_tokens,
-            "eval_duration": _nanoseconds(end - first),
-        }
-
-
-class OllamaChatAnswer(_OllamaAnswer):
-    """The answer to one conversation."""
-
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the message with a part of the answer."""
-        message: Json = {"role": "assistant", "content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
-
-
-class OllamaTextAnswer(_OllamaAnswer):
-    """The answer to one prompt."""
-
-    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the fields with a part of the answer."""
-        return {"response": content} | ({"thinking": thinking} if thinking else {})
-
-
-class CallCollector:
-    """Collects the pieces of tool calls, because a line has whole calls only."""
-
-    def __init__(self) -> None:
-        self._open: ToolCallDelta | None = None
-        self._arguments: list[str] = []
-
-    def add(self, pieces: list[ToolCallDelta]) -> list[Json]:
-        """Return the calls that the next pieces complete."""
-        complete: list[Json] = []
-        for piece in pieces:
-            if self._open is not None and piece.index == self._open.index:
-                self._arguments.append(piece.arguments)
-            else:
-                complete += self.finish()
-                self._open, self._arguments = piece, [piece.arguments]
-        return complete
-
-    def finish(self) -> list[Json]:
-        """Return the call whose end is now known."""
-        call, self._open = self._open, None
-        if call is None:
-            return []
-        function = {
-            "index": call.index,
-            "name": call.name,
-            "arguments": decode_input("".join(self._arguments)),
-        }
-        return [{"id": call.id, "function": function}]
-
-
-class OllamaChunks(DialectChunks):
-    """Writes the lines of an answer."""
-
-    format = OLLAMA_STREAM
-
-    def __init__(self, answer: _OllamaAnswer) -> None:
-        super().__init__(answer)
-        self._message = answer
-        self._calls = CallCollector()
-
-    def encode(self, sequence: Sequence) -> bytes:
-        """Return the lines for the new output.
-
-        Raises:
-            APIError: The sequence failed.
-        """
-        delta = self.read(sequence)
-        answer, message = self._message, self.choice.read(delta)
-        is_end = delta.finish_reason is not None
-        calls = self._calls.add(message.tool_calls)
-        calls += self._calls.finish() if is_end else []
-        logprobs = answer.logprobs(delta)
-        lines = b""
-        if message.content or message.reasoning or calls or logprobs:
-            fields = answer.fields(message.content, message.reasoning, calls)
-            lines = _line(answer.head() | fields | logprobs | {"done": False})
-        if is_end:
-            lines += _line(answer.head() | answer.fields("", "", []) | answer.ending(delta))
-        return lines
-
-    def closing(self) -> bytes:
-        """Return nothing: the last output ends the answer."""
-        return b""
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1e9))
 
 
 class OllamaEmbeddings:
@@ -376,7 +219,7 @@ class OllamaEmbeddings:
                     {
                         "model": body.model or self._serving.served_name,
                         "embeddings": encode_list(rows, at_once=1),
-                        "total_duration": _nanoseconds(time.monotonic() - begin),
+                        "total_duration": nanoseconds(time.monotonic() - begin),
                         "load_duration": 0,
                         "prompt_eval_count": sum(s.num_prompt_tokens for s in group.sequences),
                     }

@@ -6,8 +6,11 @@ loaded have no effect, because it is loaded already.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import Any, Final
+
+import msgspec
 
 from ...http.errors import bad_request, echo
 from ..logprobs import Json
@@ -35,17 +38,38 @@ _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
 """Options that are refused unless they have the value that does nothing."""
 
 
+_CONTENT: Final = re.compile(r"messages\[(\d+)\]\.content(?:\[(\d+)\])?")
+
+
 class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     """A chat completion request that may have a prompt in place of messages.
 
     `raw` is the whole prompt, to which no chat template is applied, or with `middle_before` the text before the answer,
-    which that follows. `is_empty` requests ask only whether the model is
-    loaded.
+    which that follows. `is_empty` requests ask only whether the model is loaded.
+
+    Parts of a message's content stand for its images and its text. `num_images` are the numbers of images by message.
+    A body without messages has a message's text in one of `content_fields`.
     """
 
     raw: str | None = None
     middle_before: str | None = None
     is_empty: bool = False
+    content_fields: tuple[str, ...] = ()
+    num_images: dict[int, int] = msgspec.field(default_factory=dict)
+
+    def place_in_body(self, place: str) -> str:
+        """Return the place in the body of what is at a place of the chat completion request."""
+        match = _CONTENT.match(place)
+        if match is None:
+            return place
+        index, part = int(match[1]), match[2]
+        before = "" if self.content_fields else f"messages[{index}]."
+        num_images = self.num_images.get(index, 0)
+        if part is not None and int(part) < num_images:
+            return f"{before}images[{part}]"
+        if self.content_fields:
+            return self.content_fields[index]
+        return f"{before}content" if num_images else place
 
 
 def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
@@ -59,7 +83,16 @@ def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
         _message(message, f"messages[{i}]", calls) for i, message in enumerate(body.messages or ())
     ]
     return OllamaPrompt(
-        model=model, messages=messages, tools=body.tools, is_empty=not messages, **_common(body)
+        model=model,
+        messages=messages,
+        tools=body.tools,
+        is_empty=not messages,
+        num_images={
+            i: len(images)
+            for i, message in enumerate(body.messages or ())
+            if (images := message.get("images"))
+        },
+        **_common(body),
     )
 
 
@@ -79,15 +112,18 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
     user: Json = {"role": "user", "content": prompt}
     if body.images:
         user = _with_images(user, body.images, "images")
-    messages = [user]
+    messages, fields = [user], ["prompt"]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
+        fields.insert(0, "system")
     return OllamaPrompt(
         model=model,
         messages=messages,
         raw=prompt if body.raw or body.suffix else None,
         middle_before=body.suffix or None,
         is_empty=not prompt and not body.images,
+        content_fields=tuple(fields),
+        num_images={len(messages) - 1: len(body.images or ())},
         **_common(body),
     )
 

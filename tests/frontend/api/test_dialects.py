@@ -302,7 +302,17 @@ def test_ollama_lists_and_describes_models(llama: ollama.Client) -> None:
             {"prompt": "Hi", "suffix": "x"},
             "suffix needs a model that fills in the middle",
         ),
-        ("generate", {"prompt": "Hi", "images": [PIXEL]}, "because this model reads only text"),
+        ("generate", {"prompt": "Hi", "images": [PIXEL]}, 'images[0] must be "text", because'),
+        (
+            "generate",
+            {"prompt": "Hi", "system": "x", "images": [PIXEL]},
+            'images[0] must be "text", because this model reads only text',
+        ),
+        (
+            "chat",
+            {"messages": [*user("Hi"), {"role": "user", "content": "x", "images": [PIXEL]}]},
+            "messages[1].images[0] must be",
+        ),
         ("embed", {}, "input is required"),
         ("show", {}, "model is required"),
     ],

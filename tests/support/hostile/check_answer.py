@@ -21,23 +21,16 @@ _ERROR_FIELDS = {"message", "type", "param", "code"}
 _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API. The type of its body is `error`."""
 
-_OTHER_CAUSES = (
-    # Several fields together are too long.
-    "maximum context length",
-    # The body lacks another field.
-    "model is required",
-    # A text model gets an image.
-    "reads only text",
-    # A form's header does not fit its body.
-    "Content-Type",
-)
+_TOO_LONG = "maximum context length"
+"""What a refusal may name instead of a field: several fields together make the prompt."""
+
 _FINE = range(200, 300)
 # 503 means full or starting; 501 means an unsupported transfer coding.
 _REFUSALS = {400, 401, 403, 404, 405, 408, 409, 411, 413, 415, 421, 422, 426, 429, 431, 501, 503}
 
 
-def find_fault(answer: Answer, field: str = "", *, may_succeed: bool = True) -> str:
-    """Return what is wrong with the answer to an attack on `field`; "" if it is clear.
+def find_fault(answer: Answer, field: str = "", *, path: str = "", may_succeed: bool = True) -> str:
+    """Return what is wrong with the answer of the route `path` to an attack on `field`; "" if it is clear.
 
     Unless `may_succeed`, the attack must be refused.
     """
@@ -49,7 +42,7 @@ def find_fault(answer: Answer, field: str = "", *, may_succeed: bool = True) -> 
         return _find_fault_of_success(answer)
     if answer.status not in _REFUSALS:
         return f"status {answer.status}: {answer.body[:300]!r}"
-    return _find_fault_of_error(answer, field)
+    return _find_fault_of_error(answer, field, path)
 
 
 def _find_fault_of_success(answer: Answer) -> str:
@@ -64,16 +57,20 @@ def _find_fault_of_success(answer: Answer) -> str:
     return ""
 
 
-def _find_fault_of_error(answer: Answer, field: str) -> str:
+def _find_fault_of_error(answer: Answer, field: str, path: str) -> str:
     start = answer.body[:500]
     try:
         body = answer.json
         error, fields = body["error"], _ERROR_FIELDS
-        if isinstance(error, str):
+        if path.startswith("/api/"):
             # An error of Ollama's routes is its message.
+            if not isinstance(error, str) or len(body) > 1:
+                return f"an error object of another shape: {start!r}"
             error = {"message": error, "type": "", "param": None, "code": None}
-        elif body.get("type") == "error":
+        elif path.startswith("/v1/messages"):
             fields = _ERROR_FIELDS_OF_MESSAGES
+            if body["type"] != "error":
+                return f"an error object of another shape: {start!r}"
         message, param = error["message"], error.get("param")
     except (ValueError, TypeError, KeyError) as problem:
         return f"status {answer.status} without an error object ({problem!r}): {start!r}"
@@ -94,6 +91,6 @@ def _find_fault_of_error(answer: Answer, field: str) -> str:
 
 
 def _names(field: str, message: str, param: str | None) -> bool:
-    """Return whether the error names the field, the body as a whole, or a cause outside the field."""
-    names = {field, field.partition(".")[0].partition("[")[0], "body", *_OTHER_CAUSES}
+    """Return whether the error names the field, the body as a whole, or the whole prompt."""
+    names = {field, field.partition(".")[0].partition("[")[0], "body", _TOO_LONG}
     return any(name in message or name in (param or "") for name in names)

@@ -47,6 +47,8 @@ SERVER_ARGS: Final = [
     "hermes",
     "--api-server-count",
     "1",
+    "--served-model-name",
+    "smollm2",
 ]
 
 BASES: Final[dict[str, bytes]] = {
@@ -66,11 +68,12 @@ BASES: Final[dict[str, bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One request. `field` must be named by a refusal; `may_succeed` is false for what must be refused."""
+    """One request to the route `path`. A refusal must name `field`; `may_succeed` is false for what must be refused."""
 
     name: str
     request: Callable[[], bytes]
     field: str = ""
+    path: str = ""
     may_succeed: bool = True
 
 
@@ -91,6 +94,8 @@ class Route:
     def body(self, field: str, value: bytes) -> bytes:
         """Return a body that is valid except for `value` in `field`."""
         members = {name: base for name, base in BASES.items() if name in self.fields}
+        if self.path.startswith("/api/") and "model" in self.fields:
+            members["model"] = b'"smollm2"'
         if self.is_batch:
             members["messages"] = b"[" + members["messages"] + b"]"
         for other in ("messages", "input"):
@@ -105,7 +110,7 @@ class Route:
         def request() -> bytes:
             return make_request(self.method, self.path, self.body(field, value()))
 
-        return Attack(f"{self.method} {self.path} {field}: {name}", request, field)
+        return Attack(f"{self.method} {self.path} {field}: {name}", request, field, self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,10 @@ class Target:
         with self.client() as client:
             for attack in attacks:
                 fault = find_fault(
-                    client.send(attack.request()), attack.field, may_succeed=attack.may_succeed
+                    client.send(attack.request()),
+                    attack.field,
+                    path=attack.path,
+                    may_succeed=attack.may_succeed,
                 )
                 if fault:
                     found.append(f"{attack.name}: {fault}")

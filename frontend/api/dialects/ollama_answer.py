@@ -1,0 +1,186 @@
+"""Answers in the format of Ollama's API."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from datetime import UTC, datetime
+from typing import Final
+
+from ...chat import ToolCallDelta
+from ...client.engine_client import Delta, Sequence
+from ...http.errors import APIError
+from ...http.json_pieces import encode_whole
+from ..logprobs import Json
+from ..routes.chat_completions import ChatAnswer
+from ..streaming.event_stream import StreamFormat
+from .anthropic import decode_input
+from .dialect import DialectChunks
+
+
+def error_body(error: APIError, request_id: str) -> Json:
+    """Return the body of an error in Ollama's form."""
+    return {"error": error.message}
+
+
+def _line(content: object) -> bytes:
+    return encode_whole(content) + b"\n"
+
+
+OLLAMA_STREAM: Final = StreamFormat(
+    content_type=b"application/x-ndjson",
+    # Every line must be an object.
+    keep_alive=b"",
+    done=b"",
+    encode_error=lambda error: _line(error_body(error, "")),
+)
+
+
+def head_of(model: str) -> Json:
+    """Return the fields that every answer begins with."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")
+    return {"model": model, "created_at": now.replace("+00:00", "Z")}
+
+
+class _OllamaAnswer(ChatAnswer):
+    """An answer in Ollama's format, of which a chat and a text differ in one field."""
+
+    @abstractmethod
+    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+        """Return the fields with a part of the answer."""
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        message = self.choices[0].read_whole(output)
+        calls = CallCollector()
+        found = [*calls.add(message.tool_calls), *calls.finish()]
+        return (
+            self.head()
+            | self.fields(message.content, message.reasoning, found)
+            | self.logprobs(output)
+            | self.ending(output)
+        )
+
+    def chunks(self) -> OllamaChunks:
+        """Return the encoder of a stream."""
+        return OllamaChunks(self)
+
+    def head(self) -> Json:
+        """Return the fields of every line."""
+        return head_of(self.request.model or str(self.envelope["model"]))
+
+    def logprobs(self, delta: Delta) -> Json:
+        """Return the log-probabilities of new tokens, if they were requested."""
+        if not self.request.logprobs or delta.logprobs is None:
+            return {}
+        return {"logprobs": self.renderer.chat(delta.logprobs)["content"]}
+
+    def ending(self, delta: Delta) -> Json:
+        """Return the fields of the last line. Durations are in nanoseconds."""
+        [sequence] = self._group.sequences
+        end = sequence.last_token_time or time.monotonic()
+        begin = sequence.scheduled_time or sequence.arrival_time
+        first = sequence.first_token_time or end
+        return {
+            "done": True,
+            "done_reason": "length" if delta.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(end - sequence.arrival_time),
+            "load_duration": 0,
+            "prompt_eval_count": sequence.num_prompt_tokens,
+            "prompt_eval_duration": nanoseconds(first - begin),
+            "eval_count": sequence.num_read_tokens,
+            "eval_duration": nanoseconds(end - first),
+        }
+
+
+class OllamaChatAnswer(_OllamaAnswer):
+    """The answer to one conversation."""
+
+    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+        """Return the message with a part of the answer."""
+        message: Json = {"role": "assistant", "content": content}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class OllamaTextAnswer(_OllamaAnswer):
+    """The answer to one prompt."""
+
+    def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
+        """Return the fields with a part of the answer."""
+        return {"response": content} | ({"thinking": thinking} if thinking else {})
+
+
+class CallCollector:
+    """Collects the pieces of tool calls, because a line has whole calls only."""
+
+    def __init__(self) -> None:
+        self._open: ToolCallDelta | None = None
+        self._arguments: list[str] = []
+
+    def add(self, pieces: list[ToolCallDelta]) -> list[Json]:
+        """Return the calls that the next pieces complete."""
+        complete: list[Json] = []
+        for piece in pieces:
+            if self._open is not None and piece.index == self._open.index:
+                self._arguments.append(piece.arguments)
+            else:
+                complete += self.finish()
+                self._open, self._arguments = piece, [piece.arguments]
+        return complete
+
+    def finish(self) -> list[Json]:
+        """Return the call whose end is now known."""
+        call, self._open = self._open, None
+        if call is None:
+            return []
+        function = {
+            "index": call.index,
+            "name": call.name,
+            "arguments": decode_input("".join(self._arguments)),
+        }
+        return [{"id": call.id, "function": function}]
+
+
+class OllamaChunks(DialectChunks):
+    """Writes the lines of an answer."""
+
+    format = OLLAMA_STREAM
+
+    def __init__(self, answer: _OllamaAnswer) -> None:
+        super().__init__(answer)
+        self._message = answer
+        self._calls = CallCollector()
+
+    def encode(self, sequence: Sequence) -> bytes:
+        """Return the lines for the new output.
+
+        Raises:
+            APIError: The sequence failed.
+        """
+        delta = self.read(sequence)
+        answer, message = self._message, self.choice.read(delta)
+        is_end = delta.finish_reason is not None
+        calls = self._calls.add(message.tool_calls)
+        calls += self._calls.finish() if is_end else []
+        logprobs = answer.logprobs(delta)
+        lines = b""
+        if message.content or message.reasoning or calls or logprobs:
+            fields = answer.fields(message.content, message.reasoning, calls)
+            lines = _line(answer.head() | fields | logprobs | {"done": False})
+        if is_end:
+            lines += _line(answer.head() | answer.fields("", "", []) | answer.ending(delta))
+        return lines
+
+    def closing(self) -> bytes:
+        """Return nothing: the last output ends the answer."""
+        return b""
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a duration as answers give it."""
+    return max(0, round(seconds * 1e9))
