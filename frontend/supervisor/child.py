@@ -37,6 +37,7 @@ class Child:
         kill_at: When it is killed if it still runs (CLOCK_MONOTONIC); None for never.
         hang: How it hung, if it was killed for that.
         is_known_dead: Whether the supervisor has handled its exit.
+        awaits_cause_until: Until when its exit is not handled, because another process may be the cause; 0.0 for never.
     """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
@@ -47,6 +48,7 @@ class Child:
         self.kill_at: float | None = None
         self.hang = ""
         self.is_known_dead = False
+        self.awaits_cause_until = 0.0
         self.last_beat = time.monotonic()
         self.ready_since: float | None = None
         self.progress = Heartbeat(spec.name, 0)
@@ -80,6 +82,11 @@ class Child:
     def has_lost_peer(self) -> bool:
         """True if the process exited because another one did."""
         return self._process.poll() == PeerLostError.exit_code
+
+    @property
+    def may_have_lost_peer(self) -> bool:
+        """True if the process exited as one whose peer did: with an error of its own, or aborted by gloo."""
+        return self.has_lost_peer or self._process.poll() == -signal.SIGABRT
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
         """Record a stage that the process reported."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from ...protocol.supervisor_messages import Stage
@@ -145,6 +145,27 @@ class RecoveryUnit:
             epoch = 1 + max(unit.epoch for unit in units)
             for unit in units:
                 unit.next_epoch = epoch
+
+    def find_cause(self, child: Child) -> Child | None:
+        """Return a worker that runs no more and whose peer `child` is, unless that one has only lost a peer, too."""
+        return next(
+            (
+                other
+                for other in self._connected_to(child)
+                if not other.alive and not other.may_have_lost_peer
+            ),
+            None,
+        )
+
+    def has_connected(self, child: Child) -> bool:
+        """Return whether a worker exchanges tensors with others."""
+        return child.spec is not self.leader and any(True for _ in self._connected_to(child))
+
+    def _connected_to(self, child: Child) -> Iterator[Child]:
+        for unit in (self, *self.peers):
+            for other in unit.children.values():
+                if other is not child and other.spec is not unit.leader:
+                    yield other
 
     def record_failure(
         self, child: Child | None, max_restarts: int, signum: signal.Signals

@@ -61,6 +61,10 @@ DRAIN_GRACE_S = 5.0
 """Seconds for cores and for workers to exit, and for frontends beyond the shutdown timeout."""
 
 
+CAUSE_S = 1.0
+"""Seconds that the exit of a worker that lost another is not handled until that one's is."""
+
+
 class ProcessFailed(EngineError):
     """A process failed and the engine cannot continue. The message is complete enough to be the last line of output."""
 
@@ -102,6 +106,7 @@ class Supervisor:
         self._last_published = 0.0
         self._num_dropped_reports = 0
         self._failure = ""
+        self._awaits_cause = False
         self._run_dir = Path(config.run_dir)
         self._has_run_dir = True
         self._poison_bodies = PoisonBodies()
@@ -265,7 +270,8 @@ class Supervisor:
         recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
         actions = [unit.next_action for unit in recovering]
         wake_at = min((at for at in actions if at is not None), default=math.inf)
-        interval_s = STATUS_INTERVAL_S if HAS_EXIT_FD else WATCH_INTERVAL_S
+        has_events = HAS_EXIT_FD and not self._awaits_cause
+        interval_s = STATUS_INTERVAL_S if has_events else WATCH_INTERVAL_S
         interval_s = min(interval_s, max(wake_at - time.monotonic(), 0.0))
         timeout_s = interval_s if timeout_s is None else min(timeout_s, interval_s)
         self._poller.poll(math.ceil(timeout_s * 1000))
@@ -283,8 +289,13 @@ class Supervisor:
             if not child.alive and not child.is_known_dead
         ]
         # The process that was the cause comes first.
-        for unit, child in sorted(exits, key=lambda exit: exit[1].has_lost_peer):
-            self._on_exit(unit, child)
+        exits.sort(key=lambda exit: exit[1].may_have_lost_peer)
+        self._awaits_cause = False
+        for unit, child in exits:
+            if self._may_find_cause(unit, child):
+                self._awaits_cause = True
+            else:
+                self._on_exit(unit, child)
         for unit in self._units:
             if unit in recovering:
                 self._watch_exits(unit.recover(time.monotonic()))
@@ -334,6 +345,24 @@ class Supervisor:
             self._on_status(report)
         if report.stage is Stage.FAILED and not self.was_ready and not self._ending:
             raise ProcessFailed(child.exit_summary())
+
+    def _may_find_cause(self, unit: RecoveryUnit, child: Child) -> bool:
+        """Return whether to wait for the exit of the process that may have caused this one's.
+
+        A worker may exit before the failed one, whose connections are closed while it still reports its error.
+        """
+        if (
+            unit.is_down
+            or child.spec.role in self._ending
+            or not child.may_have_lost_peer
+            or not unit.has_connected(child)
+            or unit.find_cause(child) is not None
+        ):
+            return False
+        # Its file descriptor would end every wait at once.
+        self._close_exit_fd(child)
+        child.awaits_cause_until = child.awaits_cause_until or time.monotonic() + CAUSE_S
+        return time.monotonic() < child.awaits_cause_until
 
     def _on_exit(self, unit: RecoveryUnit, child: Child) -> None:
         child.is_known_dead = True

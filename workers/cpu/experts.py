@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,17 +159,32 @@ class NativeExpertExchange(structs.ExpertExchange):
         self._received: Tensor | None = None
         self._collected: Tensor | None = None
         functions = dict(structs.ExpertExchange._fields_[1:])
+        calls = [
+            self._guarded(function)
+            for function in (self._begin_round, self._dispatch, self._collect)
+        ]
+        names = ("begin_round", "dispatch", "collect")
         super().__init__(
-            group.size,
-            functions["begin_round"](self._guarded(self._begin_round)),
-            functions["dispatch"](self._guarded(self._dispatch)),
-            functions["collect"](self._guarded(self._collect)),
+            group.size, *(functions[name](call) for name, call in zip(names, calls, strict=True))
         )
+        self._keep_errors_of(calls)
 
     def raise_if_failed(self) -> None:
         """Raise the error that ended an exchange."""
         if self._error is not None:
             raise self._error
+
+    def _keep_errors_of(self, calls: list[Callable[..., int]]) -> None:
+        """Keep errors that are raised before the first line of a call, as those of signal handlers may be."""
+        report = sys.unraisablehook
+
+        def keep(unraisable: Any) -> None:
+            if unraisable.object in calls:
+                self._error = self._error or unraisable.exc_value
+            else:
+                report(unraisable)
+
+        sys.unraisablehook = keep
 
     def _guarded(self, function: Callable[..., int]) -> Callable[..., int]:
         def call(*args: Any) -> int:

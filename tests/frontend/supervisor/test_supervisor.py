@@ -24,7 +24,15 @@ from msgspec.structs import replace
 from support.open_contexts import open_contexts
 from support.processes import eventually, is_running
 from support.stand_ins import make_config, make_specs
-from support.supervised import ALL_READY, TWO_OF_ALL, Operator, events, lives, supervisor_of
+from support.supervised import (
+    ALL_READY,
+    TWO_OF_ALL,
+    TWO_REPLICAS,
+    Operator,
+    events,
+    lives,
+    supervisor_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +194,30 @@ def test_worker_crash_restarts_only_its_replica(run_dir: str) -> None:
         assert not operator.has_resumed
         operator.close()
         assert supervisor.pids["frontend 0"] == before["frontend 0"]
+
+
+@pytest.mark.parametrize("has_cause", [True, False])
+def test_worker_aborted_for_a_lost_peer_is_not_reported_before_the_cause(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, has_cause: bool
+) -> None:
+    monkeypatch.setattr(supervisor_module, "CAUSE_S", 30.0 if has_cause else 0.1)
+    parallel = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+    config = replace(make_config(run_dir), parallel=parallel)
+    messages: list[str] = []
+    with Supervisor(
+        config, make_specs(config, TWO_REPLICAS), on_recovery=messages.append
+    ) as supervisor:
+        supervisor.start()
+        supervisor.wait_until_ready()
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, "worker 1") == 1)
+        os.kill(supervisor.pids["worker 0"], signal.SIGABRT)
+        if has_cause:
+            assert eventually(lambda: supervisor.poll() or "worker 0" not in supervisor.pids)
+            os.kill(supervisor.pids["worker 1"], signal.SIGKILL)
+        assert eventually(lambda: supervisor.poll() or lives(run_dir, "worker 0") == 2)
+    [message] = messages
+    killed = "worker 1 was killed by SIGKILL" if has_cause else "worker 0 was killed by SIGABRT"
+    assert message.startswith(killed)
 
 
 def test_repeated_crashes_stop_the_engine(run_dir: str) -> None:
