@@ -133,6 +133,8 @@ class Frontend:
             _warn_of_hidden_tools(config, templates)
         self._store = StoreClient(config, client_index)
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
+        store = self._store
+        self._engine.metrics.watch_store(lambda: store.state)
         if config.store.keeps_requests:
             self._engine.output_log = self._store.log
         self._app = create_app(self._serving, is_loopback=is_loopback(listener))

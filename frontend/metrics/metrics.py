@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from ...protocol.arrays import float32_view, int32_list
 from ...protocol.config import EngineConfig
 from ...protocol.messages import CoreReady, FinishReason, SchedulerStats
+from ...protocol.store.messages import StoreState
 from ...protocol.supervisor_messages import EngineStatus
 from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
@@ -39,6 +40,7 @@ from .names import (
     WAITING_REASONS,
     CounterValue,
 )
+from .store_metrics import store_families
 
 ScalarFamily = GaugeMetricFamily | CounterMetricFamily
 Family = ScalarFamily | HistogramMetricFamily
@@ -84,6 +86,7 @@ class Metrics(Collector):
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._is_up: Callable[[int], bool] = lambda _: False
         self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
+        self._get_store_state: Callable[[], StoreState] = StoreState
         self._config = config
         self._model_name = config.model.served_names[0]
         self._registry = CollectorRegistry()
@@ -103,6 +106,10 @@ class Metrics(Collector):
     def watch_status(self, get_status: Callable[[], EngineStatus]) -> None:
         """Use `get_status` to read the latest supervisor status."""
         self._get_status = get_status
+
+    def watch_store(self, get_state: Callable[[], StoreState]) -> None:
+        """Use `get_state` to read the latest state of the store."""
+        self._get_store_state = get_state
 
     def record_ready(self, ready: CoreReady) -> None:
         """Record that a core is ready and idle."""
@@ -243,6 +250,7 @@ class Metrics(Collector):
             )
         yield self._dropped_frames(cores)
         yield self._replicas_up(len(cores))
+        yield from store_families(self._model_name, self._get_store_state())
         if "vllm" in self._config.frontend.metrics_compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
             if self._config.cache.host_gib:
@@ -364,12 +372,17 @@ class Metrics(Collector):
         )
         status = self._get_status()
         num_dropped: Counter[int | None] = Counter()
+        num_dropped_by_store = 0
         for process in status.processes:
-            num_dropped[process.replica] += process.num_dropped_frames
+            if process.name == "store":
+                num_dropped_by_store = process.num_dropped_frames
+            else:
+                num_dropped[process.replica] += process.num_dropped_frames
         for index in range(len(cores)):
             family.add_metric([self._model_name, str(index), "worker"], num_dropped[index])
         # Messages between the supervisor and the frontends belong to no replica; every frontend reports the same count.
         family.add_metric([self._model_name, "", "frontend"], num_dropped[None])
+        family.add_metric([self._model_name, "", "store"], num_dropped_by_store)
         family.add_metric([self._model_name, "", "supervisor"], status.num_dropped_frames)
         return family
 

@@ -367,6 +367,7 @@ class StoreServer:
     def _state(self) -> StoreState:
         return StoreState(
             self._database.trouble,
+            self._database.is_file,
             self._size,
             self._objects.num_objects,
             self._num_evicted,

@@ -109,12 +109,13 @@ class StoredObject(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class StoreState(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The state of the store.
 
-    `trouble` is why the file of `--store` is not written, if there is a reason; "" if all is well. `num_requests`
-    counts the requests whose answers are kept, `num_unfinished` those that are being generated, and `num_orphans` those
-    of them whose frontend is gone.
+    `trouble` is why the file of `--store` is not written, if there is a reason; "" if all is well. Without `has_file`
+    everything is in memory. `num_requests` counts the requests whose answers are kept, `num_unfinished` those that are
+    being generated, and `num_orphans` those of them whose frontend is gone.
     """
 
     trouble: str = ""
+    has_file: bool = False
     num_bytes: int = 0
     num_objects: int = 0
     num_evicted: int = 0

@@ -1,4 +1,4 @@
-"""Measure the cost of a streamed token without the model: CPU time of the frontends and of the core.
+"""Measure the cost of a streamed token without the model: CPU time of the frontends, the store and the core.
 
     scripts/bench/run token_cost [-c 256] [--step-ms 20] [--api-server-count 1 2] [--clients 1] [-- serve arguments]
 
@@ -158,7 +158,7 @@ def measure(server: Server, streams: int, processes: int, window_s: float) -> di
         "tokens_a_second": round(tokens / (end - begin)),
         "events_to_tokens": round((events_after - events_before) / tokens, 3),
     }
-    for kind in ("frontend", "core", "worker"):
+    for kind in ("frontend", "store", "core", "worker"):
         names = [name for name in before if name.split()[0] == kind]
         spent = sum(after[name] - before[name] for name in names)
         result[f"{kind}_us"] = round(spent / tokens / 1e3, 2)
