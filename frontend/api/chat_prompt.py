@@ -11,7 +11,12 @@ from typing import Any
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EncoderInput
 from ..http.errors import APIError, bad_request, redact
-from .prompts import max_characters, verify_num_characters
+from .prompts import (
+    BYTES_PER_TOKEN_ID,
+    max_characters,
+    parse_token_ids,
+    verify_num_characters,
+)
 from .schema import ChatCompletionRequest, TokenizeRequest
 from .serving import Serving
 
@@ -109,6 +114,38 @@ async def render_chat(
         return await serving.executor.run(body_size, render)
     except ValueError as error:  # Includes ChatTemplateError and ParameterError.
         raise _template_error(str(error)) from None
+
+
+_OF_TEMPLATES = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "chat_template_kwargs",
+    "echo",
+)
+"""The fields that mean nothing without a chat template."""
+
+MARKED_TOKENS = 256
+"""Tokens at the end of a prompt in which a template may open the reasoning."""
+
+
+async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> RenderedChat:
+    """Return a conversation that was rendered and encoded by the client. Its text is only the end of the prompt.
+
+    Raises:
+        APIError: A token is not in the vocabulary, or a field needs a chat template (400).
+    """
+    name = "prompt_token_ids"
+    for other in _OF_TEMPLATES:
+        if getattr(request, other):
+            raise bad_request(other, f"{other} has no effect on {name}; send one of them")
+    vocab_size = serving.config.model.vocab_size
+    given = request.prompt_token_ids or []
+    token_ids = await serving.executor.run(
+        len(given) * BYTES_PER_TOKEN_ID, parse_token_ids, given, name, vocab_size
+    )
+    text = serving.tokenizer.decode(token_ids[-MARKED_TOKENS:].tolist())
+    return RenderedChat(text, token_ids.tolist(), [])
 
 
 def verify_template_kwargs(kwargs: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def _verify(request: ChatCompletionRequest) -> None:
     verify_num_sequences(len(request.messages), "messages")
     if request.stream:
         raise bad_request("stream", "stream is not supported for batches; use /v1/chat/completions")
-    for name in ("tools", "functions"):
+    for name in ("tools", "functions", "prompt_token_ids"):
         if getattr(request, name):
             raise bad_request(
                 name, f"{name} is not supported for batches; use /v1/chat/completions"

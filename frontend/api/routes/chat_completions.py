@@ -18,7 +18,7 @@ from ...client.engine_client import Delta, Sequence
 from ...http.errors import bad_request, echo
 from ..answer import Answer, Outputs
 from ..bodies.intake import Intake
-from ..chat_prompt import RenderedChat, render_chat
+from ..chat_prompt import RenderedChat, read_token_ids, render_chat
 from ..endpoint import Endpoint, NewAnswer
 from ..generation import (
     PreparedPrompt,
@@ -185,6 +185,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         Raises:
             APIError: The conversation is invalid or too long (400).
         """
+        if request.prompt_token_ids is not None:
+            return await read_token_ids(self._serving, request)
         return await render_chat(
             self._serving,
             request,

@@ -12,9 +12,10 @@ Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed response."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    # Without a stream, even a field that is null is an error.
+    include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
+    continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET
+    include_obfuscation: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -153,6 +154,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] | None = None
+    # The whole prompt, in place of what the chat template makes of `messages`.
+    prompt_token_ids: list[Int] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

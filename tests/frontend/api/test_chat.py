@@ -106,6 +106,22 @@ def test_token_ids_are_returned_on_request(frontend: FrontendProcess) -> None:
     assert [token for event in rest for token in event["choices"][0]["token_ids"]] == ids
 
 
+def test_a_prompt_may_be_token_ids(frontend: FrontendProcess) -> None:
+    tokens = frontend.post("/tokenize", messages=MESSAGES).json()["tokens"]
+    given = chat(frontend, messages=[], prompt_token_ids=tokens, return_token_ids=True)
+    assert given["prompt_token_ids"] == tokens
+    assert given["choices"][0]["message"] == chat(frontend)["choices"][0]["message"]
+    for fields, param in (
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5, 10**6]}, "prompt_token_ids[1]"),
+        ({"prompt_token_ids": tokens, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt_token_ids": tokens, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ):
+        answer = frontend.post("/v1/chat/completions", messages=[], **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+
+
 def test_content_parts_are_joined(frontend: FrontendProcess) -> None:
     parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
     answer = chat(frontend, messages=[{"role": "user", "content": parts}], max_tokens=3)
