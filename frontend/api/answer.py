@@ -94,8 +94,12 @@ class Answer(ABC, Generic[Request]):
         if self.receipt_source is None:
             return {}
         messages = getattr(self.request, "messages", None) or []
+        if messages and isinstance(messages[0], list):
+            # The receipt of several conversations is that of the first.
+            messages = messages[0]
         tokenizer, sequences = self.serving.tokenizer, self._group.sequences
-        return {"engine": make_receipt(self.receipt_source, sequences, tokenizer, messages)}
+        shown = self.serving.stable_prefix.apply(messages)
+        return {"engine": make_receipt(self.receipt_source, sequences, tokenizer, shown)}
 
     def usage_so_far(self) -> Json:
         """Return the usage of the tokens read so far. This is slow for many sequences."""

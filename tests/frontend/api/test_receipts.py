@@ -54,6 +54,12 @@ def test_receipt_names_the_first_difference() -> None:
         )
         # The prompts of other keys are not compared.
         assert "difference" not in chunks[-1].usage.to_dict()["engine"]["prefix_match"]
+        batch = frontend.http.post(
+            "/v1/chat/completions/batch",
+            json=chat(same) | {"messages": [chat(same)["messages"]] * 2, "include_receipt": True},
+            headers={"Authorization": "Bearer a"},
+        ).json()
+        assert batch["usage"]["engine"]["queue_ms"] >= 0
         whole = client.completions.create(
             model=MODEL, prompt="One two", max_tokens=2, extra_body={"include_receipt": True}
         )
