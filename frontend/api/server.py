@@ -26,7 +26,6 @@ from ..chat import ChatTemplateError, ModelTemplates, choose_formats
 from ..client.engine_client import EngineClient, Overloaded
 from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
-from ..http.errors import APIError
 from ..http.loop_watch import LoopWatch
 from ..http.server import HTTPServer
 from ..store.client import StoreClient
@@ -205,10 +204,7 @@ class Frontend:
         if self._config.model.has_tokenizer:
             await self._serving.grammar_checks.warm_up()
         for work in self._serving.when_ready:
-            try:
-                await work()
-            except APIError as error:
-                logger.warning("cannot continue earlier work: %s", error.message)
+            await work()
 
     async def _warm_up(self) -> None:
         """Generate a token, which checks every process and socket that requests use.

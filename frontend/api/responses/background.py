@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -186,9 +186,7 @@ class BackgroundRuns:
                 RETRY_S,
             )
         self._runs[run.exchange.response_id] = run
-        task = asyncio.create_task(self._run(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._run(run))
         await run.accepted
         try:
             await self._record(run)
@@ -199,7 +197,27 @@ class BackgroundRuns:
             run.is_recorded.set()
 
     async def resume(self) -> None:
-        """Start the runs again that a predecessor of this frontend did not finish."""
+        """Begin to start the runs again that a predecessor of this frontend did not finish.
+
+        A predecessor that still runs has the store, which answers when it has ended.
+        """
+        self._spawn(self._resume_when_possible())
+
+    async def _resume_when_possible(self) -> None:
+        while not self._is_stopping:
+            try:
+                await self._resume_all()
+                return
+            except APIError as error:
+                logger.warning("background responses wait for the store: %s", error.message)
+                await asyncio.sleep(RETRY_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _resume_all(self) -> None:
         index = self._serving.engine.client_index
         places = [index]
         if index == 0:
@@ -212,6 +230,8 @@ class BackgroundRuns:
                 await self._resume_run(msgspec.json.decode(part, type=RunRecord))
 
     async def _resume_run(self, record: RunRecord) -> None:
+        if record.response_id in self._runs:
+            return
         identifier, owner = record.response_id, record.caller["owner"]
         stored = await self._states.responses.find(identifier, owner)
         if stored is None or stored["response"]["status"] in ENDED:
