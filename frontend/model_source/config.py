@@ -54,6 +54,7 @@ LENGTH_FIELDS = (
     "n_positions",
     "max_sequence_length",
     "seq_length",
+    "max_seq_len",
     "n_ctx",
     "model_max_length",
 )
@@ -285,6 +286,13 @@ def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None
 
 
 def _length_limit(config: ConfigFields) -> int | None:
+    limit = _position_limit(config)
+    # With sparse attention a token attends to so many others. Engine runs sequences in which those are all.
+    num_chosen = config.optional_integer("index_topk")
+    return limit if num_chosen is None else min(num_chosen, limit or num_chosen)
+
+
+def _position_limit(config: ConfigFields) -> int | None:
     lengths = [length for name in LENGTH_FIELDS if (length := config.optional_integer(name))]
     if not lengths:
         return None

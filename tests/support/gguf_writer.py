@@ -63,6 +63,7 @@ DENSE = {
     "cohere": "command-r",
     "cohere2": "cohere2",
     "ernie4_5": "ernie4_5",
+    "exaone": "exaone",
     "exaone4": "exaone4",
     "falcon": "falcon",
     "gemma": "gemma",
@@ -70,6 +71,7 @@ DENSE = {
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "mpt": "mpt",
     "nemotron": "nemotron",
     "phi": "phi2",
     "seed_oss": "seed_oss",
@@ -275,7 +277,7 @@ def add_dense_hyperparameters(writer: GGUFWriter, config: Any) -> None:
         kv_heads = 1
     inner = next(
         (getattr(config, n) for n in ("n_inner", "ffn_hidden_size") if hasattr(config, n)),
-        getattr(config, "intermediate_size", None),
+        getattr(config, "intermediate_size", 4 * config.hidden_size),
     )
     writer.add_context_length(getattr(config, "max_position_embeddings", 2048))
     writer.add_embedding_length(config.hidden_size)

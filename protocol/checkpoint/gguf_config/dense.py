@@ -50,6 +50,18 @@ def _ernie4_5(fields: ModelFields) -> dict[str, Any]:
     return family(fields, "ernie4_5", "Ernie4_5ForCausalLM")
 
 
+def _exaone(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "exaone", "ExaoneForCausalLM")
+
+
+def _mpt(fields: ModelFields) -> dict[str, Any]:
+    attention = {
+        "alibi_bias_max": fields.positive("attention.max_alibi_bias", 8.0),
+        "clip_qkv": fields.optional_number("attention.clamp_kqv"),
+    }
+    return family(fields, "mpt", "MPTForCausalLM", attn_config=attention)
+
+
 def _exaone4(fields: ModelFields) -> dict[str, Any]:
     has_windows = fields.optional_integer("attention.sliding_window") is not None
     kinds = layer_types(fields, default_period=4 if has_windows else 1)
@@ -246,6 +258,7 @@ DENSE: dict[str, Translate] = {
     "cohere2": _cohere2,
     "command-r": _command_r,
     "ernie4_5": _ernie4_5,
+    "exaone": _exaone,
     "exaone4": _exaone4,
     "falcon": _falcon,
     "glm4": _glm4,
@@ -256,6 +269,7 @@ DENSE: dict[str, Translate] = {
     "llama": _llama,
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,
+    "mpt": _mpt,
     "nemotron": _nemotron,
     "olmo": _olmo,
     "olmo2": _olmo2,

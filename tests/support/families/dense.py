@@ -298,7 +298,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "jais2": ("Jais2", {}),
     "gpt-neo": (
         "GPTNeo",
-        {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+        {
+            "num_hidden_layers": 4,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 9,
+            "intermediate_size": None,
+        },
     ),
     "mpt": ("Mpt", {"expansion_ratio": 4}),
 }

@@ -242,4 +242,25 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        LATENT
+        | EXPERTS
+        | GROUPS
+        | {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "rope_parameters": LONG},
+    ),
+    "glm5": (
+        "GlmMoeDsa",
+        LATENT
+        | EXPERTS
+        | {
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "index_topk": 128,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
 }

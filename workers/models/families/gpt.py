@@ -88,9 +88,8 @@ def gpt_spec(
         "attention_output_bias": has_biases,
         "mlp_bias": has_biases,
     }
-    fields = fields.with_defaults(
-        intermediate_size=4 * fields.integer("hidden_size"), rms_norm_eps=1e-5
-    )
+    size = fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))
+    fields = fields.with_values({"intermediate_size": size}).with_defaults(rms_norm_eps=1e-5)
     if not has_groups:
         gpt["num_kv_heads"] = fields.integer("num_attention_heads")
     if "layers" not in differences:

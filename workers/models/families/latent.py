@@ -93,6 +93,17 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
     return _with_sigmoid_experts(fields, has_listed_experts(fields, first_dense(fields, 1)))
 
 
+def _sparse_latent(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of DeepSeek-V3.2 or GLM-5.
+
+    An indexer chooses the `index_topk` tokens that a token attends to. Those are all, because sequences are not longer.
+    """
+    fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
+    has_experts = has_listed_experts(fields, first_dense(fields, 3))
+    spec = _with_sigmoid_experts(fields, has_experts)
+    return replace(spec, tensor_names=(*spec.tensor_names, (r".*\.self_attn\.indexer\..*", "")))
+
+
 def _axk1(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
     interval, first = fields.integer("moe_layer_freq", 1), first_dense(fields, 1)
@@ -178,6 +189,8 @@ FAMILIES = (
     Family("AXK1ForCausalLM", "axk1", _axk1),
     Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
     Family("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek_v3),
+    Family("DeepseekV32ForCausalLM", "deepseek_v32", _sparse_latent),
+    Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", _sparse_latent),
     Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _glm4_moe_lite),
     Family("MiniCPM3ForCausalLM", "minicpm3", _minicpm3),
     Family("Mistral4ForCausalLM", "mistral4", _mistral4),

@@ -85,8 +85,11 @@ def _solar_open(fields: ConfigFields) -> ModelSpec:
         head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5, n_shared_experts=1
     )
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0, partial=True)
+    size = fields.integer("moe_intermediate_size", 1280)
+    # No layer has an MLP without experts.
+    fields = fields.with_defaults(moe_intermediate_size=size, intermediate_size=size)
     spec = llama(fields, layers=uniform_layers(fields, rope), attention_output_bias=False)
-    experts = deepseek_experts(fields.with_defaults(moe_intermediate_size=1280))
+    experts = deepseek_experts(fields)
     return with_experts(spec, experts, tensor_names=unused_layers(fields))
 
 
