@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -15,7 +15,8 @@ import msgspec
 from ....protocol.errors import POISON_REQUEST
 from ....protocol.messages import FinishReason
 from ....protocol.store.requests import ClaimedRequest, StreamState
-from ...client.engine_client import RequestGroup, Sequence
+from ...client.engine_client import RequestGroup
+from ...client.engine_client import Sequence as GeneratedSequence
 from ...client.groups.recording import Recording
 from ...http.errors import APIError
 from ...store.client import StoreError
@@ -33,7 +34,7 @@ MAX_STARTS: Final = 3
 """How often a request is continued without a new token in between."""
 
 RETRY_S: Final = 0.5
-"""Seconds before a request is submitted again for which the engine had no room."""
+"""Seconds before another attempt, if the engine had no room for a request or the store did not answer."""
 
 StartGroup = Callable[[Any, list[PreparedPrompt]], Awaitable[RequestGroup]]
 """Submits a request that was prepared again."""
@@ -86,14 +87,21 @@ class Recovery:
 
     async def _claim_all(self) -> None:
         try:
-            while claimed := await self._serving.store.claim(CLAIMED_AT_ONCE):
+            while claimed := await self._claim():
                 for request in claimed:
                     self._spawn(self._continue(request))
                 logger.info("continuing %d requests of a frontend that is gone", len(claimed))
-        except StoreError as error:
-            logger.warning("requests of a frontend that is gone wait: %s", error)
         finally:
             self._is_claiming = False
+
+    async def _claim(self) -> Sequence[ClaimedRequest]:
+        """Return claimed requests, when the store answers."""
+        while True:
+            try:
+                return await self._serving.store.claim(CLAIMED_AT_ONCE)
+            except StoreError as error:
+                logger.warning("requests of a frontend that is gone wait: %s", error)
+            await asyncio.sleep(RETRY_S)
 
     async def _continue(self, claimed: ClaimedRequest) -> None:
         try:
@@ -166,7 +174,7 @@ class Recovery:
             self._restore(sequence, state)
         return recording
 
-    def _restore(self, sequence: Sequence, state: StreamState) -> None:
+    def _restore(self, sequence: GeneratedSequence, state: StreamState) -> None:
         engine, end = self._serving.engine, state.end
         sequence.token_ids = array("i", state.tokens)
         if state.tokens:

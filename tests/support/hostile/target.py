@@ -47,6 +47,8 @@ SERVER_ARGS: Final = [
     "hermes",
     "--api-server-count",
     "1",
+    "--resume-grace",
+    "0.05",
     "--served-model-name",
     "smollm2",
 ]
