@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -306,3 +307,18 @@ def test_no_file_is_long() -> None:
     files = [*MODULES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
     lengths = {relative_name(path): len(path.read_text().splitlines()) for path in files}
     assert not {name: n for name, n in lengths.items() if n > MAX_LINES_OF_FILE}
+
+
+def test_the_table_of_rules_names_functions_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = text.partition("## Where a rule is decided")[2].splitlines()
+    rules = [row for row in rows if row.startswith("| ") and "`" in row]
+    assert len(rules) > 12
+    for row in rules:
+        path = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            if name.endswith(".py"):
+                path = name
+            else:
+                defined = rf"^\s*(class|(async )?def) {name}\b"
+                assert re.search(defined, (ROOT / path).read_text(), re.M), (path, name)
