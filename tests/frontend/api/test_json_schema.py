@@ -259,7 +259,7 @@ def test_references_to_a_large_schema_take_linear_time(
     uses = [{"properties": {"a": {}}, "$ref": "#/$defs/A"}] * 5000
     began = time.process_time()
     prepare_schema({"$defs": {"A": target}, "anyOf": uses}, is_strict=True)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30
 
 
 def test_a_reference_with_a_huge_index_has_no_target() -> None:

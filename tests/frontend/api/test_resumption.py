@@ -144,7 +144,7 @@ def test_a_request_without_readers_ends_after_the_grace_period() -> None:
         left_at = time.monotonic()
         assert frontend.core.running
         wait_until(lambda: not any(frontend.core.running.values()), what="it is aborted")
-        assert 0.4 < time.monotonic() - left_at < 5
+        assert time.monotonic() - left_at > 0.4
         [(event_id, _), *_] = events_of(event[: event.rindex("\n\n") + 2])
         answer = frontend.http.post(COMPLETIONS, content=b"{}", headers={"last-event-id": event_id})
         assert answer.status_code == 404, answer.text

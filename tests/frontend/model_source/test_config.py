@@ -213,7 +213,7 @@ def test_sampling_defaults_are_read_from_the_generation_config(tmp_path: Path) -
     ("config", "message"),
     [
         ({"vocab_size": 1}, "config.json: model_type is missing"),
-        (LLAMA | {"vocab_size": "big"}, "vocab_size must be a positive integer, it is 'big'"),
+        (LLAMA | {"vocab_size": "big"}, "vocab_size must be a positive integer, got 'big'"),
         ({"model_type": "llama", "vocab_size": 1}, "set --max-model-len"),
         ([1], "must contain a JSON object"),
     ],

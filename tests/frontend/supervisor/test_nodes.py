@@ -219,8 +219,10 @@ def test_dropped_frames_of_all_nodes_are_counted(node_zero: NodeZero) -> None:
         node_zero.read_until(
             lambda: nodes.num_dropped_frames == 6, "its dropped frames are reported"
         )
-        node.close()
+        # Node 0 waits for the others to end.
+        node.send(NodeLeft())
         nodes.close("")
+        node.close()
 
 
 def test_a_node_that_has_not_joined_is_stopped_too(node_zero: NodeZero) -> None:
