@@ -160,7 +160,7 @@ class Peer(Generic[In]):
 
 
 class Hub(Generic[In]):
-    """The bound end of many connections. Peers are identified by their identity.
+    """The bound end of many connections. Each peer chooses the identity by which it is addressed.
 
     A hub with a `key` admits only peers that have it. A context can have one such hub.
 

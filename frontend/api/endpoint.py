@@ -201,7 +201,7 @@ class Endpoint(ABC, Generic[Request]):
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
-        """Return what `prepare` returned for a recorded body."""
+        """Return the result that `prepare` had for a recorded body."""
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)

@@ -33,7 +33,7 @@ MEMORY_FACTOR: Final = 1.5
 
 
 class Overlap(enum.StrEnum):
-    """Whether both servers run at the same time."""
+    """True if both servers run at the same time."""
 
     AUTO = "auto"
     ON = "on"

@@ -48,7 +48,7 @@ class ChatMedia(Protocol):
 def find_chat_media(
     config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
 ) -> ChatMedia | None:
-    """Return what takes images or sounds out of conversations; None if the model or the limits allow none."""
+    """Return the reader of images or sounds in conversations; None if the model or the limits allow none."""
     model, limits = config.model, config.frontend
     # Imported here, because few models read images or sounds.
     if model.images is not None and model.has_tokenizer and limits.max_images:

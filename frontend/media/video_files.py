@@ -32,7 +32,7 @@ TIMEOUT_S: Final = 20.0
 
 
 class Sampling(NamedTuple):
-    """What a request says about the frames of a video.
+    """The settings of a request for the frames of a video.
 
     Attributes:
         fps: The frames of a second that are read of a file, or that given frames have.

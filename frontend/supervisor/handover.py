@@ -41,7 +41,7 @@ class HandoverRequested(Exception):
 
 
 class ServedEngine(msgspec.Struct, frozen=True):
-    """What an engine says about itself.
+    """An engine's description of itself.
 
     Attributes:
         version: Its version, for people.
@@ -94,7 +94,7 @@ class HandoverSocket:
             self._successors[successor.fileno()] = successor
 
     def _receive(self, fd: int) -> bytes:
-        """Return what a successor has sent. It is dropped if it has closed the connection."""
+        """Return the messages of a successor. One that has closed the connection is dropped."""
         successor = self._successors[fd]
         try:
             received = successor.recv(len(TAKE))

@@ -62,7 +62,7 @@ class ConfigFields:
 
     def wrong(self, name: str, needed: str, value: Any) -> CheckpointError:
         """Return an error about a field that is not as `needed`."""
-        return self.error(f"{self.prefix}{name} must be {needed}, it is {value!r}")
+        return self.error(f"{self.prefix}{name} must be {needed}, got {value!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field's value, or the default if it is absent."""
@@ -171,9 +171,7 @@ class ConfigFields:
         if values is None:
             return None
         if not isinstance(values, list | tuple) or len(values) != num_layers:
-            raise self.error(
-                f"{self.prefix}{name} must have {num_layers} entries, it is {values!r}"
-            )
+            raise self.error(f"{self.prefix}{name} must have {num_layers} entries, got {values!r}")
         return list(values)
 
     def section(self, name: str) -> ConfigFields | None:

@@ -317,4 +317,4 @@ def test_an_error_names_file_field_value_and_expectation(directory: Path) -> Non
     file.write_text(json.dumps(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 0}}))
     with pytest.raises(CheckpointError) as caught:
         read_config(directory)
-    assert str(caught.value) == f"{file}: rope_scaling.factor must be a positive number, it is 0"
+    assert str(caught.value) == f"{file}: rope_scaling.factor must be a positive number, got 0"

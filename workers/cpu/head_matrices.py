@@ -42,7 +42,7 @@ class HeadMatrices:
 def read_head_matrices(
     spec: ModelSpec, latent: LatentSpec, weights: NativeWeightReader, prefix: str, heads: range
 ) -> tuple[HeadMatrices, HeadMatrices]:
-    """Return what turns these heads' plain queries into queries of latent vectors, and latent vectors into values."""
+    """Return these heads' matrices from plain queries to latent ones, and from latent vectors to values."""
     if has_split_expansions(weights, prefix):
         keys = [
             weights.packed(f"{prefix}k_b_proj.{head}.weight", latent.kv_rank, latent.plain_dim)

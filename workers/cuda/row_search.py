@@ -52,9 +52,9 @@ def share_of(total, top_p):
 
 @triton.jit
 def positions_of_largest(levels_N, count):
-    """Return the place of each of the `count` largest in a list of them, which keeps their order: int32 [N].
+    """Return the place of each element among the `count` largest, in their order, int32 [N]; -1 for the others.
 
-    -1 for all others. Of equals the first ones count as larger.
+    Of equal elements the first ones count as larger.
     """
     low = tl.full((), LOWEST_LEVEL, tl.int64)
     high = tl.full((), _HIGHEST_LEVEL, tl.int64)

@@ -179,7 +179,7 @@ class RequestStates:
 def _pooling_head(
     model: Model, dense_layers: DenseLayers | None
 ) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
-    """Return what computes the scores, or the embedding, from the pooled vector of a slot; None for nothing."""
+    """Return the function from the pooled vector of a slot to scores or an embedding; None if it stays as it is."""
     score_head, loras = model.score_head, model.loras
     if score_head is None:
         return None if dense_layers is None else lambda vector_I, _: dense_layers(vector_I)

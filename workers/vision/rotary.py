@@ -37,7 +37,7 @@ class PatchRotary:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Whether each of the K / 2 angles is by the row or by the column."""
+        """Which axis each of the K / 2 angles follows, the row or the column."""
         half = self.head_dim // 2
         first = -(-half // 2)
         axes = (COLUMN, ROW) if self.order == "halves" else (ROW, COLUMN)

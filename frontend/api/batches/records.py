@@ -21,7 +21,7 @@ ENDED: Final = ("failed", "completed", "expired", "cancelled")
 
 
 class BatchWork(msgspec.Struct):
-    """What the frontend that executes a batch must know."""
+    """The data of a batch for the frontend that executes it."""
 
     batch_id: str
     owner: str

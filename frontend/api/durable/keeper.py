@@ -78,7 +78,7 @@ class Keeper:
         deadline: float,
         trace_headers: dict[str, str] | None,
     ) -> RequestRecord:
-        """Return what is recorded about a request, as yet without its seeds.
+        """Return the record of a request, as yet without its seeds.
 
         Raises:
             APIError: The idempotency key is invalid (400).
@@ -138,7 +138,7 @@ class Keeper:
         return found
 
     def begin_recording(self, record: RequestRecord) -> BeginRecording | None:
-        """Return what begins the recording of the request; None if it is not recorded."""
+        """Return the function that begins the recording of the request; None if it is not recorded."""
         if not self._is_kept:
             return None
         config = self._serving.config.store

@@ -22,7 +22,7 @@ TOKENS_AT_ONCE: Final = 4096
 
 
 class _Stream:
-    """What is known of one sequence. `num_fed` of its tokens were passed on."""
+    """The recorded tokens of one sequence. `num_fed` of them were passed on."""
 
     def __init__(self) -> None:
         self.tokens = array("i")

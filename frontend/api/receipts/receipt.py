@@ -20,7 +20,7 @@ COMPARED_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class ReceiptSource:
-    """What a receipt needs beside the outputs.
+    """The contents of a receipt other than the outputs.
 
     Attributes:
         request_id: The identifier under which the engine knows the request.

@@ -50,7 +50,7 @@ MAX_FRONTENDS: Final = 64
 
 
 class RunRecord(msgspec.Struct):
-    """What is needed to start a run again."""
+    """The data with which a run can be started again."""
 
     response_id: str
     body: ResponsesRequest

@@ -125,7 +125,7 @@ class Router:
         ]
 
     def keys(self, request: EngineCoreRequest) -> list[int]:
-        """Return what a replica will have because of a request, or [] if there is only one replica."""
+        """Return the keys of all that a replica will hold after a request, or [] if there is only one replica."""
         if len(self._cores) == 1:
             return []
         keys = block_keys(request.block_hashes)

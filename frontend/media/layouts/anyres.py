@@ -86,7 +86,7 @@ def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
     side = max(image.size)
     if side > _MAX_SIDE:
         raise ValueError(
-            f"beside other images its longer side may have {_MAX_SIDE} pixels, it has {side}; "
+            f"beside other images its longer side may have at most {_MAX_SIDE} pixels, got {side}; "
             "send a smaller one"
         )
     red, green, blue = (int(255 * mean) for mean in config.mean)

@@ -395,7 +395,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_an_impossible_number_of_layers_is_rejected(tmp_path: Path, architecture: str) -> None:
     metadata = LLAMA_METADATA | {"block_count": 2**31 - 1}
     path = write_file(tmp_path / "m.gguf", EMBEDDING, architecture, metadata)
-    refused(path, f"{architecture}.block_count", "at most 10000, it is 2147483647")
+    refused(path, f"{architecture}.block_count", "at most 10000, got 2147483647")
 
 
 @examples(300)

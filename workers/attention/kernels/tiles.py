@@ -64,7 +64,7 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
 
 
 def latent_prefill_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile of latent attention for prompts, whose rows are those of all tiles that fit.
+    """Return the tile of latent attention for prompts, with as many rows as fit.
 
     The values that a program sums have up to 512 elements, and need so many registers that a tile has few keys.
     """

@@ -142,7 +142,7 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
         # A fixed NTK-aware scaling: the base is that of sequences `alpha` times as long.
         size = head_dim(fields)
         if size <= 2:
-            raise fields.error(f"head_dim must be above 2, it is {size}")
+            raise fields.error(f"head_dim must be above 2, got {size}")
         theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
         theta *= alpha ** (size / (size - 2))
         parameters = {"rope_type": "default", "rope_theta": theta}

@@ -132,7 +132,7 @@ def _read_scaling(
     if kind == "proportional":
         fraction = parameters.number("partial_rotary_factor", 1.0)
         if fraction > 1:
-            raise fields.error(f"partial_rotary_factor must be at most 1, it is {fraction}")
+            raise fields.error(f"partial_rotary_factor must be at most 1, got {fraction}")
         num_frequencies = int(fraction * rotary_dim // 2)
         return ProportionalScaling(num_frequencies, parameters.positive("factor", 1.0))
     original_length = fields.integer(

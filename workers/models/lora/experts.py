@@ -21,7 +21,7 @@ _Packed: TypeAlias = dict[int, tuple[Linear, Linear]]
 
 
 class ExpertChanges:
-    """What adapters change of grouped products, each of which has the matrices `matrices` of an expert in a row."""
+    """The changes of adapters to grouped products, each of which has the matrices `matrices` of an expert in a row."""
 
     def __init__(self, matrices: Sequence[Sequence[AdaptedMatrix]], loras: LoraAdapters) -> None:
         self.parts = [part for expert in matrices for part in expert]
@@ -33,7 +33,7 @@ class ExpertChanges:
         loras.add_product(self)
 
     def pack(self, changes: Sequence[Change | None]) -> _Packed:
-        """Return what an adapter changes."""
+        """Return the changes of an adapter."""
         packed = {}
         for expert, start in enumerate(range(0, len(changes), self._size)):
             own = [

@@ -40,7 +40,7 @@ class AdaptedLinear:
         return y_TO
 
     def pack(self, changes: Sequence[Change | None]) -> Any:
-        """Return what an adapter changes."""
+        """Return the changes of an adapter."""
         factors = [
             (low.down_RI, low.up_OR) if isinstance(low, LowRank) else None for low in changes
         ]

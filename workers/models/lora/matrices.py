@@ -50,7 +50,7 @@ class AdaptedMatrix:
         )
 
     def changed(self, change: Change) -> Change:
-        """Return what the change of the whole module changes here."""
+        """Return the part of the change of the whole module that falls on this matrix."""
         if isinstance(change, Replacement):
             return Replacement(self.rows.select(change.weight), change.bias)
         down_RI = change.down_RI
@@ -67,7 +67,7 @@ class AdaptedProduct(Protocol):
         """The matrices."""
 
     def pack(self, changes: Sequence[Change | None]) -> Any:
-        """Return what an adapter changes of each matrix, as `install` takes it.
+        """Return the change of an adapter to each matrix, as `install` takes it.
 
         Numbers are finite. This may run in another thread while the product is in use.
 

@@ -29,7 +29,7 @@ class _Make(Protocol):
 
 
 class VocabularyChanges:
-    """What adapters change of the outputs of the embedding or of the output projection."""
+    """The changes of adapters to the outputs of the embedding or of the output projection."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class VocabularyChanges:
         loras.add_product(self)
 
     def pack(self, changes: Sequence[Change | None]) -> RowChange:
-        """Return what an adapter changes."""
+        """Return the changes of an adapter."""
         (change,) = changes
         assert change is not None
         return self._make(change, self._loras.kernels, self._loras.dtype, self._bias_v)

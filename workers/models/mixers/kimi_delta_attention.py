@@ -104,7 +104,7 @@ class KimiDeltaAttentionMixer(Mixer):
 def projection_rows(
     layer: KimiDeltaAttention, prefix: str, tensor_parallel: TensorParallel
 ) -> list[Rows]:
-    """Return this rank's rows of queries, keys, values, strengths, and of what steps and gates are made of."""
+    """Return this rank's rows of queries, keys, values, strengths, and of the inputs of steps and gates."""
     heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
     size, own = layer.num_heads * dim, elements(heads, dim)
     return [
