@@ -23,6 +23,7 @@ from .decode import decode_image, to_rgb
 from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings, read_grid
 from .layouts.frames import fit_frames
+from .message_parts import replace_parts, verify_count
 from .prompt_images import PreparedImage, PromptImages
 from .video_files import Sampling, open_video
 
@@ -76,26 +77,10 @@ def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any],
         ParameterError: A part is invalid, or there are too many images or videos.
     """
     media: list[ChatItem] = []
-    taken: list[Any] = []
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list) and any(_kind(part) for part in content):
-            parts = [
-                _take(part, f"messages[{i}].content[{j}]", media, limits)
-                for j, part in enumerate(content)
-            ]
-            message = {**message, "content": parts}
-        taken.append(message)
+    taken = replace_parts(messages, lambda part, where: _take(part, where, media, limits))
     num_videos = sum(isinstance(item, ChatVideo) for item in media)
-    for name, count, most in (
-        ("images", len(media) - num_videos, limits.max_images),
-        ("videos", num_videos, limits.max_videos or 0),
-    ):
-        if count > most:
-            raise ParameterError(
-                "messages",
-                f"have {count} {name}, but at most {most} are allowed (--limit-mm-per-prompt)",
-            )
+    verify_count("images", len(media) - num_videos, limits.max_images)
+    verify_count("videos", num_videos, limits.max_videos or 0)
     return taken, media
 
 
@@ -106,7 +91,7 @@ def _kind(part: Any) -> str:
 
 
 def _take(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
-    """Return what replaces the part, and append its image or video."""
+    """Return the part, or the mark in its place after appending its image or video."""
     kind = _kind(part)
     if not kind:
         return part

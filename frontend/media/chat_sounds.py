@@ -28,6 +28,7 @@ from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
 from .data_urls import is_data_url, read_data_url
 from .downloads import Downloader
+from .message_parts import replace_parts, verify_count
 
 _KINDS: Final = ("input_audio", "audio_url", "audio")
 
@@ -60,25 +61,13 @@ def take_sounds(messages: Sequence[Any], max_sounds: int) -> tuple[list[Any], li
         ParameterError: A part is invalid, or there are too many sounds.
     """
     sounds: list[ChatSound] = []
-    taken: list[Any] = []
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list):
-            parts = [
-                _take(part, f"messages[{i}].content[{j}]", sounds) for j, part in enumerate(content)
-            ]
-            message = {**message, "content": parts}
-        taken.append(message)
-    if len(sounds) > max_sounds:
-        raise ParameterError(
-            "messages",
-            f"have {len(sounds)} sounds, but at most {max_sounds} are allowed (--limit-mm-per-prompt)",
-        )
+    taken = replace_parts(messages, lambda part, where: _take(part, where, sounds))
+    verify_count("sounds", len(sounds), max_sounds)
     return taken, sounds
 
 
 def _take(part: Any, where: str, sounds: list[ChatSound]) -> Any:
-    """Return what replaces the part, and append its sound."""
+    """Return the part, or the mark in its place after appending its sound."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS:
         return part

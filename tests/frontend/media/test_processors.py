@@ -108,7 +108,7 @@ def test_grids_with_margins_equal_those_of_transformers(kind, tmp_path):
             parts = process_image(image, config, 2)
             [tile] = [part.payload for part in parts if isinstance(part, Tile)]
             np.testing.assert_array_equal(_normalized(tile), pixels)
-        with pytest.raises(ValueError, match="may have 8192 pixels, it has 9000"):
+        with pytest.raises(ValueError, match="may have at most 8192 pixels, got 9000"):
             process_image(_image(1, 9000), config, 2)
 
 
