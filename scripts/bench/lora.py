@@ -2,24 +2,30 @@
 
     scripts/bench/run lora [--model PATH] [--adapters 8] [--rank 16] [--rounds 5]
 
-The adapters are random, and change all projections of the layers.
+The adapters are random, and change all projections of the layers. Then a stream of the base model runs while adapters
+are loaded one after the other, and the times between its tokens are compared with those of a stream without loads.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import statistics
 import tempfile
+import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from engine import LLM, SamplingParams
 from engine.workers.loaders.open_checkpoint import open_checkpoint
 from safetensors.torch import save_file
 from side_by_side.contenders import default_model
+from support.server import Server
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, ...]], rank: int) -> None:
@@ -42,6 +48,57 @@ def tokens_per_second(llm: LLM, names: list[str | None], length: int, count: int
     start = time.perf_counter()
     llm.generate(prompts, params, lora_request=names)
     return len(names) * (length if count == 1 else count) / (time.perf_counter() - start)
+
+
+def token_gaps(server: Server, count: int) -> list[float]:
+    """Return the seconds between the tokens of a stream of the base model."""
+    url = urlsplit(server.url)
+    connection = http.client.HTTPConnection(str(url.hostname), url.port)
+    body = {"model": "base", "prompt": [5] * 16, "max_tokens": count, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    times = [
+        time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")
+    ]
+    connection.close()
+    return [after - before for before, after in pairwise(times)]
+
+
+def measure_loads(model: str, directory: Path, names: list[str], rank: int) -> None:
+    """Print the times between tokens with and without loads of adapters, which take turns in two places."""
+    flags = ("--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(rank))
+    flags += ("--max-cpu-loras", "2", "--served-model-name", "base")
+    with Server(model, *flags) as server:
+        token_gaps(server, 64)
+        for kind in ("alone", "during loads"):
+            is_over = threading.Event()
+            num_loads = 0
+
+            def load_all(is_over: threading.Event = is_over) -> None:
+                nonlocal num_loads
+                while not is_over.is_set():
+                    name = names[num_loads % len(names)]
+                    load = {"lora_name": name, "lora_path": str(directory / name)}
+                    status, answer = server.post("/v1/load_lora_adapter", load)
+                    assert status == 200, answer
+                    server.post("/v1/unload_lora_adapter", {"lora_name": name})
+                    num_loads += 1
+
+            thread = threading.Thread(target=load_all)
+            if kind != "alone":
+                thread.start()
+            gaps = sorted(token_gaps(server, 1024))
+            is_over.set()
+            if kind != "alone":
+                thread.join()
+            median, most = statistics.median(gaps), gaps[-1]
+            p99 = gaps[len(gaps) * 99 // 100]
+            print(
+                f"{kind:13} {num_loads:3} loads  between tokens: median {median * 1e3:.1f} ms, "
+                f"99 % {p99 * 1e3:.1f} ms, longest {most * 1e3:.1f} ms"
+            )
 
 
 def main() -> None:
@@ -83,6 +140,7 @@ def main() -> None:
                     print(
                         f"{phase:8} {kind:12} {median:8.0f} tokens/s  {median / base:.3f} of the base"
                     )
+        measure_loads(args.model, Path(directory), [str(name) for name in names], args.rank)
 
 
 if __name__ == "__main__":
