@@ -325,8 +325,8 @@ class RequestLifecycle:
         ]
 
     def max_output_tokens(self, request: Request) -> int:
-        """Return the maximum number of output tokens of a request."""
-        max_output = self._max_total_tokens - request.num_prompt_tokens
+        """Return the maximum number of output tokens of a request. The one of a pooled request needs no room."""
+        max_output = max(self._max_total_tokens - request.num_prompt_tokens, 1)
         max_tokens = request.params.max_tokens
         return max_output if max_tokens is None or max_tokens > max_output else max_tokens
 

@@ -9,6 +9,7 @@ from engine.protocol.arrays import float32_bytes, int32_bytes, int32_view
 from engine.protocol.config import SpeculativeConfig
 from engine.protocol.errors import EngineError
 from engine.protocol.messages import EventKind, FinishReason
+from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import GrammarKind, StructuredOutput
 from engine.protocol.worker_messages import ModelRunnerOutput, RowLogprobs
 from support.model_worker import propose_by_chance
@@ -450,3 +451,14 @@ def test_6_4_a_token_against_the_grammar_ends_only_its_request(eos):
     assert outputs[0].finished[0].reason is FinishReason.ERROR
     assert "grammar" in outputs[0].finished[0].message
     assert key not in harness.scheduler.requests
+
+
+def test_a_pooled_prompt_of_the_maximum_length_is_computed_in_one_step():
+    harness = Harness(max_model_len=64, async_scheduling=True)
+    key = harness.add(64, 1, pooling_params=PoolingParams(PoolingKind.CLS, True))
+    step = harness.schedule()
+    assert step is not None and int32_view(step.chunks).tolist() == [0, 64]
+    # The step is in flight.
+    assert harness.schedule() is None
+    harness.drain()
+    assert harness.received[key].finished is not None
