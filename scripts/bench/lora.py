@@ -68,8 +68,10 @@ def token_gaps(server: Server, count: int) -> list[float]:
 
 def measure_loads(model: str, directory: Path, names: list[str], rank: int) -> None:
     """Print the times between tokens with and without loads of adapters, which take turns in two places."""
-    flags = ("--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(rank))
-    flags += ("--max-cpu-loras", "2", "--served-model-name", "base")
+    flags = (
+        *("--enable-lora", "--allow-runtime-lora-updating", "--max-lora-rank", str(rank)),
+        *("--max-cpu-loras", "2", "--served-model-name", "base"),
+    )
     with Server(model, *flags) as server:
         token_gaps(server, 64)
         for kind in ("alone", "during loads"):
