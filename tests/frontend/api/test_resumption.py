@@ -216,3 +216,30 @@ def test_streams_have_no_ids_unless_requests_are_kept(tmp_path: Path) -> None:
         assert response.status_code == 200
         assert all(not event_id for event_id, _ in events_of(response.text))
         assert frontend.http.get(f"{COMPLETIONS}/x/events").status_code == 404
+
+
+@pytest.mark.parametrize("is_same_model", [True, False])
+def test_the_next_server_finishes_what_its_model_began(tmp_path: Path, is_same_model: bool) -> None:
+    store = StoreConfig(path=str(tmp_path / "store.db"))
+    body = body_of(COMPLETIONS, max_tokens=120, n=2)
+    part = ""
+    with (
+        FrontendProcess(step_s=0.03, store=store) as first,
+        first.http.stream("POST", COMPLETIONS, json=body) as response,
+    ):
+        for text in response.iter_text():
+            part += text
+            if part.count("\n\n") > 9:
+                first.process.kill()
+                break
+    begun = events_of(part[: part.rindex("\n\n") + 2])
+    event_id, _ = [event for event in begun if event[0]][-1]
+    with FrontendProcess(store=store, max_model_len=512 if is_same_model else 400) as second:
+        finished = 'engine:store_requests{model_name="echo",state="finished"} 1.0'
+        wait_until(lambda: finished in second.http.get("/metrics").text, what="it is finished")
+        if is_same_model:
+            whole = merged(events_of(second.post(COMPLETIONS, **body).text))
+            assert merged(begun + resume(second, COMPLETIONS, event_id)) == whole
+            return
+        answer = second.http.post(COMPLETIONS, content=b"{}", headers={"last-event-id": event_id})
+        assert answer.status_code == 410, answer.text
