@@ -244,6 +244,5 @@ def test_health_names_a_hanging_process_until_it_is_replaced(server: Server) -> 
         timeout=30,
     )
     assert table.returncode == 0, table.stderr
-    assert [line.split()[:2] for line in table.stdout.splitlines()[1:]] == [
-        name.split() for name in processes
-    ]
+    rows = table.stdout.splitlines()[1:]
+    assert all(row.startswith(f"{name} ") for row, name in zip(rows, processes, strict=True)), rows
