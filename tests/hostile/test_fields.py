@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -142,16 +142,23 @@ def test_wrong_values_in_every_field_get_a_clear_answer(target: Target) -> None:
 
 
 def test_wrong_values_inside_objects_and_lists_get_a_clear_answer(target: Target) -> None:
-    batches = (
-        [
-            route.attack(field, f"{place} {name}", constant(text))
-            for sample in samples_of(route, field)
-            for place, name, text in mutations(sample)
-        ]
-        for route, field in fields_of(target, once=True)
-        if field in SAMPLES
-    )
-    assert_no_faults(find_faults_of_each(target, batches, NUM_THREADS))
+    seen: set[str] = set()
+
+    def batches() -> Iterator[list[Attack]]:
+        for number, (route, field) in enumerate(fields_of(target, once=True)):
+            if field not in SAMPLES:
+                continue
+            # The same code reads the field in most routes.
+            is_first = IS_FULL or field not in seen
+            seen.add(field)
+            names = NESTED if is_first else [NESTED[number % len(NESTED)]]
+            yield [
+                route.attack(field, f"{place} {name}", constant(text))
+                for sample in samples_of(route, field)
+                for place, name, text in mutations(sample, names)
+            ]
+
+    assert_no_faults(find_faults_of_each(target, batches(), NUM_THREADS))
 
 
 def samples_of(route: Route, field: str) -> list[Any]:
@@ -159,12 +166,12 @@ def samples_of(route: Route, field: str) -> list[Any]:
     return [samples] if route.is_batch and field == "messages" else samples
 
 
-def mutations(sample: Any) -> Iterator[tuple[str, str, bytes]]:
-    """Return every place inside `sample` with every nested value: (place, name, text)."""
+def mutations(sample: Any, names: Sequence[str]) -> Iterator[tuple[str, str, bytes]]:
+    """Return every place inside `sample` with each of the named values: (place, name, text)."""
     mark = "a place for a value"
     for place, marked in _marked(sample, mark):
         text = json.dumps(marked).encode()
-        for name in NESTED:
+        for name in names:
             yield place, name, text.replace(json.dumps(mark).encode(), SMALL[name])
 
 
