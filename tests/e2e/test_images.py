@@ -395,7 +395,9 @@ def _embeddings(model: Model, image: Image.Image) -> tuple[torch.Tensor, list[in
     if model.kind == "idefics3":
         inputs = processor([[image]], return_tensors="pt", return_row_col_info=True)
         values = model.model.model.get_image_features(inputs["pixel_values"]).pooler_output
-        return values.flatten(0, 1), [inputs["rows"][0][0], inputs["cols"][0][0]]
+        # One tensor of all tiles, or a list of them.
+        flat = torch.cat([tile.reshape(-1, tile.shape[-1]) for tile in values])
+        return flat, [inputs["rows"][0][0], inputs["cols"][0][0]]
     options = {"patch_size": 16} if model.kind == "mistral3" else {}
     inputs = processor(image, return_tensors="pt", **options)
     if model.kind == "mistral3":

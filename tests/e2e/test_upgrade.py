@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +67,10 @@ class Requests:
 
 
 @pytest.fixture
-def run_env(tmp_path: Path) -> dict[str, str]:
-    (tmp_path / "run").mkdir()
-    return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+def run_env() -> Iterator[dict[str, str]]:
+    """A directory of its own for sockets, without which servers of other tests could be found. Its path is short."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as directory:
+        yield {"XDG_RUNTIME_DIR": directory}
 
 
 @pytest.fixture(scope="module")
