@@ -195,6 +195,7 @@ def test_bodies_of_other_content_types_are_rejected(target: Target, content_type
             f"{route.path} {content_type}",
             partial(make_request, "POST", route.path, BODY, [f"content-type: {content_type}"]),
             may_succeed=False,
+            path=route.path,
         )
         for route in target.routes
         if route.schema
