@@ -9,6 +9,7 @@ import msgspec
 
 from ...http.errors import APIError, bad_request, echo
 from ..dialects.dialect import expect, refuse
+from ..generation import MAX_USER_CHARACTERS
 from ..logprobs import Json
 from ..schema import ChatCompletionRequest
 from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
@@ -148,6 +149,12 @@ def _prompt_fields(
 
 
 def _verify(body: ResponsesRequest) -> None:
+    identifier = body.safety_identifier or ""
+    if len(identifier) > MAX_USER_CHARACTERS:
+        raise bad_request(
+            "safety_identifier",
+            f"safety_identifier must have at most {MAX_USER_CHARACTERS} characters, got {len(identifier)}",
+        )
     for i, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
             refuse(f"include[{i}]", f"one of {', '.join(_INCLUDABLE)}", name)
