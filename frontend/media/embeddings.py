@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import base64
-import binascii
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,11 +11,9 @@ from numpy.typing import NDArray
 
 from ...protocol.errors import ParameterError
 from ..http.shown_values import echo
+from .tensor_files import NotATensorFile, read_tensor_file
 
 _MAX_COUNT: Final = 1 << 16
-_NPY: Final = b"\x93NUMPY"
-_TYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "<f4": "<f4", "<f2": "<f2"}
-"""How numpy reads the types of safetensors and of npy files. The bits of BF16 are those of the upper half of F32."""
 
 
 def read_embeddings(text: str, where: str) -> NDArray[np.float32]:
@@ -33,30 +27,20 @@ def read_embeddings(text: str, where: str) -> NDArray[np.float32]:
         ParameterError: It is not such a file, or has something else than one matrix of floats.
     """
     try:
-        data = base64.b64decode(text.rpartition(",")[2], validate=True)
-    except (ValueError, binascii.Error):
-        raise ParameterError(where, "is not valid base64") from None
-    try:
-        kind, shape, content = _npy(data) if data.startswith(_NPY) else _safetensors(data)
-        if len(shape) == 3 and shape[0] == 1:
-            shape = shape[1:]
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"it has the shape {shape}, not [embeddings, size]")
-        if kind not in _TYPES:
-            raise ValueError(f"its type is {kind}, not F32, F16 or BF16")
-        dtype = np.dtype(_TYPES[kind])
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"it has {len(content)} bytes, which are not those of shape {shape}")
-    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ParameterError(
-            where,
-            f"is not a safetensors or npy file with one matrix: {echo(str(error))}; "
-            "send such a file in base64",
-        ) from None
-    values = np.frombuffer(content, dtype).reshape(shape)
-    if kind == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
+        file = read_tensor_file(text)
+    except NotATensorFile as error:
+        raise ParameterError(where, str(error)) from None
+    shape = file.shape
+    if len(shape) == 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 2 or min(shape) < 1:
+        raise ParameterError(where, f"has the shape {list(shape)}, not [embeddings, size]")
+    if file.dtype == "bfloat16":
+        # Its bits are the upper half of those of float32.
+        bits = np.frombuffer(file.data, "<u2").reshape(shape)
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    numbers = np.frombuffer(file.data, "<f4" if file.dtype == "float32" else "<f2").reshape(shape)
+    return numbers.astype(np.float32)
 
 
 def check_embeddings(values: NDArray[Any], where: str, size: int) -> NDArray[np.float32]:
@@ -117,34 +101,3 @@ def _are_counts(value: Any, length: int) -> bool:
         and len(value) == length
         and all(type(count) is int and 0 < count <= _MAX_COUNT for count in value)
     )
-
-
-def _safetensors(data: bytes) -> tuple[str, list[int], bytes]:
-    """Return the type, the shape and the bytes of the only tensor of a safetensors file."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > len(data) - 8:
-        raise ValueError("its header is longer than the file")
-    header = json.loads(data[8 : 8 + length])
-    tensors = [value for name, value in header.items() if name != "__metadata__"]
-    if len(tensors) != 1:
-        raise ValueError(f"it has {len(tensors)} tensors")
-    start, end = tensors[0]["data_offsets"]
-    return str(tensors[0]["dtype"]), _sizes(tensors[0]["shape"]), data[8 + length :][start:end]
-
-
-def _npy(data: bytes) -> tuple[str, list[int], bytes]:
-    """Return the type, the shape and the bytes of an npy file."""
-    first = 10 if data[6] == 1 else 12
-    length = int.from_bytes(data[8:first], "little")
-    if length > 4096 or first + length > len(data):
-        raise ValueError("its header is too long")
-    header = ast.literal_eval(data[first : first + length].decode("latin-1").strip())
-    if header["fortran_order"]:
-        raise ValueError("its order is that of Fortran")
-    return str(header["descr"]), _sizes(header["shape"]), data[first + length :]
-
-
-def _sizes(shape: Any) -> list[int]:
-    if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
-        raise ValueError(f"it has the shape {shape}")
-    return list(shape)

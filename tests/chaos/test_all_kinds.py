@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save
 from support.image_requests import chat, picture
 from support.lora_adapters import write_adapter
 from support.program import wait_until
@@ -72,9 +72,8 @@ def answers(server: Server, sent: list[tuple[str, dict[str, Any]]]) -> list[Any]
 
 @pytest.fixture(scope="module")
 def embeds() -> str:
-    file = io.BytesIO()
-    torch.save(torch.randn(12, 64, generator=torch.Generator().manual_seed(1)), file)
-    return base64.b64encode(file.getvalue()).decode()
+    values = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    return base64.b64encode(save({"embeddings": values})).decode()
 
 
 @pytest.fixture(scope="module")
