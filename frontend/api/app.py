@@ -44,7 +44,7 @@ ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
     ollama.PATH: ollama_error,
 }
-"""How the errors of dialects are written, by the beginning of the path."""
+"""The writers of the errors of dialects, by the beginning of the path."""
 
 
 class App(NamedTuple):

@@ -260,7 +260,7 @@ class Serving:
 
     @cached_property
     def infill_format(self) -> InfillFormat | None:
-        """How the model fills in the middle of a text; None if it cannot."""
+        """The format in which the model fills in the middle of a text; None if it cannot."""
         return find_infill_format(self.tokenizer) if self.config.model.has_tokenizer else None
 
     @property

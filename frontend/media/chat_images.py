@@ -64,7 +64,7 @@ ChatItem: TypeAlias = ChatImage | EmbeddedImage | ChatVideo
 
 
 class MediaLimits(NamedTuple):
-    """How many images and videos a prompt may have; None if the model reads no videos."""
+    """The maximum numbers of images and videos of a prompt; None if the model reads no videos."""
 
     max_images: int
     max_videos: int | None

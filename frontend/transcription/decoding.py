@@ -33,7 +33,7 @@ Deltas: TypeAlias = asyncio.Queue[Delta | None]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """How the sequences of a transcription are run.
+    """The settings with which the sequences of a transcription are run.
 
     Attributes:
         base: The tenant, deadline and so on of all sequences.

@@ -23,7 +23,7 @@ class PrefixHash(enum.StrEnum):
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where events of cached blocks are published.
+    """The address at which events of cached blocks are published.
 
     Attributes:
         endpoint: Address that subscribers connect to (ZMQ PUB).

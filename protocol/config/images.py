@@ -1,4 +1,4 @@
-"""How a model reads images: one class for each way to cut an image into what the vision tower reads."""
+"""The configuration of a model that reads images: a class for each way to cut an image into tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class SpanKind(enum.Enum):
-    """Which tokens see each other.
+    """The kind of spans whose tokens see each other.
 
     `IMAGE`: those of an image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
     window. `PROMPT`: those of the prompt, also outside of the window.

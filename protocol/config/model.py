@@ -52,7 +52,7 @@ class DenseConfig(msgspec.Struct, frozen=True):
 
 
 class PoolerConfig(msgspec.Struct, frozen=True):
-    """How the model's hidden states become embeddings.
+    """The pooling that makes embeddings of the model's hidden states.
 
     Attributes:
         kind: The pooling that the model was trained with.
@@ -96,7 +96,7 @@ class SpeechKind(enum.StrEnum):
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):
-    """How the model reads sounds. A token id of -1 means that the model has no such token.
+    """The configuration of a model that reads sounds. A token id of -1 means that the model has no such token.
 
     Attributes:
         kind: The decoder's prompt.
@@ -154,7 +154,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
 
 
 class SourceTextConfig(msgspec.Struct, frozen=True):
-    """How an encoder-decoder model of text reads its source.
+    """The configuration of an encoder-decoder model of text.
 
     Attributes:
         start_token_ids: The decoder's prompt.

@@ -1,4 +1,4 @@
-"""How a field of a configuration becomes an option of the command line."""
+"""Annotations that make fields of a configuration options of the command line."""
 
 from __future__ import annotations
 

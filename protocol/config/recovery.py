@@ -10,7 +10,7 @@ from .option import option
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True):
-    """When a process counts as hung, and how often it is restarted.
+    """The limits after which a process counts as hung, and the number of its restarts.
 
     A crash is unexplained if no token was produced and no cause was found since the previous one.
     """

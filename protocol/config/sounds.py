@@ -1,4 +1,4 @@
-"""How a model for conversations reads sounds."""
+"""The configuration of a model for conversations that reads sounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class SoundProcessorConfig(msgspec.Struct, frozen=True):
-    """How sounds become windows of log-mel features, whose embeddings are in place of tokens.
+    """The division of sounds into windows of log-mel features, whose embeddings are in place of tokens.
 
     Attributes:
         token_id: The token whose embeddings a sound's replace.

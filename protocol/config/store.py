@@ -1,4 +1,4 @@
-"""What the store process keeps, where, and for how long."""
+"""The configuration of the store process: its file and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model reads videos."""
+"""The configuration of a model that reads videos."""
 
 from __future__ import annotations
 

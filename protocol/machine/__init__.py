@@ -1,1 +1,1 @@
-"""What this machine gives to the processes of an engine."""
+"""The resources of this machine that processes of an engine may use."""

@@ -163,7 +163,7 @@ class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, fro
 
 
 class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """What is new in the stream at a position of a request: tokens from `start` on, and its end."""
+    """New tokens of the stream at a position of a request, from `start` on, and its end."""
 
     position: int
     start: int
@@ -172,7 +172,7 @@ class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class RequestNews(msgspec.Struct, tag="news", array_like=True, gc=False, frozen=True):
-    """What is new in the request that `call_id` has attached. If it `is_gone`, it was deleted and nothing follows."""
+    """News of the request that `call_id` has attached. If it `is_gone`, it was deleted and nothing follows."""
 
     call_id: int
     streams: list[StreamNews]

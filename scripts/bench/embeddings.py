@@ -41,7 +41,7 @@ from support.server import Server
 CHILD: Final = Path(__file__).parent / "side_by_side" / "sentence_child.py"
 BACKENDS: Final = {"torch": "torch", "onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 SECONDS: Final = 3.0
-"""How long a measurement takes about."""
+"""Approximate duration of a measurement in seconds."""
 
 MOST_TEXTS: Final = 2048
 

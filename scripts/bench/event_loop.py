@@ -32,7 +32,7 @@ LIMIT_MS = 20.0
 MAX_MODEL_LEN = 8192
 LARGE = 30_000_000
 AFTER_S = 0.2
-"""How long the loop is watched after an answer."""
+"""Seconds for which the loop is watched after an answer."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

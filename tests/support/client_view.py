@@ -1,4 +1,4 @@
-"""What a client of a scheduler receives, and what it would receive if its request ran alone."""
+"""The outputs of a scheduler for one client, and those it would have if its request ran alone."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class ReturningStream:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """What the client has made of the stream."""
+        """The text that the client has read from the stream."""
         return self.problem, self.is_done, self.texts, self.ends, self.usage
 
 

@@ -46,7 +46,7 @@ class Operator:
         self._subscriber = StatusSubscriber(self._context, config)
         self._status = EngineStatus([])
         self.has_resumed = False
-        """Whether the streams of a replica were published to wait for it."""
+        """True if the streams of a replica were published to wait for it."""
 
     def command(self, replica: int, action: ReplicaAction) -> None:
         self._reporter.send_command(ReplicaCommand(replica, action))

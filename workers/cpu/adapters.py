@@ -43,7 +43,7 @@ class PackedFactor:
 
 @dataclass(frozen=True, slots=True)
 class PackedChange:
-    """What an adapter changes of a product.
+    """The change that an adapter makes to a product.
 
     It has the first factors of all matrices and the second of each, or a whole matrix.
     """
@@ -154,7 +154,7 @@ def _pairs(rows: Tensor) -> Tensor:
 
 
 class HeadTable(AdapterTable):
-    """What each adapter adds to the output projection, or has in its place."""
+    """The addition of each adapter to the output projection, or its replacement."""
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
         """Return the factors of an adapter, or its matrix."""
@@ -165,7 +165,7 @@ class HeadTable(AdapterTable):
 
 
 class EmbeddingTable(AdapterTable):
-    """What each adapter adds to rows of the embedding, or has in their place."""
+    """The addition of each adapter to rows of the embedding, or its replacement."""
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
         """Return the factors of an adapter, of which the first has a row for each token, or its rows."""

@@ -220,7 +220,7 @@ class NativeExpertExchange(structs.ExpertExchange):
 
 
 _NOTHING = torch.zeros(64, dtype=torch.uint8)
-"""Where no rows begin, because a null pointer means that a rank is lost."""
+"""An address for no rows, because a null pointer means that a rank is lost."""
 
 
 def _address_of(rows: Tensor) -> int:

@@ -379,7 +379,7 @@ class ModelSpec:
 
     @property
     def span_kind(self) -> SpanKind | None:
-        """Which tokens see those behind them."""
+        """The kind of spans in which tokens see those behind them."""
         if self.encoder is None or isinstance(self.encoder, AudioTowerSpec):
             return None
         return self.encoder.span_kind

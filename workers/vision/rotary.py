@@ -16,7 +16,7 @@ ROW, COLUMN = range(2)
 
 @dataclass(frozen=True, slots=True)
 class PatchRotary:
-    """How queries and keys of `head_dim` elements are rotated.
+    """The rotation of queries and keys of `head_dim` elements.
 
     A head is one part, or two with the order "halves" (Gemma 4), of which the first is rotated by the column and the
     second by the row. In a part, element i is rotated with the one half a part behind it. With "mixed" frequencies
@@ -37,7 +37,7 @@ class PatchRotary:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Which axis each of the K / 2 angles follows, the row or the column."""
+        """The axis that each of the K / 2 angles follows: the row or the column."""
         half = self.head_dim // 2
         first = -(-half // 2)
         axes = (COLUMN, ROW) if self.order == "halves" else (ROW, COLUMN)

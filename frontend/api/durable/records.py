@@ -1,4 +1,4 @@
-"""What is stored about a request, so that any frontend of the next server can continue it."""
+"""The record of a request in the store, from which any frontend of the next server can continue it."""
 
 from __future__ import annotations
 

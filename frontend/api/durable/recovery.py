@@ -31,7 +31,7 @@ CLAIMED_AT_ONCE: Final = 8
 """Requests that are claimed in one call. Other frontends claim the next ones."""
 
 MAX_STARTS: Final = 3
-"""How often a request is continued without a new token in between."""
+"""Maximum number of times that a request is continued without a new token in between."""
 
 RETRY_S: Final = 0.5
 """Seconds before another attempt, if the engine had no room for a request or the store did not answer."""

@@ -172,7 +172,7 @@ def encode_error_event(error: APIError) -> bytes:
 
 
 RESPONSE_STREAM: Final = replace(OPENAI_STREAM, done=b"", encode_error=encode_error_event)
-"""How the stream of a response is written around its events."""
+"""The format of the stream of a response, around its events."""
 
 
 class EventWriter:

@@ -159,7 +159,7 @@ def _translate_errors() -> Iterator[None]:
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Which objects a list has: at most `limit` after the object `after`."""
+    """The part of a list to return: at most `limit` after the object `after`."""
 
     limit: int
     is_descending: bool

@@ -43,7 +43,7 @@ def error_with_retry(error: APIError) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How a dialect writes a stream around its chunks.
+    """The way in which a dialect writes a stream around its chunks.
 
     Attributes:
         content_type: The value of the header.

@@ -1,4 +1,4 @@
-"""What a recorded request tells its recorder."""
+"""The interface through which a request that is recorded reports its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine client does when a core exits, or its outputs are lost."""
+"""The engine client continues requests when a core exits, or its outputs are lost."""
 
 import asyncio
 import functools

@@ -59,11 +59,11 @@ def test_a_file_in_use_is_refused_with_the_process_that_uses_it(
 
 def test_the_lock_ends_with_a_killed_process(path: str) -> None:
     program = (
-        "import sys, time\n"
+        "import signal\n"
         "from engine.frontend.store.database import Database\n"
         f"store = Database({path!r})\n"
         "print('open', flush=True)\n"
-        "time.sleep(60)\n"
+        "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"open\n"

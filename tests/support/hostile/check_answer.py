@@ -22,7 +22,7 @@ _ERROR_FIELDS_OF_MESSAGES = {"message", "type"}
 """The fields of an error in the Messages API. The type of its body is `error`."""
 
 _TOO_LONG = "maximum context length"
-"""What a refusal may name instead of a field: several fields together make the prompt."""
+"""Causes that a refusal may name instead of a field: several fields together make the prompt."""
 
 _FINE = range(200, 300)
 # 503 means full or starting; 501 means an unsupported transfer coding.

@@ -1,1 +1,1 @@
-"""What Python and the native library must agree on: structs, enumerations and functions."""
+"""The interface of the native library, as Python mirrors it: structs, enumerations and functions."""

@@ -1,4 +1,4 @@
-"""What LoRA adapters change of the products of a mixture of experts in torch.
+"""LoRA adapters of the experts of a mixture, in torch.
 
 Shapes: A rows, ordered by expert, I input features, O output features.
 """

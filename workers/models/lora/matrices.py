@@ -18,7 +18,7 @@ HEAD: Final = "lm_head"
 """The names of the embedding and of the output projection."""
 
 REPLACEABLE: Final = ("weight",)
-"""What adapters may replace of these."""
+"""The matrices among these that adapters may replace."""
 
 
 @dataclass(frozen=True, slots=True)
