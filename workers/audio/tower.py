@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload
+from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from ..vision.layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers
 from ..vision.weights import Linear, VisionWeights, check_activation, find_activation
@@ -94,15 +95,8 @@ class AudioTower:
         # Copied, because torch requires a writable array, and the message's bytes are read-only.
         features = torch.frombuffer(bytearray(sound.features), dtype=dtype)
         features_CN = features.view(sound.num_mel_bins, -1).to(self._device, self._dtype)
-        if self._device.type != "cpu":
+        with torch_threads(self._device, self._num_threads):
             return self._encode(features_CN)
-        # Between sounds a second thread would only compete with those of a native program.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            return self._encode(features_CN)
-        finally:
-            torch.set_num_threads(num_threads)
 
     def warm_up(self) -> None:
         """Encode a window of silence."""

@@ -18,6 +18,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import AudioPayload, TextPayload
 from ..batch import AttentionBatch
 from ..cpu.decoder import NativeDecoder
+from ..device.torch_threads import torch_threads
 from ..layers.spec import SourceSpec
 from ..models.decoder import Decoder
 from .stem import SoundStem
@@ -96,15 +97,8 @@ class SourceEncoder:
                 f"a sound of {sound.num_frames} frames has {len(sound.features)} bytes for "
                 f"{num_features} features, the model reads {self._spec.num_inputs}"
             )
-        if self._device.type != "cpu":
+        with torch_threads(self._device, self._num_threads):
             return stem(sound)
-        # Between sounds, more threads would only compete with those of a native program.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            return stem(sound)
-        finally:
-            torch.set_num_threads(num_threads)
 
     def _run(self, inputs: Tensor) -> Tensor:
         num_outputs = len(inputs)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.grid import GridVisionSpec
 from ...protocol.errors import EngineError
-from ...protocol.messages import EmbeddingPayload, ImagePayload
+from ...protocol.messages import ImagePayload
+from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .given_embeddings import given_embeddings
+from .image_input import read_image_input
 from .layers import LayersSpec, LayerWeights, MakeLayers, Patches, TorchLayers, Windows
 from .mergers import Merger, read_merger
 from .pixels import normalized_pixels
@@ -25,8 +25,6 @@ from .rotary import PatchRotary
 from .weights import Linear, Norm, VisionWeights, check_activation
 
 _WARM_UP_OUTPUTS = 16
-
-_decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class _WindowOrder(NamedTuple):
@@ -89,17 +87,9 @@ class GridTower:
         Raises:
             EngineError: There is neither, which a correct frontend never sends.
         """
-        try:
-            image = _decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"an encoder input is not an image: {error}") from error
-        if isinstance(image, EmbeddingPayload):
-            size = self.spec.output_size * (1 + len(self.spec.deepstack_layers))
-            return given_embeddings(image, size, self._device, self._dtype)
-        expected = 3 * image.width * image.height * image.num_frames
-        if len(image.pixels) != expected:
-            raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
-        return self(image)
+        size = self.spec.output_size * (1 + len(self.spec.deepstack_layers))
+        given = read_image_input(data, size, self.spec.frames_per_patch, self._device, self._dtype)
+        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -114,15 +104,8 @@ class GridTower:
                 f"an image has {image.num_frames} frames of {image.width} x {image.height} pixels, "
                 f"the model reads at most {most} frames of multiples of {unit} pixels"
             )
-        if self._device.type != "cpu":
+        with torch_threads(self._device, self._num_threads):
             return self._encode(image)
-        # Between images a second thread would only compete with those of a native program.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            return self._encode(image)
-        finally:
-            torch.set_num_threads(num_threads)
 
     def warm_up(self) -> None:
         """Encode a black image."""

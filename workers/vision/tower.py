@@ -5,7 +5,6 @@ Shapes: P patches of an image and the class token, D hidden size of the tower, K
 
 from __future__ import annotations
 
-import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -13,18 +12,17 @@ from torch.nn import functional as F
 
 from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.errors import EngineError
-from ...protocol.messages import EmbeddingPayload, ImagePayload
+from ...protocol.messages import ImagePayload
+from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
 from .anyres import join_tiles
 from .clip_layers import layers_spec, read_layer
-from .given_embeddings import given_embeddings
+from .image_input import read_image_input
 from .layers import MakeLayers, Patches, TorchLayers
 from .pixels import normalized_pixels
 from .projection import read_projection
 from .rotary import grid_places
 from .weights import VisionWeights, check_activation
-
-_decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 
 
 class VisionTower:
@@ -104,16 +102,9 @@ class VisionTower:
         Raises:
             EngineError: There is neither, which a correct frontend never sends.
         """
-        try:
-            image = _decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"an encoder input is not an image: {error}") from error
-        if isinstance(image, EmbeddingPayload):
-            return given_embeddings(image, self.spec.output_size, self._device, self._dtype)
-        expected = 3 * image.width * image.height
-        if len(image.pixels) != expected:
-            raise EngineError(f"an image has {len(image.pixels)} bytes, expected {expected}")
-        return self(image)
+        size = self.spec.output_size
+        given = read_image_input(data, size, 1, self._device, self._dtype)
+        return given if isinstance(given, Tensor) else self(given)
 
     @torch.inference_mode()
     def __call__(self, image: ImagePayload) -> Tensor:
@@ -123,15 +114,8 @@ class VisionTower:
             EngineError: The image has another size than the tower reads.
         """
         self._check_size(image)
-        if self._device.type != "cpu":
+        with torch_threads(self._device, self._num_threads):
             return self._encode_tiles(image)
-        # Between images a second thread would only compete with those of a native program.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            return self._encode_tiles(image)
-        finally:
-            torch.set_num_threads(num_threads)
 
     def warm_up(self) -> None:
         """Encode a black image."""

@@ -1,0 +1,198 @@
+// The operations of a program that compute each row of a slice by itself.
+#include <algorithm>
+
+#include "program/program.h"
+
+namespace engine {
+
+namespace {
+
+// To share out rows with fewer elements altogether takes longer than to compute them.
+constexpr int kNotWorthSharing = 6144;
+
+}  // namespace
+
+// Returns the number of tiles, or 0 after computing all rows in this thread.
+int Program::share_rows(const Op& op, int width) {
+  const int rows = slice_.num_tokens;
+  if (rows > 1 && pool_.num_threads() > 1 && int64_t(rows) * width > kNotWorthSharing)
+    return row_tiles_[model_.index_of(op)] = std::min(rows, kTilesPerThread * pool_.num_threads());
+  for (int row = 0; row < rows; row++) run_row(op, rows_, row);
+  return 0;
+}
+
+// Rows are committed before they are computed, because some operations change them in place: each is computed once.
+void Program::run_rows(const Op& op, Tile& tile) {
+  if (!tile.commit()) return;
+  const int64_t rows = slice_.num_tokens;
+  const int tiles = row_tiles_[model_.index_of(op)];
+  const int first = int(rows * tile.index / tiles), end = int(rows * (tile.index + 1) / tiles);
+  if (op.kind == OpKind::adapt) return products_.adapt(op, rows_, first, end);
+  for (int row = first; row < end; row++) run_row(op, rows_, row);
+}
+
+void Program::run_row(const Op& op, const Rows& rows, int row) {
+  const RowKernels& kernels = model_.rows;
+  const int hidden_size = model_.shape.hidden_size;
+  switch (op.kind) {
+    case OpKind::embed:
+      return embed(op, row);
+    case OpKind::quantize: {
+      const float* x = rows.residual(row);
+      if (op.vectors[0]) {
+        model_.norm(op, x, rows.normed(row));
+        x = rows.normed(row);
+      }
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, hidden_size);
+      return quantize_rows(op.activation_kind, x, hidden_size, 1, hidden_size, rows.activations(0, row, row_bytes));
+    }
+    case OpKind::quantize_columns: {
+      const int size = op.num_columns;
+      float* x = rows.qkv(row) + op.first_column;
+      if (op.vectors[0]) kernels.rms_norm(x, op.vectors[0], op.eps, size, x);
+      const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
+      return quantize_rows(op.activation_kind, x, size, 1, size, rows.activations(0, row, row_bytes));
+    }
+    case OpKind::adapt:
+      return products_.adapt(op, rows, row, row + 1);
+    case OpKind::share_head_squares:
+      return attention_.share_squares(op, rows.qkv(row), row);
+    case OpKind::rotate_store:
+      return attention_.rotate_store(op, ropes_, rows.qkv(row), row);
+    case OpKind::sum:
+      return ranks_.sum_parts(op, rows, inputs_.row(row), row);
+    case OpKind::route:
+      return experts_.route(op, rows, row);
+    case OpKind::combine_experts:
+      return experts_.combine(op, rows, row);
+    case OpKind::share_squares:
+      return mixers_.share_squares(op, rows, row);
+    case OpKind::gate_mixed:
+      return mixers_.gate(op, rows, row);
+    case OpKind::norm:
+      return model_.norm(op, rows.residual(row), rows.residual(row));
+    case OpKind::place:
+    case OpKind::add_placed:
+      return place(op, rows, row);
+    case OpKind::scale:
+      return kernels.scale(rows.residual(row), op.scale, hidden_size);
+    case OpKind::clamp:
+      return clamp(op, rows, row);
+    case OpKind::keep_hidden: {
+      const int64_t token = slice_.first_token + row;
+      float* const hidden = slice_.step.hidden + token * slice_.step.hidden_stride + op.first_column;
+      return void(std::copy_n(rows.residual(row), hidden_size, hidden));
+    }
+    case OpKind::add_normed:
+      model_.norm(op, rows.residual(row), rows.normed(row));
+      return kernels.add_scaled(rows.residual(row), rows.normed(row), 1.0f, hidden_size);
+    case OpKind::add_blocks:
+      kernels.rms_norm(rows.block(row), op.vectors[0], op.eps, hidden_size, rows.block(row));
+      kernels.rms_norm(rows.qkv(row), op.vectors[1], op.eps, hidden_size, rows.qkv(row));
+      return kernels.add_scaled(rows.block(row), rows.qkv(row), 1.0f, hidden_size);
+    case OpKind::share_gates:
+      return products_.share_gates(op, rows, row);
+    case OpKind::sparse_gates:
+      return products_.sparse_gates(op, rows, row);
+    case OpKind::embed_inputs:
+      return inputs_.embed(op, row);
+    case OpKind::add_inputs:
+      return inputs_.add(op, rows, row);
+    case OpKind::gate_by_inputs:
+      return inputs_.gate(op, rows, row);
+    case OpKind::expand_streams:
+      return streams_.expand(rows, row);
+    case OpKind::predict_streams:
+      return streams_.predict(op, rows, row);
+    case OpKind::correct_streams:
+      return streams_.correct(op, rows, row);
+    case OpKind::add_to_streams:
+      return streams_.add_block(op, rows, row);
+    case OpKind::load_stream:
+      return streams_.load(op, rows, row);
+    case OpKind::reduce_streams:
+      return streams_.reduce(rows, row);
+    case OpKind::norm_add:
+      if (op.vectors[0]) model_.norm(op, rows.block(row), rows.block(row));
+      return kernels.add_scaled(rows.residual(row), rows.block(row), op.scale, hidden_size);
+    default:
+      return write_hidden(op, rows, row);
+  }
+}
+
+// Stages pass on all streams of a token, then the inputs of the next stages' layers.
+void Program::write_hidden(const Op& op, const Rows& rows, int row) {
+  const ModelShape& shape = model_.shape;
+  float* hidden = slice_.step.hidden + (slice_.first_token + row) * slice_.step.hidden_stride;
+  if (op.vectors[0]) return model_.norm(op, rows.residual(row), hidden);
+  if (!op.num_columns) return void(std::copy_n(rows.residual(row), shape.hidden_size, hidden));
+  const int size = shape.num_streams ? shape.streams_size() : shape.hidden_size;
+  std::copy_n(shape.num_streams ? rows.streams(row) : rows.residual(row), size, hidden);
+  std::copy_n(inputs_.row(row) + op.first_column, op.num_columns, hidden + size);
+}
+
+// A NaN stays one.
+void Program::clamp(const Op& op, const Rows& rows, int row) {
+  const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_columns);
+  float* x = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
+  if (op.target == LinearTarget::activations)
+    x = reinterpret_cast<float*>(rows.activations(op.source, row, row_bytes));
+  x += op.first_column;
+  const float least = op.vectors[0][0], most = op.vectors[0][1];
+  for (int i = 0; i < op.num_columns; i++) x[i] = std::min(std::max(x[i], least), most);
+}
+
+void Program::embed(const Op& op, int row) {
+  const Step& step = slice_.step;
+  const int token = slice_.first_token + row, hidden_size = model_.shape.hidden_size;
+  float* residual = rows_.residual(row);
+  if (op.num_parts && ranks_.are_several()) {
+    const int index = step.input_ids[token] - ranks_.first_token_of(ranks_.rank());
+    if (index >= 0 && index < op.parts[0]->n)
+      unpack_token(op, row, index, ranks_.own_part(row));
+    else
+      std::fill_n(ranks_.own_part(row), hidden_size, 0.0f);
+    std::fill_n(residual, hidden_size, 0.0f);
+  } else if (op.num_parts) {
+    unpack_token(op, row, step.input_ids[token], residual);
+  } else {
+    const ModelShape& shape = model_.shape;
+    const float* hidden = step.hidden + token * step.hidden_stride;
+    if (!shape.num_streams) std::copy_n(hidden, hidden_size, residual);
+    std::copy_n(hidden, shape.streams_size(), rows_.streams(row));
+    std::copy_n(hidden + (shape.num_streams ? shape.streams_size() : hidden_size), shape.input_size, inputs_.row(row));
+  }
+  if (op.scale != 1.0f) model_.rows.scale(residual, op.scale, hidden_size);
+  for (int part = 1; part < op.num_parts; part++) {
+    float* const other = rows_.normed(row);
+    unpack_weight_row(*op.parts[part], part == 1 ? step.positions[token] : 0, other);
+    model_.rows.add_scaled(residual, other, 1.0f, hidden_size);
+  }
+  ropes_.fill(row, step.positions[token], step.rotary ? step.rotary + 3 * token : nullptr);
+}
+
+// Writes a row of this rank's share of the embedding, with what the adapter of a row of the slice changes of it.
+void Program::unpack_token(const Op& op, int row, int index, float* out) {
+  const int32_t* numbers = slice_.step.adapters;
+  const int number = op.adapters && numbers ? numbers[slice_.first_token + row] : -1;
+  const Adapter none{}, &adapter = number < 0 ? none : op.adapters[number];
+  unpack_weight_row(adapter.whole ? *adapter.whole : *op.parts[0], index, out);
+  if (!adapter.down) return;
+  float* const low = rows_.low_rank(0, row, op.adapter_rank);
+  unpack_weight_row(*adapter.down, index, low);
+  model_.rows.add_low_rank(adapter.up[0], low, op.adapter_rank, 1, 0, model_.shape.hidden_size, out);
+}
+
+void Program::place(const Op& op, const Rows& rows, int row) {
+  const Step& step = slice_.step;
+  const int index = step.placed ? step.placed[slice_.first_token + row] : -1;
+  if (index < 0) return;
+  const int hidden_size = model_.shape.hidden_size;
+  const float* encoded = step.encoded + index * step.encoded_stride + op.first_column;
+  if (op.kind == OpKind::place)
+    std::copy_n(encoded, hidden_size, rows.residual(row));
+  else
+    model_.rows.add_scaled(rows.residual(row), encoded, 1.0f, hidden_size);
+}
+
+}  // namespace engine
