@@ -5,10 +5,9 @@ import functools
 from pathlib import Path
 
 import pytest
-import zmq
-from engine.frontend.client.engine_client import EngineClient, EngineDead
+from engine.frontend.client.engine_client import EngineDead
 from engine.protocol.arrays import int32_bytes
-from engine.protocol.config import FIRST_EPOCH, EngineConfig, ParallelConfig
+from engine.protocol.config import FIRST_EPOCH, EngineConfig
 from engine.protocol.errors import POISON_REQUEST
 from engine.protocol.messages import (
     AddRequests,
@@ -19,8 +18,6 @@ from engine.protocol.messages import (
     LossNoted,
     ReplicaLost,
 )
-from engine.protocol.supervisor_messages import EngineStatus, ReplicaInfo, ReplicaState
-from engine.protocol.transport import StatusPublisher
 from support.client_requests import PROMPT, request
 from support.echo_core import EchoCore
 from support.engine_fixtures import (
@@ -31,9 +28,9 @@ from support.engine_fixtures import (
     opened,
     read_next,
     read_step,
-    smollm2_tokenizer,
     until,
 )
+from support.two_replicas import TwoReplicas
 
 pytestmark = pytest.mark.slow
 
@@ -279,52 +276,33 @@ async def test_a_poison_request_is_rejected_when_it_is_sent_again(tmp_path: Path
 async def test_a_poison_request_on_several_replicas_fails_with_the_fourth_core(
     tmp_path: Path,
 ) -> None:
-    parallel = ParallelConfig(data_parallel_size=2)
-    config = engine_config(tmp_path, epoch=FIRST_EPOCH, parallel=parallel)
+    replicas = TwoReplicas(tmp_path)
+    cores, client = replicas.cores, await replicas.start()
     epochs = [FIRST_EPOCH, FIRST_EPOCH]
-    cores = [opened(EchoCore(config, index)) for index in range(2)]
-    client = opened(EngineClient(config, 0, smollm2_tokenizer()))
-    with zmq.Context() as context:
-        publisher = StatusPublisher(context, config)
+    others = await client.submit([request(200)], request_id="another")
+    poisoned = await client.submit([request(200, prompt=[5, 6, 7])], request_id="poison")
+    [poison] = poisoned.sequences
+    killed: list[int] = []
 
-        def publish() -> None:
-            infos = [
-                ReplicaInfo(index, ReplicaState.SERVING, epoch, 0, 0, is_resuming=False)
-                for index, epoch in enumerate(epochs)
-            ]
-            publisher.publish(EngineStatus([], infos))
+    def run_cores() -> None:
+        replicas.receive()
+        for index, core in enumerate(cores):
+            if poison.request_index in {sent.request_index for sent in core.requests}:
+                killed.append(index)
+                core.close()
+                epochs[index] += 1
+                replicas.publish([replicas.info(i, epoch=epoch) for i, epoch in enumerate(epochs)])
+                cores[index] = opened(EchoCore(replicas.config, index, epochs[index]))
+            elif core.requests:
+                core.step()
 
-        def receive() -> None:
-            for core in cores:
-                core.receive()
-
-        starting = asyncio.ensure_future(client.start())
-        await until(starting.done, receive)
-        others = await client.submit([request(200)], request_id="another")
-        poisoned = await client.submit([request(200, prompt=[5, 6, 7])], request_id="poison")
-        [poison] = poisoned.sequences
-        killed: list[int] = []
-
-        def run_cores() -> None:
-            receive()
-            for index, core in enumerate(cores):
-                if poison.request_index in {sent.request_index for sent in core.requests}:
-                    killed.append(index)
-                    core.close()
-                    epochs[index] += 1
-                    publish()
-                    cores[index] = opened(EchoCore(config, index, epochs[index]))
-                elif core.requests:
-                    core.step()
-
-        await until(lambda: poison.finished, run_cores)
-        assert poison.error == POISON_REQUEST
-        assert len(killed) == 4
-        answering = asyncio.ensure_future(others.result())
-        await until(answering.done, run_cores)
-        [delta] = answering.result()
-        assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(200)]
-        publisher.close()
+    await until(lambda: poison.finished, run_cores)
+    assert poison.error == POISON_REQUEST
+    assert len(killed) == 4
+    answering = asyncio.ensure_future(others.result())
+    await until(answering.done, run_cores)
+    [delta] = answering.result()
+    assert delta.token_ids == [PROMPT[i % len(PROMPT)] for i in range(200)]
 
 
 @on_event_loop
