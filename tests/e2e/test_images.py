@@ -25,7 +25,7 @@ from engine.protocol.errors import ParameterError
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
 from support.gguf_writer import write_gguf
-from support.image_requests import NUM_TOKENS, chat, data_url, picture
+from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.mmproj_writer import write_mmproj
 from support.server import Server, assert_nothing_is_held
 from support.vision_checkpoints import image_processor, vision_directory
@@ -85,14 +85,9 @@ class Model:
 
     def check_all(self, server: Server, indices: list[int]) -> None:
         """Send conversations at the same time, and compare all answers."""
-
-        def ask(index: int) -> None:
-            status, answer = server.post("/v1/chat/completions", chat(*CHATS[index]))
-            assert status == 200, answer
+        answers = ask_together(server, [chat(*CHATS[index]) for index in indices])
+        for index, answer in zip(indices, answers, strict=True):
             self.check(index, answer)
-
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, indices))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
-from support.image_requests import NUM_TOKENS, chat, data_url, picture
+from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.qwen_checkpoints import (
     END,
     IMAGE,
@@ -108,14 +108,9 @@ class Model:
 
     def check_all(self, server: Server, indices: list[int]) -> None:
         """Send conversations at the same time, and compare all answers."""
-
-        def check(index: int) -> None:
-            status, answer = server.post("/v1/chat/completions", ask(*CHATS[index]))
-            assert status == 200, answer
+        answers = ask_together(server, [ask(*CHATS[index]) for index in indices])
+        for index, answer in zip(indices, answers, strict=True):
             self.check(index, answer)
-
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(check, indices))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -189,3 +191,12 @@ def sse_events(text: str) -> list[Any]:
     lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "data: [DONE]", text[-500:]
     return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextmanager
+def sound_frontend(**options: Any) -> Iterator[FrontendProcess]:
+    """Run a frontend that must stop cleanly, and must not have logged an exception."""
+    with FrontendProcess(**options) as process:
+        yield process
+        assert process.stop() == 0, process.log
+        assert "Traceback" not in process.log, process.log

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import io
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from support.server import Server
 
 NUM_TOKENS = 12
 
@@ -43,3 +45,15 @@ def _content(part: str | Image.Image | dict[str, Any]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "image_url", "image_url": {"url": data_url(part), "detail": "auto"}}
+
+
+def ask_together(server: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send chats at the same time, and return the answers."""
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, bodies))

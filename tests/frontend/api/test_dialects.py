@@ -5,39 +5,22 @@ The core repeats the last message, so a test says in it what the model writes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import anthropic
 import ollama
 import pytest
-from support.frontend_process import MODEL, FrontendProcess
+from support.frontend_process import MODEL, FrontendProcess, sound_frontend
+from support.shown_prompts import ANSWER, PIXEL, SCHEMA, TEMPLATE
 
 pytestmark = pytest.mark.slow
 
 KEY = "sesame"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-CALLS = "".join(
-    f"<tool_call>\n{json.dumps({'name': 'get_weather', 'arguments': {'city': city}})}\n</tool_call>"
-    for city in ("Oslo", "Rome")
-)
-ANSWER = f"<think>\nLet me see.\n</think>\n\nI look it up.\n{CALLS}"
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-# Shows everything that a template can see, so that the echo is the whole prompt.
-TEMPLATE = (
-    "{% if messages[-1]['role'] == 'user' and messages | length == 1 %}"
-    "{{ messages[0]['content'] }}"
-    "{% else %}{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}"
-    "{% if m['reasoning_content'] %}|{{ m['reasoning_content'] }}{% endif %}"
-    "{% for c in m['tool_calls'] or [] %}|{{ c['id'] }} {{ c['function']['name'] }} {{ c['function']['arguments'] | tojson }}"
-    "{% endfor %}{% if m['tool_call_id'] %}|{{ m['tool_call_id'] }}{% endif %}]"
-    "{% endfor %}{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[FrontendProcess]:
-    with FrontendProcess(
+    with sound_frontend(
         step_s=0.0005,
         tool_call_parser="hermes",
         reasoning_parser="qwen3",
@@ -46,8 +29,6 @@ def frontend() -> Iterator[FrontendProcess]:
         api_keys=(KEY,),
     ) as process:
         yield process
-        assert process.stop() == 0, process.log
-        assert "Traceback" not in process.log, process.log
 
 
 @pytest.fixture
