@@ -27,7 +27,12 @@ from ...protocol.checkpoint.model_dimensions import (
     EXPERT_COUNTS,
     ModelDimensions,
 )
-from ...protocol.checkpoint.recurrent_layers import RecurrentModel, read_recurrent_layer
+from ...protocol.checkpoint.recurrent_config import (
+    DEFAULT_LENGTH,
+    RecurrentModel,
+    is_purely_recurrent,
+    read_recurrent_layer,
+)
 from ...protocol.checkpoint.speech import (
     read_audio_processor,
     read_source_text,
@@ -272,9 +277,11 @@ def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None
     if wanted is None and trained is not None:
         return trained if limit is None else min(trained, limit)
     if limit is None:
-        if wanted is None:
-            raise config.error("there is no context length; set --max-model-len")
-        return wanted
+        if wanted is not None:
+            return wanted
+        if is_purely_recurrent(config):
+            return DEFAULT_LENGTH
+        raise config.error("there is no context length; set --max-model-len")
     if wanted is None:
         return limit
     if wanted > limit:
@@ -286,13 +293,6 @@ def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None
 
 
 def _length_limit(config: ConfigFields) -> int | None:
-    limit = _position_limit(config)
-    # With sparse attention a token attends to so many others. Engine runs sequences in which those are all.
-    num_chosen = config.optional_integer("index_topk")
-    return limit if num_chosen is None else min(num_chosen, limit or num_chosen)
-
-
-def _position_limit(config: ConfigFields) -> int | None:
     lengths = [length for name in LENGTH_FIELDS if (length := config.optional_integer(name))]
     if not lengths:
         return None

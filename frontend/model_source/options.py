@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...protocol.checkpoint.model_dimensions import ModelDimensions
-from ...protocol.checkpoint.recurrent_layers import RecurrentModel
+from ...protocol.checkpoint.recurrent_config import RecurrentModel
 from ...protocol.config import LoadFormat, ModelConfig, ModelImpl
 from ...protocol.config.option import option
 

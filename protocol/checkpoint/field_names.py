@@ -22,7 +22,9 @@ def with_common_names(fields: ConfigFields) -> ConfigFields:
     """Return the fields with those that have another family's name also under Llama's name."""
     found = {}
     for name, others in _OTHER_NAMES.items():
-        if fields.get(name) is None:
+        # A Cohere 2 MoE without an epsilon of root-mean-square norms has layer norms.
+        is_absent = name == "rms_norm_eps" and fields.get("model_type") == "cohere2_moe"
+        if fields.get(name) is None and not is_absent:
             value = next(
                 (fields.get(other) for other in others if fields.get(other) is not None), None
             )

@@ -7,6 +7,7 @@ from .interface import (
     AttentionSpec,
     CapturableAttention,
     DeviceBatch,
+    IndexQueries,
     PagedAttention,
 )
 from .registry import attention_backend
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "CapturableAttention",
     "DeviceBatch",
+    "IndexQueries",
     "PagedAttention",
     "attention_backend",
 ]

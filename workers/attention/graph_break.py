@@ -18,7 +18,7 @@ from ..device.cuda_graphs import GraphBreaker
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables
 from ..layers.spec import Window
-from .interface import AttentionBackend, AttentionLayer, AttentionSpec
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
 
 
 @dataclass(slots=True)
@@ -91,6 +91,30 @@ class BreakingAttention(AttentionBackend):
             return self.backend.attend(q_THK, kv_cache, metadata.value, layer)
 
         return self._outside_of_graphs(attend, metadata, q_THK)
+
+    def forward_sparse(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        index: IndexQueries | None,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Choose keys and attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
+        if not isinstance(metadata, CurrentMetadata):
+            return self.backend.forward_sparse(q_THK, k_TGK, index, kv_cache, metadata, layer)
+
+        def attend(q_THK: Tensor, k_TGK: Tensor, *of_index: Tensor) -> Tensor:
+            queries = None
+            if index is not None:
+                queries = IndexQueries(of_index[0], of_index[1], index.num_chosen)
+            return self.backend.forward_sparse(
+                q_THK, k_TGK, queries, kv_cache, metadata.value, layer
+            )
+
+        of_index = () if index is None else (index.queries_TJI, index.weights_TJ)
+        return self._outside_of_graphs(attend, metadata, q_THK, k_TGK, *of_index)
 
     def forward_projected(
         self,

@@ -1,7 +1,8 @@
 """The attention interface of the model and the worker.
 
 Shapes: S scheduled requests, T their tokens of this step, B blocks in a row of the block table, H query heads,
-G key/value heads, K head dimension, V elements of a value: K, or with latent attention fewer.
+G key/value heads, K head dimension, V elements of a value: K, or with latent attention fewer; J heads of an indexer,
+I elements of an index key.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,8 @@ class AttentionSpec:
 
     `dtype` is that of the KV cache; queries, keys and values may have another. `reads_distances` says whether layers
     have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the second. If
-    `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the values. Unless
+    `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the values. The last
+    `index_dim` elements of a key are its index key. Unless
     `is_causal`, every token of a sequence sees all of it, and a step has either all its tokens or none. A token has
     `tensor_elements` in a cache tensor, which layers with the heads `heads_of_layers` share, each with a number of
     key/value heads and their dimension; 0 if the tensor is of one layer.
@@ -44,6 +46,7 @@ class AttentionSpec:
     has_distance_biases: bool = False
     latent_rank: int = 0
     is_causal: bool = True
+    index_dim: int = 0
     tensor_elements: int = 0
     heads_of_layers: frozenset[tuple[int, int]] = frozenset()
 
@@ -74,6 +77,9 @@ class AttentionSpec:
             reads_distances=bool(model.alibi_slopes or model.num_distance_buckets),
             has_distance_biases=bool(model.num_distance_buckets),
             latent_rank=0 if model.latent is None else model.latent.kv_rank,
+            index_dim=0
+            if model.latent is None or model.latent.indexer is None
+            else model.latent.indexer.head_dim,
             is_causal=model.is_causal,
             tensor_elements=model.tensor_elements(ranks) if is_shared else 0,
             heads_of_layers=heads if is_shared else frozenset(),
@@ -99,6 +105,15 @@ class AttentionLayer:
     alibi_slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
     distance_biases_HE: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQueries:
+    """What the tokens of a step choose `num_chosen` keys by; see `IndexerSpec`."""
+
+    queries_TJI: Tensor
+    weights_TJ: Tensor
+    num_chosen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +220,21 @@ class AttentionBackend(PagedAttention):
         self, q_THK: Tensor, kv_cache: Tensor, metadata: Any, layer: AttentionLayer
     ) -> Tensor:
         """Return the attention output [T, H, K] with the keys and values that an earlier layer stored."""
+
+    def forward_sparse(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        index: IndexQueries | None,
+        kv_cache: Tensor,
+        metadata: Any,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Store keys, choose some of those in the cache for each token, and return the attention output [T, H, V].
+
+        Without `index`, tokens attend to those that were chosen last in the step.
+        """
+        raise NotImplementedError
 
     def forward_projected(
         self,

@@ -16,10 +16,15 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
         ConfigError: Triton is required but not installed.
     """
     if name is None:
-        # The kernels have no encoders' attention, no strides between blocks, and no biases by distance.
+        # The kernels have no encoders' attention, no strides between blocks, no biases by distance, and no indexers.
         is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
-        is_supported = is_supported and spec.device.type == "cuda"
+        is_supported = is_supported and not spec.index_dim and spec.device.type == "cuda"
         name = "triton_paged" if is_supported else "torch_paged"
+    if spec.index_dim and name != "torch_paged":
+        raise ConfigError(
+            f"the attention backend {name} does not support sparse attention; remove --batch-invariant, or set "
+            "--max-model-len to the model's index_topk"
+        )
     return _backend_class(name)(spec)
 
 

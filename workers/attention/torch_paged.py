@@ -29,7 +29,8 @@ from torch import Tensor
 
 from ..batch import AttentionBatch
 from ..layers.spec import Window, first_visible
-from .interface import AttentionBackend, AttentionLayer, AttentionSpec
+from .chosen_keys import ChosenKeys, choose_keys
+from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
 from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles, Tile
 
 # The gathered keys and values of a bucket should fit into the processor's cache.
@@ -54,13 +55,17 @@ class _Prefill:
     tiles: list[Tile]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TorchPagedMetadata:
-    """One step: the cache rows to write, and the pages to read for each window."""
+    """One step: the cache rows to write, and the pages to read for each window.
+
+    `chosen` are the keys that an indexer chose last, if the model has indexers.
+    """
 
     cache_rows: Tensor  # [T * P * G] rows of the cache seen as [..., K]
     decodes: dict[Window | None, list[_DecodeBucket]]
     prefills: dict[Window | None, list[_Prefill]]
+    chosen: ChosenKeys | None = None
 
 
 class TorchPagedAttention(AttentionBackend):
@@ -227,6 +232,60 @@ class TorchPagedAttention(AttentionBackend):
         )
         return ~is_finite_TGK.flatten(1).all(1)
 
+    def forward_sparse(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        index: IndexQueries | None,
+        kv_cache: Tensor,
+        metadata: TorchPagedMetadata,
+        layer: AttentionLayer,
+    ) -> Tensor:
+        """Store keys, choose some of those in the cache for each token, and return the attention output [T, H, V]."""
+        is_damaged_T = self._store(k_TGK, k_TGK, kv_cache, metadata)
+        if index is not None:
+            pages = kv_cache.view(-1, self.block_size * self.head_dim)
+            metadata.chosen = self._choose(index, pages, metadata, layer.window)
+        q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
+        return self.attend(q_THK, kv_cache, metadata, layer)
+
+    def _choose(
+        self,
+        index: IndexQueries,
+        pages: Tensor,
+        metadata: TorchPagedMetadata,
+        window: Window | None,
+    ) -> ChosenKeys:
+        decodes, tiles = [], []
+        for bucket in metadata.decodes[window]:
+            tokens = slice(None) if bucket.tokens is None else bucket.tokens
+            keys = pages.index_select(0, bucket.pages).view(len(bucket.mask_N1L), -1, self.head_dim)
+            decodes.append(
+                choose_keys(
+                    index.queries_TJI[tokens].unsqueeze(1),
+                    index.weights_TJ[tokens].unsqueeze(1),
+                    keys[..., -self.spec.index_dim :],
+                    bucket.mask_N1L,
+                    index.num_chosen,
+                )
+            )
+        for prefill in metadata.prefills[window]:
+            keys = pages.index_select(0, prefill.pages).view(1, -1, self.head_dim)
+            tiles.append(
+                [
+                    choose_keys(
+                        index.queries_TJI[tile.tokens].unsqueeze(0),
+                        index.weights_TJ[tile.tokens].unsqueeze(0),
+                        keys[:, tile.keys, -self.spec.index_dim :],
+                        # All heads of a token have the same mask.
+                        tile.mask_ML[:: self.num_heads].unsqueeze(0),
+                        index.num_chosen,
+                    )[0].repeat_interleave(self.num_heads, 0)
+                    for tile in prefill.tiles
+                ]
+            )
+        return ChosenKeys(decodes, tiles)
+
     def attend(
         self,
         q_THK: Tensor,
@@ -242,18 +301,22 @@ class TorchPagedAttention(AttentionBackend):
     def _attend_pages(
         self, q_THK: Tensor, pages: Tensor, metadata: TorchPagedMetadata, layer: AttentionLayer
     ) -> Tensor:
-        decodes = metadata.decodes[layer.window]
+        decodes, prefills = metadata.decodes[layer.window], metadata.prefills[layer.window]
+        masks = metadata.chosen or ChosenKeys(
+            [bucket.mask_N1L for bucket in decodes],
+            [[tile.mask_ML for tile in prefill.tiles] for prefill in prefills],
+        )
         if len(decodes) == 1 and decodes[0].tokens is None:
-            return self._decode(q_THK, pages, decodes[0], layer)
+            return self._decode(q_THK, pages, decodes[0], masks.decodes[0], layer)
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
-        for bucket in decodes:
-            attended_RHK = self._decode(q_THK[bucket.tokens], pages, bucket, layer)
+        for bucket, mask_N1L in zip(decodes, masks.decodes, strict=True):
+            attended_RHK = self._decode(q_THK[bucket.tokens], pages, bucket, mask_N1L, layer)
             out_THK[bucket.tokens] = attended_RHK
-        for prefill in metadata.prefills[layer.window]:
+        for prefill, masks_of_tiles in zip(prefills, masks.tiles, strict=True):
             kv = pages.index_select(0, prefill.pages)
             kv = kv.view(self._num_parts, self.num_kv_heads, -1, self.head_dim)
             k_GLK, v_GLK = kv[0], kv[-1]
-            for tile in prefill.tiles:
+            for tile, mask_ML in zip(prefill.tiles, masks_of_tiles, strict=True):
                 q_GMK = (
                     q_THK[tile.tokens]
                     .unflatten(1, (self.num_kv_heads, -1))
@@ -264,7 +327,7 @@ class TorchPagedAttention(AttentionBackend):
                     q_GMK,
                     k_GLK[:, tile.keys],
                     v_GLK[:, tile.keys],
-                    self._bias(tile.mask_ML, tile.distance_ML, layer),
+                    self._bias(mask_ML, tile.distance_ML, layer),
                     layer,
                     self._of_rows(layer.sinks_H, q_GMK),
                 )
@@ -276,9 +339,14 @@ class TorchPagedAttention(AttentionBackend):
         return out_THK
 
     def _decode(
-        self, q_RHK: Tensor, pages: Tensor, bucket: _DecodeBucket, layer: AttentionLayer
+        self,
+        q_RHK: Tensor,
+        pages: Tensor,
+        bucket: _DecodeBucket,
+        mask_N1L: Tensor,
+        layer: AttentionLayer,
     ) -> Tensor:
-        num_rows, mask_N1L = q_RHK.shape[0], bucket.mask_N1L
+        num_rows = q_RHK.shape[0]
         kv = pages.index_select(0, bucket.pages)
         kv = kv.view(self._num_parts, mask_N1L.shape[0], mask_N1L.shape[2], self.head_dim)
         keys, values = kv[0], kv[-1]

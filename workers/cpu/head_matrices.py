@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from ..layers.spec import LatentSpec, ModelSpec
-from ..models.latent_attention import has_split_expansions, read_expansions, skip_other_heads
+from ..layers.latent_spec import LatentSpec
+from ..layers.spec import ModelSpec
+from ..models.latent.attention import has_split_expansions, read_expansions, skip_other_heads
 from .abi import structs
 from .library import NotSupportedNatively
 from .packing import ActivationKind, PackedWeight

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    Mamba1,
     Mamba2,
     RecurrentLayer,
     ShortConvolution,
@@ -36,6 +37,7 @@ Floats = NDArray[np.float32]
 
 _KINDS = {ShortConvolution: 0, Mamba2: 1, GatedDeltaNet: 2, KimiDeltaAttention: 3}
 _MOST_TAPS = 16
+_WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
 
 
 class NativeMixer(structs.Mixer):
@@ -69,6 +71,8 @@ class NativeMixer(structs.Mixer):
         match layer:
             case ShortConvolution():
                 fields = self._short_convolution(layer, tensor_parallel)
+            case Mamba1():
+                raise NotSupportedNatively(_WITHOUT_MAMBA1)
             case Mamba2():
                 fields = self._mamba2(layer, tensor_parallel)
             case GatedDeltaNet():
@@ -282,6 +286,8 @@ def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
     match layer:
         case ShortConvolution():
             return 3 * channels, channels
+        case Mamba1():
+            raise NotSupportedNatively(_WITHOUT_MAMBA1)
         case Mamba2():
             inner = layer.num_heads // ranks * layer.head_dim
         case GatedDeltaNet():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...protocol.checkpoint.recurrent_layers import Mamba1
 from ..layers.spec import ModelSpec
 from .library import NotSupportedNatively
 
@@ -16,6 +17,9 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
     """Return the parts of the model that the program has no operation for."""
     features = {
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
+        "experts beside attention": spec.is_parallel
+        and any(layer.experts is not None for layer in spec.layers),
+        "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -12,6 +12,7 @@ from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
+from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "clamped_swiglu"]
@@ -105,24 +106,6 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    Keys and values of all heads are products of one latent vector of `kv_rank` elements, and the cache has only that
-    vector and one rotated key of `rotary_dim` elements for all heads. A head's query and key have `plain_dim` further
-    elements without rotation, its value has `value_dim`. Queries are products of a vector of `query_rank` elements, or
-    of the hidden state if that is None.
-    """
-
-    query_rank: int | None
-    kv_rank: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
-    norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
 class PerLayerInputsSpec:
     """A vector of `size` elements for each token and layer, which every layer adds to its output in part.
 
@@ -169,6 +152,9 @@ class LayerSpec:
 
     With `reads_source` a second attention follows the first one, whose keys and values are made of the encoder's
     outputs. They are in the group `cross_group`. Such a layer has no recurrent part.
+
+    If the model has an indexer, a layer that `chooses_keys` has one of its own. Others attend to the keys that the last
+    one before them chose.
     """
 
     rope: RopeSpec | None
@@ -189,6 +175,7 @@ class LayerSpec:
     activation_sparsity: float = 0.0
     reads_source: bool = False
     cross_group: int = 0
+    chooses_keys: bool = False
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -283,7 +270,8 @@ class ModelSpec:
     normed.
 
     With `gates_attention` each head's output is multiplied by the sigmoid of a gate, whose projection is stored behind
-    that of the head's query, or on its own with `has_gate_projection`.
+    that of the head's query, or on its own with `has_gate_projection`. With `has_head_gates` a head has one gate for
+    all of its elements.
 
     With `num_positions` the first layer's input is the sum of the embeddings of a token and of its position, which is
     row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added,
@@ -335,7 +323,7 @@ class ModelSpec:
     qk_norm_bias: bool = False
     rotates_before_norm: bool = False
     has_value_norm: bool = False
-    rope_order: Literal["half", "interleaved", "swapped"] = "half"
+    rope_order: RopeOrder = "half"
     num_positions: int = 0
     position_offset: int = 0
     alibi_slopes: tuple[float, ...] = ()
@@ -348,6 +336,7 @@ class ModelSpec:
     attention_output_bias: bool = False
     gates_attention: bool = False
     has_gate_projection: bool = False
+    has_head_gates: bool = False
     mlp_bias: bool = False
     mlp_output_bias: bool = False
     head_bias: bool = False

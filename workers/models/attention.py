@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionBackend, AttentionLayer
+from ..layers.latent_spec import RopeOrder
 from ..layers.layers import HeadLayerNorm, HeadNorm, LayerKernels, RMSNorm
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import LayerSpec, ModelSpec, QueryScaling
@@ -189,7 +190,7 @@ def qkv_rows(
         [queries_part, keys_part, keys_part],
     )
     if spec.has_gate_projection:
-        return [*rows, Rows(f"{prefix}gate_proj", query_size, queries_part, has_bias=False)]
+        return [*rows, _gate_rows(spec, prefix, heads)]
     if not spec.key_bias:
         rows[1] = replace(rows[1], has_bias=False)
     if layer.kv_source is not None:
@@ -211,20 +212,31 @@ def qkv_rows(
     ]
 
 
+def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
+    """Return the rows of the projection to gates of elements, or those of heads once for each element."""
+    name = f"{prefix}gate_proj"
+    if not spec.has_head_gates:
+        return Rows(name, spec.num_heads * spec.head_dim, _elements(spec, heads), has_bias=False)
+    order = torch.arange(len(heads)).repeat_interleave(spec.head_dim)
+    return Rows(name, spec.num_heads, heads, order, has_bias=False)
+
+
 def _rope_order(spec: ModelSpec, layer: LayerSpec) -> Tensor:
     """Return the stored row of each row of a head in the order that rotation needs."""
     if layer.rope is None:
         return torch.arange(spec.head_dim)
     rotary_dim = layer.rope.rotary_dim
-    return torch.cat((rotary_order(spec, rotary_dim), torch.arange(rotary_dim, spec.head_dim)))
+    return torch.cat(
+        (rotary_order(spec.rope_order, rotary_dim), torch.arange(rotary_dim, spec.head_dim))
+    )
 
 
-def rotary_order(spec: ModelSpec, rotary_dim: int) -> Tensor:
+def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
     """Return the stored row of each rotated row in the order that rotation needs."""
     rows_R = torch.arange(rotary_dim)
-    if spec.rope_order == "interleaved":
+    if order == "interleaved":
         return rows_R.view(-1, 2).T.flatten()
-    return rows_R.roll(rotary_dim // 2) if spec.rope_order == "swapped" else rows_R
+    return rows_R.roll(rotary_dim // 2) if order == "swapped" else rows_R
 
 
 def _elements(spec: ModelSpec, heads: range) -> range:

@@ -19,7 +19,7 @@ from ..parallel.shard import ModelShard
 from .attention import Attention
 from .cross_attention import CrossAttention
 from .experts import Experts, ExpertsBesideMLP
-from .latent_attention import LatentAttention
+from .latent.attention import LatentAttention
 from .mixers import Mixer, make_mixer
 from .mlp import MLP
 from .per_layer_inputs import PerLayerBlock

@@ -41,7 +41,10 @@ def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSp
     other key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another
     is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
     size.
+
+    There are no indexers if no sequence is longer than the number of keys that they choose.
     """
+    spec = _without_needless_indexers(spec, max_model_len)
     kinds = [_kinds(spec, layer, max_model_len, ranks) for layer in spec.layers]
     num_layers = Counter(kind for of_layer in kinds for kind in of_layer)
     num_tensors = {
@@ -65,6 +68,19 @@ def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSp
         seen.update(of_layer)
         layers.append(_with_groups(layer, groups))
     return replace(spec, layers=tuple(layers))
+
+
+def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec:
+    latent = spec.latent
+    if latent is None or latent.indexer is None or max_model_len > latent.indexer.num_chosen:
+        return spec
+    return replace(
+        spec,
+        latent=replace(latent, indexer=None),
+        head_dim=spec.head_dim - latent.indexer.head_dim,
+        layers=tuple(replace(layer, chooses_keys=False) for layer in spec.layers),
+        tensor_names=(*spec.tensor_names, (r".*\.self_attn\.indexer\..*", "")),
+    )
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:

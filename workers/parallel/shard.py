@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...protocol.errors import ConfigError
 from ..layers.spec import ExpertsSpec, ModelSpec
 from .expert_group import ExpertGroup
 from .tensor_parallel import TensorParallel
@@ -56,12 +57,22 @@ class ModelShard:
 
         Stages differ by at most one layer. The last one, which has the head, has the fewest. A layer that reads the
         keys and values of another is in the same stage. If that needs a longer last stage, the others share the rest.
+        A stage of a model with indexers begins with a layer that has one.
         """
         num_layers = len(spec.layers)
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
         limit = spec.first_source
         if limit is not None and starts[-1] > limit:
             starts = [-(-limit * i // (num_stages - 1)) for i in range(num_stages)]
+        if spec.latent is not None and spec.latent.indexer is not None:
+            starts = [
+                max(i for i in range(start + 1) if spec.layers[i].chooses_keys) for start in starts
+            ]
+            if len(set(starts)) < num_stages:
+                raise ConfigError(
+                    f"--pipeline-parallel-size {num_stages}: too few of the model's {num_layers} layers choose keys, with one "
+                    "of which every stage must begin; use fewer stages"
+                )
         start, stop = [*starts, num_layers][stage : stage + 2]
         return cls(range(start, stop), num_layers, tensor_parallel, has_whole_experts, expert_group)
 

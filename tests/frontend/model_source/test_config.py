@@ -162,13 +162,6 @@ def test_max_model_len_defaults_to_the_models_context(
     assert max_len(tmp_path, **fields) == expected
 
 
-def test_sparse_attention_limits_the_length_to_the_tokens_that_it_chooses(tmp_path: Path) -> None:
-    path = write(tmp_path / "m", config=LLAMA | {"index_topk": 128})
-    assert resolve(path).config.max_model_len == 128
-    with pytest.raises(ConfigError, match="--max-model-len 129 exceeds"):
-        resolve(path, max_model_len=129)
-
-
 def test_defaults_missing_in_a_published_gemma3_config_are_added(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     path = write(tmp_path / "m", config={"model_type": "gemma3", "text_config": text})

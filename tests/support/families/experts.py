@@ -241,13 +241,38 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    "cohere2-moe": (
+        "Cohere2Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_shared_experts": 1,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "cohere2-moe-dense": (
+        "Cohere2Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 40,
+            "expert_selection_fn": "sigmoid",
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+        },
+    ),
     "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
     "deepseek-v3.2": (
         "DeepseekV32",
         LATENT
         | EXPERTS
         | GROUPS
-        | {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2, "rope_parameters": LONG},
+        | {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 8, "rope_parameters": LONG},
     ),
     "glm5": (
         "GlmMoeDsa",
@@ -256,9 +281,9 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "n_routed_experts": 6,
             "n_shared_experts": 1,
-            "index_topk": 128,
+            "index_topk": 20,
             "index_head_dim": 16,
-            "index_n_heads": 2,
+            "index_n_heads": 8,
             "indexer_types": ["full", "shared", "full"],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },

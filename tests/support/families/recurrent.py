@@ -21,7 +21,35 @@ DELTA_NET = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 8,
 }
+MAMBA = {"state_size": 12, "time_step_rank": 5, "tie_word_embeddings": True}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", MAMBA | {"use_bias": True}),
+    "falcon-mamba": ("FalconMamba", MAMBA | {"use_conv_bias": False, "expand": 3}),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16, "use_bias": True},
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 4,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 5,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "conv_L_cache": 5,
+            "sliding_window": 9,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -121,6 +121,8 @@ OTHER_LAYERS = {
             "linear_head_dim": 8,
         },
     ),
+    # Steps of all channels are products of a sum over the ranks, and no layer attends.
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 8, "time_step_rank": 5}),
     # Experts behind a projection, whose sum all ranks have.
     "nemotron-h": (
         "NemotronHConfig",
@@ -141,7 +143,7 @@ OTHER_LAYERS = {
         },
     ),
 }
-NATIVE_LAYERS = ["olmo2", *[*OTHER_LAYERS][3:]]
+NATIVE_LAYERS = [name for name in OTHER_LAYERS if name not in ("phi3", "qwen2", "mamba")]
 PER_LAYER = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 2,
@@ -151,7 +153,7 @@ PER_LAYER = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 90,
 }
-GEMMAS = {
+SHARING = {
     "gemma3n": (
         "Gemma3n",
         PER_LAYER | {"laurel_rank": 6, "activation_sparsity_pattern": [0.8, 0.9, *[0.0] * 6]},
@@ -184,6 +186,21 @@ GEMMAS = {
             "moe_intermediate_size": 64,
         },
     ),
+}
+INDEXED = {
+    "num_key_value_heads": 12,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+    "indexer_types": ["full", "shared", "full", "shared", "shared"],
+    "mlp_layer_types": ["dense"] * 5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
 }
 EXPERTS = {
     "num_key_value_heads": 12,
@@ -293,10 +310,12 @@ def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) ->
 @pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
 def test_layers_that_share_keys_stay_in_one_stage(tmp_path: Path, backend: CPUBackend) -> None:
     checkpoints = {}
-    for name, (family, differences) in GEMMAS.items():
+    models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
+    models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
+    for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
-        config, model_class = f"{family}TextConfig", f"{family}ForCausalLM"
-        model = random_model(config, model_class, SIZES | differences, sentencepiece_tokenizer())
+        sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
+        model = random_model(f"{config}Config", f"{family}ForCausalLM", sizes, tokenizer)
         model.save_pretrained(checkpoints[name])
     alone = run_alone(checkpoints, tmp_path, backend)
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)

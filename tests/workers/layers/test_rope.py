@@ -3,8 +3,8 @@
 import pytest
 import torch
 from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.workers.layers.read_rope import read_rope
 from engine.workers.layers.rope import RotaryEmbedding, RotaryTables, apply_rotary
-from engine.workers.models.families.rope import read_rope
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig

@@ -113,13 +113,14 @@ def test_gemma3_reads_the_same_after_a_round_trip_through_transformers_5():
     ("differences", "message"),
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
-            "model: the architecture MambaForCausalLM is not supported; supported are ",
+            {"architectures": ["RwkvForCausalLM"]},
+            "model: the architecture RwkvForCausalLM is not supported; supported are ",
         ),
-        ({"architectures": ["MambaForSequenceClassification"]}, "MambaForSequenceClassification"),
+        ({"architectures": ["RwkvForSequenceClassification"]}, "RwkvForSequenceClassification"),
+        ({"architectures": ["BambaForCausalLM"]}, "model_type 'llama' is not that of the"),
         (
-            {"architectures": None, "model_type": "mamba"},
-            "architecture of model_type 'mamba' is not supported",
+            {"architectures": None, "model_type": "rwkv"},
+            "architecture of model_type 'rwkv' is not supported",
         ),
         (
             {"architectures": None, "model_type": None},

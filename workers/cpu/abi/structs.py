@@ -54,6 +54,7 @@ OP_KINDS = (
     "share_head_squares",
     "clamp",
     "keep_hidden",
+    "choose_keys",
 )
 
 
@@ -79,6 +80,8 @@ class LatentShape(ctypes.Structure):
         ("plain_dim", c_int32),
         ("rotary_dim", c_int32),
         ("value_dim", c_int32),
+        ("index_heads", c_int32),
+        ("index_dim", c_int32),
     )
 
 

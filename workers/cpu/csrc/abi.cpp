@@ -71,7 +71,7 @@ std::string signature(Result (*)(Arguments...)) {
 std::string describe() {
   std::string text;
   STRUCT(PackedWeight, format, n, k, group, scale, data)
-  STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim)
+  STRUCT(LatentShape, query_rank, kv_rank, plain_dim, rotary_dim, value_dim, index_heads, index_dim)
   STRUCT(ModelShape, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size,
          block_size, block_bytes, kv_format, activation, norm, is_bidirectional, keeps_block, router_size,
          projection_size, mixed_size, num_streams, input_size, latent, num_threads)
@@ -115,7 +115,7 @@ std::string describe() {
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,
        share_squares, adapt, place, add_placed, scale, add_normed, add_blocks, share_gates, sparse_gates, embed_inputs,
        add_inputs, gate_by_inputs, expand_streams, predict_streams, correct_streams, add_to_streams, load_stream,
-       reduce_streams, share_head_squares, clamp, keep_hidden)
+       reduce_streams, share_head_squares, clamp, keep_hidden, choose_keys)
   FOR_EACH(FUNCTION, engine_isa, engine_isa_name, engine_select_isa, engine_can_pack, engine_packed_bytes,
            engine_pack_rows, engine_finish_packing, engine_activation_row_bytes,
            engine_quantize_rows, engine_linear_rows, engine_unpack_weight_row, engine_program_new,

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...layers.latent_spec import LatentSpec
 from ...layers.layers import HeadLayerNorm
 from ...layers.rope import RopeSpec
-from ...layers.spec import Chunk, LatentSpec, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
+from ...layers.spec import Chunk, LayerSpec, ModelSpec, NormNames, QueryScaling, Window
 from ...models.attention import distance_buckets, head_norm, qkv_rows, read_distance_biases
 from ...models.cross_attention import cross_rows
-from ...models.latent_attention import first_rows, query_rows
+from ...models.latent.attention import first_rows, query_rows
+from ...models.latent.indexer import INDEX_NORM_EPS, index_order, index_query_rows, index_rows
 from ..abi.structs import AttentionLayer
 from ..head_matrices import read_head_matrices
 from ..library import NotSupportedNatively
@@ -21,6 +23,7 @@ from ..packing import GROUP_SIZE, ActivationKind, PackedWeight
 from ..program import Floats
 from .altup import AltUpRecorder
 from .blocks import BLOCK, PART, QKV, BlockRecorder
+from .model_shape import attended_dim
 
 _LOG2_E = np.float32(np.log2(np.e))
 """Native softmaxes have base 2."""
@@ -208,7 +211,9 @@ class AttentionRecorder:
         spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
         name = f"{prefix}self_attn."
         first, keys = first_rows(spec, latent, name, heads)
-        inputs, biases = self._blocks.packed_rows([keys, first], spec.qkv_bias)
+        indexer = latent.indexer if layer.chooses_keys else None
+        of_index = [] if indexer is None else index_rows(latent, indexer, name)
+        inputs, biases = self._blocks.packed_rows([keys, *of_index, first], spec.qkv_bias)
         key_matrices, value_matrices = read_head_matrices(spec, latent, self._weights, name, heads)
         output = self._attention_output(prefix, latent.value_dim)
         unit = {ActivationKind.INT8: GROUP_SIZE, ActivationKind.BF16: 2}
@@ -217,14 +222,35 @@ class AttentionRecorder:
                 f"{latent.value_dim} value elements per head are not a multiple of "
                 f"{unit[output.activation_kind]}"
             )
-        self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
+        key_dim = attended_dim(spec)
+        if latent.indexer is None:
+            self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
+        else:
+            # Behind a key are the elements of its index key, even if the layer has none.
+            places = [0, key_dim, self._index_offset(latent), spec.head_dim]
+            if indexer is None:
+                places = [places[0], places[-1]]
+            kind = None
+            for part, bias, place in zip(inputs, biases, places, strict=True):
+                kind = self._blocks.add_projection(
+                    prefix, norms.attention_input, [part], [bias], kind, place
+                )
         if latent.query_rank is not None:
-            (queries,) = self._weights.packed_together(
-                [query_rows(spec, latent, name, heads)], latent.query_rank
-            )
-            norm = self._weights.vector(f"{name}q_a_layernorm.weight", latent.query_rank)
             columns = range(spec.head_dim, spec.head_dim + latent.query_rank)
-            self._blocks.add_second_product(columns, queries, spec.head_dim, norm, latent.norm_eps)
+            norm: Floats | None = self._weights.vector(
+                f"{name}q_a_layernorm.weight", latent.query_rank
+            )
+            products = [(query_rows(spec, latent, name, heads), spec.head_dim)]
+            if indexer is not None:
+                # The queries replace what both are made of, so they come last.
+                column = self._index_offset(latent) + indexer.num_heads
+                products.insert(0, (index_query_rows(latent, indexer, name), column))
+            packed = self._weights.packed_together(
+                [rows for rows, _ in products], latent.query_rank
+            )
+            for weight, (_, column) in zip(packed, products, strict=True):
+                self._blocks.add_second_product(columns, weight, column, norm, latent.norm_eps)
+                norm = None
         program.add_op(
             "latent_queries",
             input_kind=key_matrices.activation_kind.for_whole_rows,
@@ -237,17 +263,29 @@ class AttentionRecorder:
                 spec.attention_scale, spec.attention_softcap or 0.0, _window_size(layer.window)
             ),
             "num_kv_heads": 1,
-            "head_dim": spec.head_dim,
+            "head_dim": key_dim,
         }
         norm = self._weights.vector(f"{name}kv_a_layernorm.weight", latent.kv_rank)
+        index_norm = None
+        if indexer is not None:
+            assert latent.norm_eps == INDEX_NORM_EPS, "one operation computes both norms"
+            order = index_order(latent, indexer).numpy()
+            index_norm = np.concatenate(
+                [
+                    self._weights.vector(f"{name}indexer.k_norm.{each}", indexer.head_dim)[order]
+                    for each in ("weight", "bias")
+                ]
+            )
         program.add_op(
             "rotate_store",
             rope=-1 if layer.rope is None else self._ropes[layer.rope],
             num_stored=1,
-            vectors=[norm, None, _scaling(layer.query_scaling)],
+            vectors=[norm, index_norm, _scaling(layer.query_scaling)],
             eps=latent.norm_eps,
             **attention,
         )
+        if indexer is not None:
+            program.add_op("choose_keys", num_columns=indexer.num_chosen, **attention)
         program.add_op("attention", activation_kind=ActivationKind.F32, vectors=[None], **attention)
         program.add_op(
             "latent_values",
@@ -261,6 +299,13 @@ class AttentionRecorder:
         self._blocks.add_block(
             prefix, output, bias, norms.attention_output, spec.attention_multiplier, source=0
         )
+
+    def _index_offset(self, latent: LatentSpec) -> int:
+        """Return the column of the weights of the indexer's heads; see `ModelShape` in csrc/model/model.h."""
+        num_heads = len(self._shard.heads(self._spec))
+        queries = num_heads * (latent.plain_dim + latent.rotary_dim)
+        products = self._spec.head_dim + max(latent.query_rank or 0, queries)
+        return products + num_heads * attended_dim(self._spec)
 
     def _read_distance_biases(self) -> Floats | None:
         """Return `DistanceBiases` in csrc/attention/attention.h, or None if scores do not depend on distances."""

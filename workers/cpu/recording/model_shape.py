@@ -39,7 +39,7 @@ def model_shape(
         _intermediate_size(spec, shard.tensor_parallel),
         len(shard.heads(spec)),
         kv_heads,
-        max(of_layer.head_dim for _, of_layer in layers),
+        max(attended_dim(of_layer) for _, of_layer in layers),
         spec.num_token_ids,
         attention.block_size,
         math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize,
@@ -56,6 +56,12 @@ def model_shape(
         _latent_shape(spec),
         num_threads,
     )
+
+
+def attended_dim(spec: ModelSpec) -> int:
+    """Return the elements of a key without those of its index key."""
+    indexer = None if spec.latent is None else spec.latent.indexer
+    return spec.head_dim - (0 if indexer is None else indexer.head_dim)
 
 
 def _projection_and_mixed_size(
@@ -119,6 +125,8 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
         latent.plain_dim,
         latent.rotary_dim,
         latent.value_dim,
+        0 if latent.indexer is None else latent.indexer.num_heads,
+        0 if latent.indexer is None else latent.indexer.head_dim,
     )
 
 

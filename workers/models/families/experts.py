@@ -8,6 +8,7 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import EXPERT_COUNTS
+from ...layers.read_rope import read_rope
 from ...layers.spec import Chunk, ExpertsSpec, LayerSpec, ModelSpec, QueryScaling
 from ...loaders.tensor_names import TensorNames
 from .common import (
@@ -20,7 +21,6 @@ from .common import (
 )
 from .llama import granite, interleaved_axes, llama, olmo2, qwen_layers, with_axes
 from .llama_variants import GLM_AXES, ernie4_5, hunyuan
-from .rope import read_rope
 
 MIXTRAL_NAMES = (
     (r"\.block_sparse_moe\.e_score", ".mlp.gate.e_score"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.model_dimensions import DEFAULTS_OF_GEMMA3
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import (
     AltUpSpec,
     ExpertsSpec,
@@ -17,7 +18,6 @@ from ...layers.spec import (
 )
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from .llama import llama
-from .rope import read_rope, read_rope_of_layer_type
 
 _NORMS = NormNames(
     attention_output="post_attention_layernorm",

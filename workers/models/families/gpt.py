@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, uniform_layers
-from .rope import read_rope
 
 _HEAD_NAMES = ((r"(^|\.)embed_out\.", r"\1lm_head."),)
 _GPT2_NAMES = (

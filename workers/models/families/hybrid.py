@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ....protocol.checkpoint.recurrent_layers import (
-    RecurrentLayer,
-    read_factors,
-    read_recurrent_layer,
-)
+from ....protocol.checkpoint.recurrent_config import read_factors, read_recurrent_layer
+from ....protocol.checkpoint.recurrent_layers import RecurrentLayer
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.rope import RopeSpec
 from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
 from .common import Family, attention_biases, base_spec, head_dim
@@ -28,7 +26,6 @@ from .experts import (
 )
 from .latent import latent_spec
 from .llama import interleaved_axes
-from .rope import read_rope
 
 _RECURRENT = ("conv", "linear_attention", "mamba")
 _ATTENDING = ("attention", "full_attention")
@@ -44,7 +41,7 @@ _LFM2_NAMES = (
     (r"\.feed_forward\.w2\.", ".mlp.down_proj."),
     (r"(^|\.)embedding_norm\.", r"\1norm."),
 )
-_BAMBA_NAMES = (
+BAMBA_NAMES = (
     _MIXER,
     (r"\.feed_forward\.", ".mlp."),
     (r"(^|\.)final_layernorm\.", r"\1norm."),
@@ -55,13 +52,17 @@ _GRANITE_DENSE_NAMES = (
 )
 
 
-def _recurrent_layer(fields: ConfigFields) -> RecurrentLayer:
+def recurrent_layer(fields: ConfigFields) -> RecurrentLayer:
+    """Return the recurrent layers of a family that has them."""
     layer = read_recurrent_layer(fields)
-    assert layer is not None, "the families here have recurrent layers"
+    if layer is None:
+        raise fields.error(
+            f"model_type {fields.get('model_type')!r} is not that of the architecture"
+        )
     return layer
 
 
-def _layers(
+def mixed_layers(
     fields: ConfigFields,
     rope: RopeSpec | None,
     attends: Callable[[int], bool],
@@ -69,7 +70,7 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     """Return layers that either attend or are recurrent; `attends` applies if the config does not say."""
     count = fields.layer_count("num_hidden_layers")
-    recurrent = LayerSpec(None, recurrent=_recurrent_layer(fields), attends=False)
+    recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False)
     kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
     if kinds is None:
         kinds = ["attention" if attends(i) else "mamba" for i in range(count)]
@@ -104,10 +105,57 @@ def _lfm2(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0)
     return base_spec(
         fields.with_values({"intermediate_size": intermediate_size}),
-        _layers(fields, rope, lambda i: attending is None or i in attending),
+        mixed_layers(fields, rope, lambda i: attending is None or i in attending),
         norms=NormNames(attention_input="operator_norm", mlp_input="ffn_norm"),
         qk_norm="head",
         tensor_names=_LFM2_NAMES,
+    )
+
+
+def _lfm3(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of an LFM3: some layers of an LFM2 with windows, norms of outputs, and a gate for each head."""
+    fields = fields.with_defaults(
+        block_auto_adjust_ff_dim=False,
+        head_dim=128,
+        sliding_window=256,
+        conv_L_cache=7,
+        layer_types=[
+            "full_attention" if i % 4 == 2 else "conv" if i % 4 or i == 0 else "sliding_attention"
+            for i in range(fields.layer_count("num_hidden_layers"))
+        ],
+    )
+    kinds, size = fields.get("layer_types"), head_dim(fields)
+    slides = [kind == "sliding_attention" for kind in kinds]
+    spec = _lfm2(
+        fields.with_values(
+            {
+                "layer_types": [
+                    "full_attention" if x else kind for x, kind in zip(slides, kinds, strict=True)
+                ]
+            }
+        )
+    )
+    full, local = (
+        read_rope_of_layer_type(fields, kind, size, theta_field="rope_theta", theta=theta)
+        for kind, theta in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0))
+    )
+    window = fields.integer("sliding_window")
+    layers = (
+        LayerSpec(local, window) if slides else replace(layer, rope=full if layer.attends else None)
+        for slides, layer in zip(slides, spec.layers, strict=True)
+    )
+    norms = spec.norms
+    if fields.boolean("use_sandwich_norm", True):
+        norms = replace(norms, attention_output="post_operator_norm", mlp_output="post_ffn_norm")
+    is_gated = fields.boolean("use_attention_gate", True)
+    return replace(
+        spec,
+        layers=tuple(layers),
+        norms=norms,
+        gates_attention=is_gated,
+        has_gate_projection=is_gated,
+        has_head_gates=is_gated,
+        tensor_names=((r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."), *spec.tensor_names),
     )
 
 
@@ -118,7 +166,7 @@ def _granite_hybrid(fields: ConfigFields) -> ModelSpec:
     shared_size = fields.integer("shared_intermediate_size", 1024)
     spec = base_spec(
         fields.with_values({"intermediate_size": shared_size}),
-        _layers(fields, rope, lambda _: False),
+        mixed_layers(fields, rope, lambda _: False),
         attention_scale=fields.positive("attention_multiplier", 1.0),
         embedding_scale=fields.positive("embedding_multiplier", 1.0),
         residual_multiplier=fields.positive("residual_multiplier", 1.0),
@@ -141,10 +189,10 @@ def _bamba(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields), partial=True)
     return base_spec(
         fields,
-        _layers(fields, rope, lambda i: i in attending, ("layers_block_type",)),
+        mixed_layers(fields, rope, lambda i: i in attending, ("layers_block_type",)),
         norms=NormNames(mlp_input="pre_ff_layernorm"),
         mlp_bias=fields.boolean("mlp_bias", False),
-        tensor_names=_BAMBA_NAMES,
+        tensor_names=BAMBA_NAMES,
         **attention_biases(fields),
     )
 
@@ -155,7 +203,7 @@ def _qwen3_5(fields: ConfigFields) -> ModelSpec:
     rope = read_rope(fields, head_dim(fields), partial=True)
     return base_spec(
         fields,
-        _layers(fields, rope, lambda i: (i + 1) % interval == 0),
+        mixed_layers(fields, rope, lambda i: (i + 1) % interval == 0),
         qk_norm="head",
         norm_weight_offset=1.0,
         gates_attention=True,
@@ -229,7 +277,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
     if biases["qkv_bias"] and attention_input != 1.0:
         raise fields.error("attention_bias with an attention_in_multiplier is not supported")
     gate, mlp = read_factors(fields, "mlp_multipliers", 2)
-    layer = LayerSpec(read_rope(fields, head_size), recurrent=_recurrent_layer(fields))
+    layer = LayerSpec(read_rope(fields, head_size), recurrent=recurrent_layer(fields))
     # The factors on queries, keys and values are applied to scores and outputs, which are linear in them.
     return base_spec(
         fields,
@@ -245,7 +293,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
         embedding_scale=fields.positive("embedding_multiplier", 1.0),
         logits_divisor=1 / fields.positive("lm_head_multiplier", 1.0),
         mlp_bias=fields.boolean("mlp_bias", False),
-        tensor_names=_BAMBA_NAMES,
+        tensor_names=BAMBA_NAMES,
         **biases,
     )
 
@@ -260,7 +308,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
         kinds = [_NEMOTRON_LAYERS.get(letter, letter) for letter in pattern]
     if not kinds or not isinstance(kinds, list):
         raise fields.error("layers_block_type or hybrid_override_pattern must list the layers")
-    recurrent = LayerSpec(None, recurrent=_recurrent_layer(fields), attends=False, has_mlp=False)
+    recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False, has_mlp=False)
     layers = []
     for kind in kinds:
         if kind in _RECURRENT:
@@ -325,7 +373,7 @@ def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
     norms = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     layers = tuple(
         replace(layer, norms=norms) if layer.attends else layer
-        for layer in _layers(fields, rope, lambda i: i % 4 == 3)
+        for layer in mixed_layers(fields, rope, lambda i: i % 4 == 3)
     )
     return base_spec(
         fields,
@@ -361,7 +409,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
     own = fields.section("linear_attn_config")
     attending = None if own is None else _indices(own, "full_attn_layers")
     # Layers are numbered from 1 there.
-    layers = _layers(
+    layers = mixed_layers(
         fields,
         None,
         lambda i: i + 1 in attending if attending is not None else i > 0 and i % 4 == 0,
@@ -390,6 +438,7 @@ FAMILIES = (
     Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     Family("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
     Family("Lfm2ForCausalLM", "lfm2", _lfm2),
+    Family("Lfm3ForCausalLM", "lfm3", _lfm3),
     Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     Family("OlmoHybridForCausalLM", "olmo_hybrid", _olmo_hybrid),
     Family("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen3_5),

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.spec import LatentSpec, ModelSpec
+from ...layers.latent_spec import IndexerSpec, LatentSpec
+from ...layers.read_rope import read_rope
+from ...layers.spec import LayerSpec, ModelSpec
 from .common import Family, attention_biases, base_spec, uniform_layers
 from .experts import (
     deepseek_experts,
@@ -19,7 +21,6 @@ from .experts import (
     with_experts,
 )
 from .llama import llama4_scaling
-from .rope import read_rope
 
 
 def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
@@ -96,12 +97,56 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
 def _sparse_latent(fields: ConfigFields) -> ModelSpec:
     """Return the spec of DeepSeek-V3.2 or GLM-5.
 
-    An indexer chooses the `index_topk` tokens that a token attends to. Those are all, because sequences are not longer.
+    The indexers of a GLM-5 rotate pairs of neighbors, and some of its layers have none.
     """
+    is_glm = fields.text("model_type") == "glm_moe_dsa"
     fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
     has_experts = has_listed_experts(fields, first_dense(fields, 3))
     spec = _with_sigmoid_experts(fields, has_experts)
-    return replace(spec, tensor_names=(*spec.tensor_names, (r".*\.self_attn\.indexer\..*", "")))
+    latent = spec.latent
+    assert latent is not None, "these families have latent attention"
+    if latent.query_rank is None:
+        raise fields.error("q_lora_rank is missing, from whose vector index queries are made")
+    indexer = IndexerSpec(
+        fields.integer("index_n_heads", 32 if is_glm else 64),
+        fields.integer("index_head_dim", 128),
+        fields.integer("index_topk", 2048),
+        "interleaved" if is_glm else "half",
+    )
+    if indexer.head_dim < latent.rotary_dim:
+        raise fields.error(
+            f"index_head_dim {indexer.head_dim} must be at least qk_rope_head_dim {latent.rotary_dim}"
+        )
+    return replace(
+        spec,
+        latent=replace(latent, indexer=indexer),
+        head_dim=spec.head_dim + indexer.head_dim,
+        layers=_with_indexers(fields, spec.layers),
+    )
+
+
+def _with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Return the layers, of which those listed as full in the config choose keys."""
+    kinds = fields.per_layer("indexer_types", len(layers))
+    if kinds is None and (pattern := fields.get("index_topk_pattern")) is not None:
+        letters = {"F": "full", "S": "shared"}
+        kinds = [letters.get(kind, kind) for kind in pattern]
+    if kinds is None:
+        period, offset = (
+            fields.integer("index_topk_freq", 1),
+            fields.integer("index_skip_topk_offset", 2, minimum=0),
+        )
+        kinds = [
+            "shared" if max(i - offset + 1, 0) % period else "full" for i in range(len(layers))
+        ]
+    if len(kinds) != len(layers) or kinds[0] != "full" or not {"full", "shared"}.issuperset(kinds):
+        raise fields.error(
+            f"indexer_types must be full or shared for each of {len(layers)} layers, the first full; not {kinds!r}"
+        )
+    return tuple(
+        replace(layer, chooses_keys=kind == "full")
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
 
 
 def _axk1(fields: ConfigFields) -> ModelSpec:

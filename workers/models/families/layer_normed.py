@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import (
     Family,
@@ -14,8 +16,8 @@ from .common import (
     sliding_layers,
     uniform_layers,
 )
+from .experts import first_dense, has_listed_experts, read_experts, with_experts
 from .gpt import gpt_spec
-from .rope import read_rope
 
 _QK_NORM_NAMES = ((r"\.([qk])_layernorm\.(norms\.)?", r".\1_norm."),)
 
@@ -53,6 +55,73 @@ def _cohere2(fields: ConfigFields) -> ModelSpec:
     sliding = sliding_layers(fields, lambda i: bool((i + 1) % period))
     layers = tuple(LayerSpec(rope, window) if slides else LayerSpec(None) for slides in sliding)
     return _cohere_spec(fields, layers)
+
+
+def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
+    num_layers = fields.layer_count("num_hidden_layers")
+    num_dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    fields = fields.with_defaults(head_dim=128)
+    periods = [
+        fields.integer(name, default)
+        for name, default in (
+            ("prefix_dense_sliding_window_pattern", 1),
+            ("sliding_window_pattern", 4),
+        )
+    ]
+    has_experts = has_listed_experts(fields, first_dense(fields, 0))
+    slides = sliding_layers(
+        fields,
+        lambda i: bool((i + 1) % periods[0] if i < num_dense else (i - num_dense + 1) % periods[1]),
+    )
+    fields = fields.with_values(
+        {"layer_types": ["sliding_attention" if x else "full_attention" for x in slides]}
+    )
+    is_rms = fields.get("rms_norm_eps") is not None
+    eps = fields.positive("rms_norm_eps" if is_rms else "layer_norm_eps", 1e-5)
+    spec = _cohere2(fields)
+    # Dense layers rotate even if they have no window, if their pattern says that none has.
+    rope = read_rope(fields, head_dim(fields))
+    layers = tuple(
+        replace(layer, rope=rope) if periods[0] == 1 and not has_experts(i) else layer
+        for i, layer in enumerate(spec.layers)
+    )
+    num_shared = fields.integer("num_shared_experts", 0, minimum=0)
+    is_average = (
+        num_shared and fields.text("shared_expert_combination_strategy", "average") == "average"
+    )
+    if is_average and not all(map(has_experts, range(num_layers))):
+        raise fields.error(
+            "shared experts whose outputs are averaged are not supported beside dense layers"
+        )
+    scoring = fields.text("expert_selection_fn", "softmax")
+    if scoring not in ("softmax", "sigmoid"):
+        raise fields.error(
+            f"expert_selection_fn {scoring!r} is not supported; use softmax or sigmoid"
+        )
+    size = fields.integer("intermediate_size")
+    experts = read_experts(
+        fields,
+        8,
+        2,
+        intermediate_size="intermediate_size",
+        scoring=scoring,
+        renormalizes=scoring == "softmax" or fields.boolean("norm_topk_prob", True),
+        shared_intermediate_size=size * num_shared,
+    )
+    return with_experts(
+        replace(
+            spec,
+            layers=layers,
+            norm_kind="rms" if is_rms else "layer",
+            norm_eps=eps,
+            intermediate_size=fields.optional_integer("prefix_dense_intermediate_size") or size,
+            # Both halve the sum of routed and shared experts, and leave the attention as it is.
+            residual_multiplier=0.5 if is_average else 1.0,
+            attention_multiplier=2.0 if is_average else 1.0,
+        ),
+        experts,
+        has_experts,
+    )
 
 
 def _jais2(fields: ConfigFields) -> ModelSpec:
@@ -144,6 +213,7 @@ def _starcoder2(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("Cohere2ForCausalLM", "cohere2", _cohere2),
     Family("CohereForCausalLM", "cohere", _cohere),
+    Family("Cohere2MoeForCausalLM", "cohere2_moe", _cohere2_moe),
     Family("Jais2ForCausalLM", "jais2", _jais2),
     Family("NemotronForCausalLM", "nemotron", _nemotron),
     Family("OlmoForCausalLM", "olmo", _olmo),

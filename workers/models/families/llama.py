@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec, NormNames, QueryScaling
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers, uniform_layers
-from .rope import read_rope
 
 
 def llama(fields: ConfigFields, **differences: Any) -> ModelSpec:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, base_spec, head_dim, sliding_layers, uniform_layers
 from .llama import granite, llama, olmo2, with_axes
-from .rope import read_rope, read_rope_of_layer_type
 
 _POST_NORMS = NormNames(
     attention_input=None,

@@ -31,6 +31,7 @@ from . import (
     llama_variants,
     rotary_encoders,
     sigmoid_experts,
+    state_space,
     windowed,
 )
 from .common import Family, with_score_head
@@ -48,6 +49,7 @@ FAMILIES = (
     *llama_variants.FAMILIES,
     *rotary_encoders.FAMILIES,
     *sigmoid_experts.FAMILIES,
+    *state_space.FAMILIES,
     *windowed.FAMILIES,
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import (
     Family,
@@ -17,7 +18,6 @@ from .common import (
 )
 from .encoders import POST_NORMED
 from .llama import llama
-from .rope import read_rope, read_rope_of_layer_type
 
 _MODERNBERT_NORMS = NormNames("attention_norm", None, "mlp_norm", None)
 _MODERNBERT_NAMES = (

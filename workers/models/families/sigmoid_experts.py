@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope
 from ...layers.spec import LayerSpec, ModelSpec
 from .common import Family, head_dim, sliding_layers, uniform_layers
 from .experts import (
@@ -13,7 +14,6 @@ from .experts import (
     with_experts,
 )
 from .llama import llama
-from .rope import read_rope
 
 _FUSED_NAMES = (
     (r"(^|\.)word_embeddings\.", r"\1embed_tokens."),

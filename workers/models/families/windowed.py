@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....protocol.checkpoint.config_fields import ConfigFields
+from ...layers.read_rope import read_rope, read_rope_of_layer_type
 from ...layers.spec import LayerSpec, ModelSpec, NormNames
 from .common import Family, attention_biases, base_spec, head_dim, sliding_layers
 from .experts import (
@@ -18,7 +19,6 @@ from .experts import (
     with_experts,
 )
 from .llama import granite, llama
-from .rope import read_rope, read_rope_of_layer_type
 
 
 def _cwm(fields: ConfigFields) -> ModelSpec:

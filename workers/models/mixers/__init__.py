@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....protocol.checkpoint.recurrent_layers import (
     GatedDeltaNet,
     KimiDeltaAttention,
+    Mamba1,
     Mamba2,
     RecurrentLayer,
     ShortConvolution,
@@ -15,6 +16,7 @@ from ...parallel.shard import ModelShard
 from ..weights import WeightReader
 from .gated_delta_net import GatedDeltaNetMixer
 from .kimi_delta_attention import KimiDeltaAttentionMixer
+from .mamba1 import Mamba1Mixer
 from .mamba2 import Mamba2Mixer
 from .mixer import Mixer
 from .short_convolution import ShortConvolutionMixer
@@ -33,6 +35,8 @@ def make_mixer(
     match layer:
         case ShortConvolution():
             return ShortConvolutionMixer(spec, layer, weights, prefix, shard, kernels)
+        case Mamba1():
+            return Mamba1Mixer(spec, layer, weights, prefix, shard, kernels)
         case Mamba2():
             return Mamba2Mixer(spec, layer, weights, prefix, shard, kernels)
         case GatedDeltaNet():

@@ -51,6 +51,9 @@ struct AttentionTask {
   const AttentionTask* next;            // what this thread computes next, or null
   uint8_t* copied_values;               // the thread's memory for the values of a chunk; unused if the cache has values
   DistanceBiases biases;
+  // [num_tokens][chosen_stride], a bit for each key, in words of a chunk; null if tokens attend to all keys
+  const uint64_t* chosen;
+  int chosen_stride;
 };
 
 // The number of parts in which the sum of a row is kept.
@@ -117,6 +120,10 @@ struct AttentionKernels {
   // Stores a token's key and value of one head, [head_dim] each. The value is unused if the cache has only keys.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
                 const float* key, const float* value);
+  // Writes the scores by which the task's one token chooses keys: of each key up to its own, and anything for the rest of
+  // the last chunk. `queries`, [num_heads][query_words], are converted for the layout `of_index`.
+  void (*score_keys)(const KVLayout&, const AttentionTask&, const uint32_t* queries, const float* weights,
+                     int num_heads, float* out);
 };
 
 #define ENGINE_ISA(set, linear, attention, ...) \

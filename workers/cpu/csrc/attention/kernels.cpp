@@ -18,5 +18,6 @@ namespace engine::ENGINE_TARGET {
 #else
 #include "attention/store.inc"
 #include "attention/attend.inc"
+#include "attention/index.inc"
 #endif
 }  // namespace engine::ENGINE_TARGET

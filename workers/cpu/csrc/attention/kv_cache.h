@@ -12,6 +12,8 @@
 //
 // A block may also have keys and values of other layers, before or behind those of this one.
 //
+// Behind the elements of a key there may be those of its index key.
+//
 // With latent attention a block has only keys. Their first elements are the values: attention copies those of a chunk to
 // the layout of values before it uses them for all of its rows.
 #pragma once
@@ -29,11 +31,20 @@ struct KVLayout {
   int32_t value_dim;  // the size of a value
   bool has_values;    // else values are the first elements of keys
   size_t block_stride;  // bytes from a block to the next
+  int32_t index_dim = 0;  // elements of a key that are behind the others, by which tokens choose keys
+
+  // Returns the layout as one whose keys are index keys.
+  KVLayout of_index() const {
+    KVLayout index = *this;
+    index.head_dim = index_dim;
+    return index;
+  }
+  int stored_dim() const { return head_dim + index_dim; }
 
   size_t element_bytes() const {
     return format == KVFormat::f32 ? 4 : format == KVFormat::int8 ? 1 : 2;
   }
-  int padded_head_dim() const { return (head_dim + 15) / 16 * 16; }
+  int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }
   int padded_value_dim() const { return (value_dim + 15) / 16 * 16; }
   // Where the scales of a head's keys, or of its values, begin.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }

@@ -20,6 +20,7 @@ struct LatentShape {
   int32_t query_rank;  // of the vector from which queries are made; 0 if they are made from hidden states
   int32_t kv_rank;     // 0 without latent attention
   int32_t plain_dim, rotary_dim, value_dim;
+  int32_t index_heads, index_dim;  // of an indexer, which chooses keys by index keys; 0 without
 
   int query_dim() const { return plain_dim + rotary_dim; }
 };
@@ -42,15 +43,19 @@ struct ModelShape {
   LatentShape latent;
   int32_t num_threads;
 
-  // The numbers of a token's projection in latent attention: the key; the vector from which queries are made, then the
-  // queries; and then their products with the matrices that would make keys.
-  int latent_size() const { return latent.kv_rank ? product_offset() + num_heads * head_dim : 0; }
+  // The numbers of a token's projection in latent attention: the key and its index key; the vector from which queries are
+  // made, then the queries; then their products with the matrices that would make keys; and the weights and queries of the
+  // indexer's heads.
+  int latent_size() const {
+    return latent.kv_rank ? index_offset() + latent.index_heads * (1 + latent.index_dim) : 0;
+  }
   // The elements of a value as attention sums it, of `head_dim` ones.
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
   // With latent attention, where a token's queries are among these, and their products.
-  int query_offset() const { return head_dim; }
-  int product_offset() const { return head_dim + std::max(latent.query_rank, num_heads * latent.query_dim()); }
+  int query_offset() const { return head_dim + latent.index_dim; }
+  int product_offset() const { return query_offset() + std::max(latent.query_rank, num_heads * latent.query_dim()); }
+  int index_offset() const { return product_offset() + num_heads * head_dim; }
 };
 
 // Operations with a norm have its weight in vectors[0], and its bias in vectors[1] if it has one. With several ranks,
@@ -120,6 +125,10 @@ enum class OpKind : int32_t {
   clamp = 41,        // `num_columns` of the target from `first_column` on, limited to vectors[0][0] to vectors[0][1]; of
                      // activations, only float32
   keep_hidden = 42,  // elements of hidden from `first_column` on = residual
+
+  // In latent attention with an indexer, after `rotate_store`. In that, vectors[1] are the weights of the norm of index
+  // keys, then its biases; null if the layer has none:
+  choose_keys = 43,  // the `num_columns` keys that each token attends to, here and in the next layers without an indexer
 
   // Inputs of layers (phases/layer_inputs.h), of `num_columns` elements each:
   embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
@@ -256,7 +265,7 @@ struct Model {
   KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
   KVLayout kv_layout(int num_kv_heads, int head_dim) const {
     return {shape.kv_format, num_kv_heads, head_dim, shape.block_size, shape.attended_dim(head_dim),
-            shape.latent.kv_rank == 0, size_t(shape.block_bytes)};
+            shape.latent.kv_rank == 0, size_t(shape.block_bytes), shape.latent.index_dim};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
   // out = the operation's norm of x, [hidden_size]; `out` may be `x`.

@@ -167,6 +167,8 @@ void Program::run_tile(int phase, Tile& tile) {
       return experts_.run_output(op, tile, scratch);
     case OpKind::attention:
       return attention_.run(op, tile, rows_, scratch);
+    case OpKind::choose_keys:
+      return attention_.choose(op, tile, rows_, scratch);
     case OpKind::short_convolution:
     case OpKind::convolve:
     case OpKind::scan:
@@ -190,7 +192,7 @@ void Program::begin_slice(int index) {
   mixers_.begin_slice();
   if (shares_blocks_) clear_new_blocks();
   pieces_.begin_slice(ranks_.are_several() || experts_.are_any() || mixers_.are_any() ||
-                      model_.shape.is_bidirectional || slice_.step.visible);
+                      model_.shape.is_bidirectional || model_.shape.latent.index_dim || slice_.step.visible);
   if (pieces_.count()) readahead_.begin_slice();
 }
 
@@ -216,6 +218,8 @@ int Program::begin_op(const Op& op) {
       return products_.begin(op, slice_.num_tokens, 1);
     case OpKind::attention:
       return attention_.begin(op);
+    case OpKind::choose_keys:
+      return attention_.begin_choice(op);
     case OpKind::short_convolution:
     case OpKind::convolve:
     case OpKind::scan:

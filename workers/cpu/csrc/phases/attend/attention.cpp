@@ -9,7 +9,7 @@ namespace engine {
 void Attention::add_op(const Op& op) {
   lists_.push_back(nullptr);
   queries_of_op_.push_back(nullptr);
-  if (op.kind != OpKind::rotate_store && op.kind != OpKind::attention) return;
+  if (op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys && op.kind != OpKind::attention) return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
   });
@@ -124,6 +124,11 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
   const int num_heads = shape.num_heads, head_dim = shape.head_dim, rank = latent.kv_rank;
   float* const products = qkv + shape.product_offset();
   model_.rows.rms_norm(qkv, op.vectors[0], op.eps, rank, qkv);
+  float* const index_key = qkv + head_dim, *const index_queries = qkv + shape.index_offset() + latent.index_heads;
+  if (const float* norm = op.vectors[1])
+    model_.rows.layer_norm(index_key, norm, norm + latent.index_dim, op.eps, latent.index_dim, index_key);
+  else
+    std::fill_n(index_key, latent.index_dim, 0.0f);
   const float* rotated = qkv + shape.query_offset() + latent.plain_dim;
   for (int h = 0; h < num_heads; h++, rotated += latent.query_dim())
     std::copy_n(rotated, latent.rotary_dim, products + h * head_dim + rank);
@@ -131,9 +136,13 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
     const RotaryTables::Angles angles = ropes.angles(op.rope, row);
     model_.rows.rotate(qkv + rank, 1, head_dim, angles.cosines, angles.sines, angles.half);
     model_.rows.rotate(products + rank, num_heads, head_dim, angles.cosines, angles.sines, angles.half);
+    if (op.vectors[1]) {
+      model_.rows.rotate(index_key, 1, latent.index_dim, angles.cosines, angles.sines, angles.half);
+      model_.rows.rotate(index_queries, latent.index_heads, latent.index_dim, angles.cosines, angles.sines, angles.half);
+    }
   }
   scale_queries(op, products, num_heads * head_dim, row);
-  if (!model_.rows.all_finite(qkv, head_dim)) std::fill_n(products, num_heads * head_dim, std::nanf(""));
+  if (!model_.rows.all_finite(qkv, shape.query_offset())) std::fill_n(products, num_heads * head_dim, std::nanf(""));
   store(op, row, products, qkv, nullptr);
 }
 
@@ -202,7 +211,20 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       nullptr,
       nullptr,
       {op.vectors[1], op.num_columns},
+      choice_.of(task.token),
+      choice_.stride(),
   };
+}
+
+void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
+  const int32_t* starts = slice_.step.query_start_loc;
+  const int32_t* after = std::upper_bound(starts + slice_.first_sequence, starts + slice_.step.num_sequences + 1,
+                                          slice_.first_token + tile.index);
+  Task task{};
+  task.sequence = int(after - starts) - 1;
+  task.token = tile.index;
+  task.num_tokens = 1;
+  choice_.run(op, tile, kernel_task(op, task), rows, scratch);
 }
 
 // Results stay in the thread's memory until the tile is committed: activations, or the state of a partition.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "phases/attend/attention_tasks.h"
+#include "phases/attend/key_choice.h"
 #include "model/ranks.h"
 #include "model/rope.h"
 #include "model/rows.h"
@@ -19,15 +20,19 @@ namespace engine {
 class Attention {
  public:
   Attention(const Model& model, const Ranks& ranks, const Slice& slice, int num_threads)
-      : model_(model), ranks_(ranks), slice_(slice), tasks_(model, slice, num_threads) {}
+      : model_(model), ranks_(ranks), slice_(slice), tasks_(model, slice, num_threads), choice_(model, slice) {}
 
   void add_op(const Op& op);
   // Makes room for the queries of a slice.
   void reserve(int rows);
   void release() {
     for (Queries& each : queries_) each.buffer.release();
+    choice_.release();
   }
-  void begin_slice() { tasks_.begin_slice(); }
+  void begin_slice() {
+    tasks_.begin_slice();
+    choice_.begin_slice();
+  }
 
   // Shares the squares of a row's queries and keys with the other ranks.
   void share_squares(const Op& op, const float* qkv, int row) const;
@@ -38,6 +43,10 @@ class Attention {
   // Divides an operation into tiles; returns their number.
   int begin(const Op& op);
   void run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch);
+
+  // The same for the choice of keys.
+  int begin_choice(const Op& op) { return choice_.begin(op); }
+  void choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch);
 
   // Computes rows [rows.first, end_row) of the slice in this thread alone.
   void attend_rows(const Op& op, const Rows& rows, int end_row, Scratch& scratch) const;
@@ -76,6 +85,7 @@ class Attention {
   const Ranks& ranks_;
   const Slice& slice_;
   AttentionTasks tasks_;
+  KeyChoice choice_;
   std::vector<const AttentionTasks::List*> lists_;  // of each operation
   // The queries of a slice in layers with equal heads, by key/value head. Pieces may be in layers with other heads.
   struct Queries {

@@ -2,8 +2,8 @@
 
 import math
 
-from ....protocol.checkpoint.config_fields import ConfigFields
-from ...layers.rope import (
+from ...protocol.checkpoint.config_fields import ConfigFields
+from .rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

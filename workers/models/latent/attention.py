@@ -4,7 +4,7 @@ The matrix that makes a head's keys from latent vectors is applied to its querie
 values to the sum of latent vectors. So all heads share the cache's one key/value head (DeepSeek-V2, arXiv 2405.04434).
 
 Shapes: T tokens of a step, D hidden size, H heads of this shard, C latent vector, P plain and R rotated elements of a
-head's query, V elements of its value, K = C + R.
+head's query, V elements of its value, J heads of an indexer, I elements of an index key, K = C + R + I.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..attention import AttentionBackend, AttentionLayer
-from ..layers.layers import LayerKernels, Linear, RMSNorm
-from ..layers.rope import RotaryTables, apply_rotary
-from ..layers.spec import LatentSpec, LayerSpec, ModelSpec
-from ..parallel.parallel_layers import RowParallelLinear
-from ..parallel.shard import ModelShard
-from .attention import rotary_order, scale_queries
-from .weights import Rows, WeightReader
+from ...attention import AttentionBackend, AttentionLayer
+from ...layers.latent_spec import LatentSpec
+from ...layers.layers import LayerKernels, Linear, RMSNorm
+from ...layers.rope import RotaryTables, apply_rotary
+from ...layers.spec import LayerSpec, ModelSpec
+from ...parallel.parallel_layers import RowParallelLinear
+from ...parallel.shard import ModelShard
+from ..attention import rotary_order, scale_queries
+from ..weights import Rows, WeightReader
+from .indexer import Indexer
 
 
 class LatentAttention:
@@ -47,9 +50,14 @@ class LatentAttention:
         self._query_norm: RMSNorm | None = None
         self._queries: Linear | None = None
         rows = first_rows(spec, latent, prefix, heads)
+        queries = [query_rows(spec, latent, prefix, heads)]
+        self._indexer: Indexer | None = None
+        if latent.indexer is not None and layer.chooses_keys:
+            self._indexer = Indexer(latent, latent.indexer, weights, prefix)
+            rows += self._indexer.first_rows
+            queries.append(self._indexer.query_rows)
         if latent.query_rank is not None:
-            queries = query_rows(spec, latent, prefix, heads)
-            self._queries = kernels.linear(weights.read_matrix_rows([queries], latent.query_rank))
+            self._queries = kernels.linear(weights.read_matrix_rows(queries, latent.query_rank))
             self._query_norm = RMSNorm(
                 weights.read_vector(f"{prefix}q_a_layernorm.weight", latent.query_rank),
                 latent.norm_eps,
@@ -58,6 +66,9 @@ class LatentAttention:
             weights.read_matrix_rows(rows, spec.hidden_size),
             weights.read_biases(rows) if spec.qkv_bias else None,
         )
+        self._sizes = [len(rows[0].part), latent.kv_rank, latent.rotary_dim]
+        if self._indexer is not None:
+            self._sizes += self._indexer.sizes
         self._key_norm = RMSNorm(
             weights.read_vector(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), latent.norm_eps
         )
@@ -89,9 +100,11 @@ class LatentAttention:
     ) -> Tensor:
         """Return the attention output [T, D] of a layer."""
         latent = self._latent
-        q, c_TC, k_TR = self.qkv(x).split((self._first_size, latent.kv_rank, latent.rotary_dim), -1)
+        q, c_TC, k_TR, *of_index = self.qkv(x).split(self._sizes, -1)
         if self._queries is not None and self._query_norm is not None:
             q = self._queries(self._query_norm(q))
+        num_elements = self._num_heads * (latent.plain_dim + latent.rotary_dim)
+        q, index_queries_TF = q[:, :num_elements], q[:, num_elements:]
         q_THP, q_THR = q.unflatten(-1, (self._num_heads, -1)).split(
             (latent.plain_dim, latent.rotary_dim), -1
         )
@@ -104,17 +117,32 @@ class LatentAttention:
             q_THK = scale_queries(q_THK, positions_T, self._query_scaling)
         c_T1C = self._key_norm(c_TC).unsqueeze(1)
         k_T1K = torch.cat((c_T1C, rotated_TSR[:, self._num_heads :]), -1)
-        attended_THC = self._backend.forward_projected(
-            torch.cat((q_THK, k_T1K), 1), k_T1K, None, None, kv_cache, attn_metadata, self._layer
-        )
+        if latent.indexer is None:
+            attended_THC = self._backend.forward_projected(
+                torch.cat((q_THK, k_T1K), 1),
+                k_T1K,
+                None,
+                None,
+                kv_cache,
+                attn_metadata,
+                self._layer,
+            )
+        else:
+            size, index = latent.indexer.head_dim, None
+            index_keys_T1I = k_T1K.new_zeros(len(k_T1K), 1, size)
+            if self._indexer is not None:
+                index_keys_T1I = self._indexer.keys(of_index[0], tables)
+                index = self._indexer.queries(index_queries_TF, of_index[1], tables)
+            attended_THC = self._backend.forward_sparse(
+                F.pad(q_THK, (0, size)),
+                torch.cat((k_T1K, index_keys_T1I), -1),
+                index,
+                kv_cache,
+                attn_metadata,
+                self._layer,
+            )
         out_THV = _multiply_heads(attended_THC, self._values_HCV)
         return self._output(out_THV.flatten(1))
-
-    @property
-    def _first_size(self) -> int:
-        """The number of elements before the latent vector: those of the queries, or of the vector they come from."""
-        latent = self._latent
-        return latent.query_rank or self._num_heads * (latent.plain_dim + latent.rotary_dim)
 
 
 def read_expansions(
@@ -163,14 +191,14 @@ def first_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -
         first = query_rows(spec, latent, prefix, heads)
     else:
         first = Rows(f"{prefix}q_a_proj", latent.query_rank, range(latent.query_rank))
-    order_R = rotary_order(spec, latent.rotary_dim)
+    order_R = rotary_order(spec.rope_order, latent.rotary_dim)
     order_K = torch.cat((torch.arange(latent.kv_rank), latent.kv_rank + order_R))
     return [first, Rows(f"{prefix}kv_a_proj_with_mqa", len(order_K), range(len(order_K)), order_K)]
 
 
 def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> Rows:
     """Return the rows of the projection to these heads' queries."""
-    order_R = rotary_order(spec, latent.rotary_dim)
+    order_R = rotary_order(spec.rope_order, latent.rotary_dim)
     size = latent.plain_dim + latent.rotary_dim
     order_Q = torch.cat((torch.arange(latent.plain_dim), latent.plain_dim + order_R))
     rows_HQ = torch.arange(len(heads) * size).view(len(heads), size)[:, order_Q]

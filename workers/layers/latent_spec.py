@@ -1,0 +1,42 @@
+"""The description of multi-head latent attention as data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeOrder = Literal["half", "interleaved", "swapped"]
+"""The order of a head's stored rows; see `ModelSpec`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys that a token attends to (DeepSeek-V3.2, arXiv 2512.02556).
+
+    A token has an index key of `head_dim` elements, whose first ones are rotated in the order `rope_order`. The score
+    of a key for a token is a sum over `num_heads` heads: each head's weight times the positive part of the product of
+    its query and the index key. A token attends to the `num_chosen` keys with the highest scores.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    rope_order: RopeOrder = "half"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Keys and values of all heads are products of one latent vector of `kv_rank` elements, and the cache has only that
+    vector and one rotated key of `rotary_dim` elements for all heads. A head's query and key have `plain_dim` further
+    elements without rotation, its value has `value_dim`. Queries are products of a vector of `query_rank` elements, or
+    of the hidden state if that is None. With `indexer` tokens attend to some keys only, and index keys are behind the
+    others in the cache.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+    indexer: IndexerSpec | None = None

@@ -1,0 +1,76 @@
+"""The indexer of sparse attention, which every rank has as a whole; see `IndexerSpec`.
+
+Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...attention import IndexQueries
+from ...layers.latent_spec import IndexerSpec, LatentSpec
+from ...layers.layers import LayerNorm
+from ...layers.rope import RotaryTables, apply_rotary
+from ..attention import rotary_order
+from ..weights import Rows, WeightReader
+
+INDEX_NORM_EPS = 1e-6
+
+
+class Indexer:
+    """The index keys of a layer, and what its tokens choose keys by."""
+
+    def __init__(
+        self, latent: LatentSpec, indexer: IndexerSpec, weights: WeightReader, prefix: str
+    ) -> None:
+        self._indexer = indexer
+        self.sizes = [indexer.head_dim, indexer.num_heads]
+        self.first_rows = index_rows(latent, indexer, prefix)
+        self.query_rows = index_query_rows(latent, indexer, prefix)
+        order = index_order(latent, indexer).to(weights.device)
+        weight_I, bias_I = (
+            weights.read_vector(f"{prefix}indexer.k_norm.{each}", indexer.head_dim)[order]
+            for each in ("weight", "bias")
+        )
+        self._norm = LayerNorm(weight_I, INDEX_NORM_EPS, bias_I)
+
+    def keys(self, x_TI: Tensor, tables: RotaryTables | None) -> Tensor:
+        """Return the index keys [T, 1, I]."""
+        k_T1I: Tensor = self._norm(x_TI).unsqueeze(1)
+        return k_T1I if tables is None else apply_rotary(k_T1I, tables)
+
+    def queries(
+        self, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
+    ) -> IndexQueries:
+        """Return the index queries, from those of all heads without rotation."""
+        indexer = self._indexer
+        q_TJI = q_TF.unflatten(-1, (indexer.num_heads, indexer.head_dim))
+        if tables is not None:
+            q_TJI = apply_rotary(q_TJI, tables)
+        scale = (indexer.head_dim * indexer.num_heads) ** -0.5
+        return IndexQueries(q_TJI, weights_TJ * scale, indexer.num_chosen)
+
+
+def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:
+    """Return the rows of the products of hidden states: those to index keys, and those to the weights of heads."""
+    size, count = indexer.head_dim, indexer.num_heads
+    return [
+        Rows(
+            f"{prefix}indexer.wk", size, range(size), index_order(latent, indexer), has_bias=False
+        ),
+        Rows(f"{prefix}indexer.weights_proj", count, range(count), has_bias=False),
+    ]
+
+
+def index_query_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> Rows:
+    """Return the rows of the product of the queries' vector, which are those to index queries."""
+    size = indexer.num_heads * indexer.head_dim
+    rows_JI = torch.arange(size).view(indexer.num_heads, -1)[:, index_order(latent, indexer)]
+    return Rows(f"{prefix}indexer.wq_b", size, range(size), rows_JI.flatten(), has_bias=False)
+
+
+def index_order(latent: LatentSpec, indexer: IndexerSpec) -> Tensor:
+    """Return the stored element of each element of an index key in the order that rotation needs."""
+    order_R = rotary_order(indexer.rope_order, latent.rotary_dim)
+    return torch.cat((order_R, torch.arange(latent.rotary_dim, indexer.head_dim)))
