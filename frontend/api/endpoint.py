@@ -44,7 +44,7 @@ from .generation import (
 from .logprobs import Json
 from .receipts.receipt import ReceiptSource
 from .serving import Serving
-from .streaming.event_stream import OPENAI_STREAM, ChunkEncoder, EventStream
+from .streaming.event_stream import ChunkEncoder, EventStream
 
 NewAnswer = Callable[[Outputs, Json], Answer[Request]]
 """Makes the answer from the sequences and the envelope."""
@@ -198,6 +198,9 @@ class Endpoint(ABC, Generic[Request]):
             group = await start(request, prompts)
             await group.wait_for_end()
 
+    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
+        """Do nothing: the token log has the error."""
+
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
@@ -300,7 +303,7 @@ class Endpoint(ABC, Generic[Request]):
 
 def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> ChunkEncoder:
     """Return an encoder that adds event IDs, if clients of this format can return with one."""
-    if chunks.format is not OPENAI_STREAM or len(group.sequences) > MAX_SEQUENCES:
+    if not chunks.format.has_ids or len(group.sequences) > MAX_SEQUENCES:
         return chunks
     return IdentifiedChunks(chunks, answer_id, group)
 

@@ -204,6 +204,7 @@ MESSAGES_STREAM: Final = StreamFormat(
     keep_alive=_event("ping"),
     done=b"",
     encode_error=lambda error: b"event: error\ndata: %b\n\n" % encode_whole(error_body(error, "")),
+    has_ids=True,
 )
 
 

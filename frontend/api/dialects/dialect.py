@@ -9,6 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from ...client.engine_client import Sequence
+from ...client.sequence_io import TOKENS_AT_ONCE
 from ...http.errors import bad_request, echo
 from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
@@ -52,6 +53,8 @@ class DialectChunks:
     def __init__(self, answer: ChatAnswer) -> None:
         self.answer = answer
         self.choice: ChatChoice = answer.choices[0]
+        # Texts and calls of one delta have lost their order, so each token is a delta where there may be both.
+        self._max_tokens = 1 if answer.request.tools else TOKENS_AT_ONCE
 
     def read(self, sequence: Sequence) -> Any:
         """Return the new output of a sequence.
@@ -59,7 +62,7 @@ class DialectChunks:
         Raises:
             APIError: The sequence failed.
         """
-        delta = sequence.read_some()
+        delta = sequence.read_some(self._max_tokens)
         raise_if_failed(delta)
         return delta
 

@@ -171,7 +171,9 @@ def encode_error_event(error: APIError) -> bytes:
     return b"event: error\ndata: %b\n\n" % encode_whole(content)
 
 
-RESPONSE_STREAM: Final = replace(OPENAI_STREAM, done=b"", encode_error=encode_error_event)
+RESPONSE_STREAM: Final = replace(
+    OPENAI_STREAM, done=b"", encode_error=encode_error_event, has_ids=False
+)
 """The format of the stream of a response, around its events."""
 
 

@@ -50,12 +50,14 @@ class StreamFormat:
         keep_alive: What is sent during silence, and ignored by clients; b"" if the format has no such thing.
         done: What follows the last chunk.
         encode_error: Writes the error that ends a stream.
+        has_ids: Whether a chunk can have an ID, with which a client returns.
     """
 
     content_type: bytes
     keep_alive: bytes
     done: bytes
     encode_error: Callable[[APIError], bytes]
+    has_ids: bool = False
 
     @property
     def start(self) -> Message:
@@ -76,6 +78,7 @@ OPENAI_STREAM: Final = StreamFormat(
     keep_alive=b": keep-alive\n\n",
     done=b"data: [DONE]\n\n",
     encode_error=lambda error: event(error_with_retry(error)),
+    has_ids=True,
 )
 
 
