@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ...protocol.messages import EngineCoreOutputs, FinishReason
+from ...protocol.messages import EngineCoreOutputs, FinishedRequest, FinishReason
 from ...protocol.store.requests import (
     AdoptRequest,
     BeginRequest,
@@ -24,6 +24,7 @@ from ...protocol.store.requests import (
     StreamEnd,
 )
 from ..client.engine_client import RequestGroup, Sequence
+from .logprobs import select_recordable, size_of_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class RecordedRequest:
     Attributes:
         group: Its sequences.
         record: What another frontend needs to continue it.
+        is_deleted_later: Whether the caller deletes the recording after the end, because the answer is stored in
+            another form. Until then the request can be claimed.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class RecordedRequest:
         record: bytes,
         key: str,
         grace_s: float,
+        *,
+        is_deleted_later: bool,
     ) -> None:
         self._log = log
         self.group = group
@@ -63,6 +68,7 @@ class RecordedRequest:
         self.owner = owner
         self.record = record
         self.key = key
+        self.is_deleted_later = is_deleted_later
         self._grace_s = grace_s
         self._num_readers = 0
         self._has_client = True
@@ -75,9 +81,14 @@ class RecordedRequest:
 
     def record_end(self, position: int) -> None:
         """Record that the sequence at a position has finished."""
-        self._log.add_end(self, self.group.sequences[position])
+        if not self.is_deleted_later:
+            self._log.add_end(self, self.group.sequences[position])
         if not self.group.num_unfinished:
             self._cancel_timer()
+
+    def delete(self) -> None:
+        """Delete the recording of a request that has ended."""
+        self._log.delete(self)
 
     def record_departure(self) -> None:
         """Record that the client is gone: the request goes on for the grace period, or as long as others read it."""
@@ -123,9 +134,10 @@ class TokenLog:
     """
 
     def __init__(
-        self, send: Callable[[msgspec.Struct], None], client_index: int, *, holds: bool
+        self, send: Callable[[msgspec.Struct], None], run: str, client_index: int, *, holds: bool
     ) -> None:
         self._send = send
+        self._run = run
         self._client_index = client_index
         self._session = os.urandom(8)
         self._holds = holds
@@ -156,9 +168,19 @@ class TokenLog:
         key: str = "",
         grace_s: float = 0.0,
         is_claimed: bool = False,
+        is_deleted_later: bool = False,
     ) -> RecordedRequest:
         """Record a request, which is about to be sent to a core."""
-        request = RecordedRequest(self, group, request_id, owner, record, key, grace_s)
+        request = RecordedRequest(
+            self,
+            group,
+            request_id,
+            owner,
+            record,
+            key,
+            grace_s,
+            is_deleted_later=is_deleted_later,
+        )
         self._requests[owner, request_id] = request
         numbers = _numbers(group)
         if is_claimed:
@@ -174,15 +196,20 @@ class TokenLog:
         if not self._requests and not self._held:
             apply(outputs)
             return
-        if outputs.token_ids and self._requests:
+        if (outputs.token_ids or outputs.prompt_logprobs) and self._requests:
+            logprobs = select_recordable(outputs.logprobs)
+            prompt_logprobs = select_recordable(outputs.prompt_logprobs)
             entry = LogTokens(
                 self._next_number(),
                 outputs.request_indices,
                 outputs.token_ids,
                 outputs.num_tokens,
                 outputs.finished,
+                logprobs,
+                prompt_logprobs,
             )
-            self._add(entry, len(outputs.request_indices) + len(outputs.token_ids))
+            size = len(outputs.request_indices) + len(outputs.token_ids)
+            self._add(entry, size + size_of_logprobs(logprobs) + size_of_logprobs(prompt_logprobs))
         if not self._holds or self._is_late or not self._unacknowledged:
             self._release_all()
             apply(outputs)
@@ -203,14 +230,29 @@ class TokenLog:
         if not request.group.num_unfinished:
             del self._requests[name]
 
-    def fail_claimed(self, request_id: str, owner: str, num_tokens: list[int], error: str) -> None:
-        """End a claimed request with an error. Each of its sequences has so many tokens."""
+    def delete(self, request: RecordedRequest) -> None:
+        """Delete the recording of a request. After `close`, the next server continues it."""
+        if self._requests.pop((request.owner, request.request_id), None) is None:
+            return
+        for sequence in request.group.sequences:
+            end = StreamEnd(0, int(FinishReason.ABORT))
+            self._add(EndStream(self._next_number(), sequence.request_index, end))
+
+    def end_claimed(
+        self,
+        request_id: str,
+        owner: str,
+        num_tokens: list[int],
+        error: str | None,
+    ) -> None:
+        """End a claimed request, each of whose sequences has so many tokens, with an error. Without one, delete it."""
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         # No core has these numbers.
         numbers = range(-self._last_number - 1, -self._last_number - 1 - len(num_tokens), -1)
         streams = array("i", numbers).tobytes()
         self._add(AdoptRequest(self._next_number(), request_id, owner, streams))
         for number, count in zip(numbers, num_tokens, strict=True):
-            end = StreamEnd(count, int(FinishReason.ERROR), error=error)
+            end = StreamEnd(count, int(reason), error=error)
             self._add(EndStream(self._next_number(), number, end))
 
     def set_num_readers(self, request_id: str, owner: str, num_readers: int) -> None:
@@ -222,7 +264,7 @@ class TokenLog:
     def greet(self) -> None:
         """Open the session with a store that has sent its greeting."""
         self._is_open = False
-        self._send(OpenSession(self._session, self._client_index))
+        self._send(OpenSession(self._session, self._run, self._client_index))
 
     def record_opened(self, last_number: int) -> None:
         """Send what the store does not have."""
@@ -289,12 +331,19 @@ class TokenLog:
         self._release_all()
 
     def _begin_again(self) -> None:
-        """Record all unfinished requests with their tokens, because the store has lost its state."""
+        """Record all unfinished requests with their tokens, because the store has lost its state.
+
+        Those with log-probabilities are no longer recorded: what the client has read of them is not kept here.
+        """
         self._must_begin_again = False
         self._drop_unacknowledged()
         self._acknowledged = 0
-        for request in list(self._requests.values()):
+        for name, request in list(self._requests.items()):
             sequences = request.group.sequences
+            params = sequences[0].params
+            if params.logprobs is not None or params.prompt_logprobs is not None:
+                del self._requests[name]
+                continue
             tokens = [sequence.token_ids.tobytes() for sequence in sequences]
             number = self._next_number()
             self._add(
@@ -310,7 +359,10 @@ class TokenLog:
                 len(request.record) + sum(map(len, tokens)),
             )
             for sequence in sequences:
-                if sequence.finished:
+                if sequence.finished and request.is_deleted_later:
+                    ended = [_finish_of(sequence)]
+                    self._add(LogTokens(self._next_number(), b"", b"", finished=ended))
+                elif sequence.finished:
                     self.add_end(request, sequence)
 
     def _watch_hold(self) -> None:
@@ -334,6 +386,15 @@ class TokenLog:
 
 def _numbers(group: RequestGroup) -> bytes:
     return array("i", (sequence.request_index for sequence in group.sequences)).tobytes()
+
+
+def _finish_of(sequence: Sequence) -> FinishedRequest:
+    """Return the end of a sequence as its core reported it."""
+    assert sequence.finish_reason is not None
+    stop = sequence.stop_reason if isinstance(sequence.stop_reason, int) else None
+    return FinishedRequest(
+        sequence.request_index, sequence.finish_reason, stop, sequence.error or ""
+    )
 
 
 def _end_of(sequence: Sequence) -> StreamEnd:

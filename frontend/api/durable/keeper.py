@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope
 from ...client.engine_client import BeginRecording, RequestGroup
 from ...client.groups.recording import Recording
 from ...http.errors import APIError
+from ...store.logprobs import is_recordable
 from ..generation import PreparedPrompt
 from ..serving import Serving
 from .event_ids import EventPosition, read_last_event_id
@@ -23,8 +24,8 @@ from .resumption import Resumption, find_resumption
 class Keeper:
     """Records one request. Enter it while the request is submitted.
 
-    Without `--store` and `--resume-grace` it does nothing, and for requests of the server itself. A request with
-    log-probabilities or a beam search is not recorded, because its answer is more than its tokens.
+    Without `--store` and `--resume-grace` it does nothing, and for requests of the server itself. A beam search, and a
+    request with very many log-probabilities, is not recorded, because its answer is more than its tokens.
     """
 
     def __init__(self, serving: Serving, scope: Scope, *, is_on: bool = True) -> None:
@@ -85,7 +86,7 @@ class Keeper:
         """
         state = self._scope["state"]
         params = prompts[0].params
-        self._is_kept = self._is_on and params.logprobs is None and params.prompt_logprobs is None
+        self._is_kept = self._is_on and is_recordable(params)
         body, path = b"", ""
         answer_id = f"{prefix}-{state['request_id']}"
         if self._is_kept and self._body is not None:

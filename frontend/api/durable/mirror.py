@@ -7,10 +7,11 @@ import time
 from array import array
 from typing import Final
 
-from ....protocol.messages import FinishReason
+from ....protocol.messages import FinishReason, TokenLogprobs
 from ....protocol.store.requests import RequestNews, StreamEnd, StreamNews
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import APIError, bad_request, unavailable
+from ...store.logprobs import last_logprobs, take_logprobs
 from ..streaming.event_stream import ChunkEncoder
 from .event_ids import HEADER, EventPosition
 
@@ -22,16 +23,21 @@ TOKENS_AT_ONCE: Final = 4096
 
 
 class _Stream:
-    """The recorded tokens of one sequence. `num_fed` of them were passed on."""
+    """The recorded tokens of one sequence. `num_fed` of them were passed on; `logprobs` are those of the others."""
 
     def __init__(self) -> None:
         self.tokens = array("i")
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.end: StreamEnd | None = None
         self.num_fed = 0
 
     def add(self, news: StreamNews) -> None:
         num_known = len(self.tokens) - news.start
-        self.tokens.frombytes(news.tokens[4 * max(num_known, 0) :])
+        new = news.tokens[4 * max(num_known, 0) :]
+        self.tokens.frombytes(new)
+        self.logprobs += last_logprobs(news.logprobs, len(new) // 4)
+        self.prompt_logprobs = self.prompt_logprobs or news.prompt_logprobs
         if self.end is None and news.end is not None:
             self.end = news.end
             del self.tokens[news.end.num_tokens :]
@@ -146,6 +152,8 @@ def _feed(
 ) -> None:
     """Append tokens up to a number, and the end of the sequence if it is known."""
     sequence.token_ids.extend(stream.tokens[stream.num_fed : num_tokens])
+    sequence.logprobs += take_logprobs(stream.logprobs, num_tokens - stream.num_fed)
+    sequence.prompt_logprob_messages = stream.prompt_logprobs
     stream.num_fed = max(stream.num_fed, num_tokens)
     end = stream.end if with_end else None
     if sequence.has_stop_strings:

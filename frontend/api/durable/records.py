@@ -32,6 +32,8 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
         seeds: The seed of each sequence.
         fingerprint: `system_fingerprint` of the server, whose model chose the tokens.
         trace_headers: The W3C trace context.
+        is_run: Whether the request runs without a client and stores its answer in another form, so that the recording
+            is deleted after its end.
     """
 
     path: str
@@ -45,6 +47,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
     seeds: list[int]
     fingerprint: str
     trace_headers: dict[str, str] | None = None
+    is_run: bool = False
 
 
 _decode: Final = msgspec.msgpack.Decoder(RequestRecord).decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from array import array
@@ -18,7 +19,7 @@ from ....protocol.store.requests import ClaimedRequest, StreamState
 from ...client.engine_client import RequestGroup
 from ...client.engine_client import Sequence as GeneratedSequence
 from ...client.groups.recording import Recording
-from ...http.errors import APIError
+from ...http.errors import APIError, internal_error
 from ...store.client import StoreError
 from ..generation import PreparedPrompt, submit
 from ..schema import GenerationRequest
@@ -48,7 +49,15 @@ class Continuable(Protocol):
 
         Raises:
             APIError: It can no longer be prepared, or the engine does not accept it.
+            NothingToContinue: Nobody waits for it.
         """
+
+    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
+        """Record that a request that `is_run` was not continued."""
+
+
+class NothingToContinue(Exception):
+    """Nobody waits for the rest of a request."""
 
 
 class Recovery:
@@ -104,13 +113,31 @@ class Recovery:
             await asyncio.sleep(RETRY_S)
 
     async def _continue(self, claimed: ClaimedRequest) -> None:
+        log = self._serving.store.log
+        num_tokens = [len(stream.tokens) // 4 for stream in claimed.streams]
+        error: str | None
         try:
             await self._generate(claimed)
-        except APIError as error:
-            self._fail(claimed, error.message)
+            return
+        except NothingToContinue:
+            error = None
+        except APIError as refusal:
+            error = await self._record_failure(claimed, refusal)
         except Exception:
             logger.exception("request %s could not be continued", claimed.request_id)
-            self._fail(claimed, "the server was restarted and could not continue this request")
+            failure = internal_error("the server was restarted and could not continue this request")
+            error = await self._record_failure(claimed, failure)
+        log.end_claimed(claimed.request_id, claimed.owner, num_tokens, error)
+
+    async def _record_failure(self, claimed: ClaimedRequest, error: APIError) -> str | None:
+        """Return the error that the client gets when it returns; None if it is recorded elsewhere."""
+        with contextlib.suppress(APIError):
+            record = decode_record(claimed.record)
+            endpoint = self._endpoints.get(record.path)
+            if record.is_run and endpoint is not None:
+                await endpoint.record_failure(record, error)
+                return None
+        return error.message
 
     async def _generate(self, claimed: ClaimedRequest) -> None:
         """Generate the rest of a request.
@@ -157,18 +184,19 @@ class Recovery:
             data_parallel_rank=None,
             trace_headers=record.trace_headers,
             seeds=record.seeds,
-            begin_recording=partial(self._adopt, claimed),
+            begin_recording=partial(self._adopt, claimed, record.is_run),
         )
 
-    def _adopt(self, claimed: ClaimedRequest, group: RequestGroup) -> Recording:
+    def _adopt(self, claimed: ClaimedRequest, is_run: bool, group: RequestGroup) -> Recording:
         """Give the sequences the tokens that they had, and begin to record what follows."""
         recording = group.recording = self._serving.store.log.begin(
             group,
             claimed.request_id,
             claimed.owner,
             claimed.record,
-            grace_s=self._serving.config.store.resume_grace_s,
+            grace_s=0.0 if is_run else self._serving.config.store.resume_grace_s,
             is_claimed=True,
+            is_deleted_later=is_run,
         )
         for sequence, state in zip(group.sequences, claimed.streams, strict=True):
             self._restore(sequence, state)
@@ -177,6 +205,8 @@ class Recovery:
     def _restore(self, sequence: GeneratedSequence, state: StreamState) -> None:
         engine, end = self._serving.engine, state.end
         sequence.token_ids = array("i", state.tokens)
+        sequence.logprobs = list(state.logprobs)
+        sequence.prompt_logprob_messages = list(state.prompt_logprobs)
         if state.tokens:
             sequence.request.output_token_ids = state.tokens
             sequence.first_token_time = sequence.last_token_time = time.monotonic()
@@ -195,9 +225,3 @@ class Recovery:
         if done is not None:
             index = sequence.request_index
             engine.finish_as_reported(sequence, msgspec.structs.replace(done, request_index=index))
-
-    def _fail(self, claimed: ClaimedRequest, error: str) -> None:
-        """End a request with an error, which its client gets when it returns."""
-        log = self._serving.store.log
-        num_tokens = [len(stream.tokens) // 4 for stream in claimed.streams]
-        log.fail_claimed(claimed.request_id, claimed.owner, num_tokens, error)

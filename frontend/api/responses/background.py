@@ -1,4 +1,4 @@
-"""Responses that run without their client, in the frontend that accepted them."""
+"""Responses that run without their client."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 from starlette.types import Message, Scope
 
-from ...client.engine_client import RequestGroup
+from ...client.engine_client import BeginRecording, RequestGroup
+from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error, too_many_requests
 from ..bodies.body import ClientDisconnected
+from ..durable.keeper import Keeper, encode_record
+from ..durable.records import RequestRecord
+from ..generation import PreparedPrompt
 from ..logprobs import Json
 from ..schema.responses import ResponsesRequest
 from ..serving import Serving
-from ..stored.records import SYSTEM
 from .answer import describe_failure
 from .request import Exchange
 from .states import ENDED, ResponseStates
@@ -42,20 +45,15 @@ EVENT_END: Final = b"\n\n"
 _CALLER: Final = ("request_id", "tenant", "owner", "cache_owner")
 """The part of the state of a request that says who sent it."""
 
-MAX_ATTEMPTS: Final = 3
-"""Maximum number of times that a run is started, because it may be what ends its frontend."""
-
-MAX_FRONTENDS: Final = 64
-"""Frontends of an earlier server whose runs are looked for."""
+PATH: Final = "/v1/responses"
 
 
 class RunRecord(msgspec.Struct):
-    """The data with which a run can be started again."""
+    """The data with which a run can be continued. The rest of it is in the stored response."""
 
     response_id: str
     body: ResponsesRequest
     caller: dict[str, Any]
-    num_attempts: int
 
 
 class BackgroundRun:
@@ -67,7 +65,6 @@ class BackgroundRun:
         caller: The part of the state of the client's request that says who it is.
         events: All events so far.
         num_stored_events: How many of them are in the store.
-        num_attempts: How often the run was started.
         is_done: Whether the response has ended and is stored.
     """
 
@@ -85,7 +82,6 @@ class BackgroundRun:
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_recorded = asyncio.Event()
         self.num_stored_events = 0
-        self.num_attempts = 1
         self._cancelled = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -95,7 +91,7 @@ class BackgroundRun:
         return {
             "type": "http",
             "method": "POST",
-            "path": "/v1/responses",
+            "path": PATH,
             "headers": [],
             "state": {**self.caller, "connection": self},
         }
@@ -154,17 +150,55 @@ Generate = Callable[[BackgroundRun], Awaitable[None]]
 """Generates the response of a run, and gives it the events."""
 
 
+class RunKeeper(Keeper):
+    """Records a run in the token log, also without `--store`, so that another frontend can continue it."""
+
+    def __init__(self, serving: Serving, run: BackgroundRun) -> None:
+        super().__init__(serving, run.scope, is_on=False)
+        self._run = run
+
+    def make_record(
+        self,
+        prompts: list[PreparedPrompt],
+        *,
+        prefix: str,
+        tenant: str,
+        deadline: float,
+        trace_headers: dict[str, str] | None,
+    ) -> RequestRecord:
+        """Return the record of a run, as yet without its seeds."""
+        record = super().make_record(
+            prompts, prefix=prefix, tenant=tenant, deadline=deadline, trace_headers=trace_headers
+        )
+        exchange, caller = self._run.exchange, self._run.caller
+        caller = caller | {"cache_owner": caller["cache_owner"].hex()}
+        body = msgspec.json.encode(RunRecord(exchange.response_id, exchange.body, caller))
+        return msgspec.structs.replace(record, path=PATH, body=body, is_run=True)
+
+    def begin_recording(self, record: RequestRecord) -> BeginRecording:
+        """Return the function that begins the recording."""
+
+        def begin(group: RequestGroup) -> Recording:
+            return self._serving.store.log.begin(
+                group,
+                self._run.exchange.response_id,
+                self._run.exchange.owner,
+                encode_record(record, group),
+                is_deleted_later=True,
+            )
+
+        return begin
+
+
 class BackgroundRuns:
     """The background responses of one frontend.
 
-    A run is recorded under the frontend's number until it has ended. If the frontend dies, its successor starts the
-    unfinished runs again. Sampling depends on the seed and the position alone, and every event has the text of one
-    token, so a repeated run has the same events.
+    A run is recorded in the token log until its response is stored. If the frontend dies, another one claims the run
+    and continues it. Every event has the text of one token, so a continued run has the same events.
     """
 
-    def __init__(self, states: ResponseStates, generate: Generate, serving: Serving) -> None:
+    def __init__(self, states: ResponseStates, serving: Serving) -> None:
         self._states = states
-        self._generate = generate
         self._serving = serving
         self._runs: dict[str, BackgroundRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,8 +208,8 @@ class BackgroundRuns:
         run = self._runs.get(response_id)
         return run if run is not None and run.exchange.owner == owner else None
 
-    async def start(self, run: BackgroundRun) -> None:
-        """Start a run. Return when the engine has accepted and the store has recorded it.
+    async def start(self, run: BackgroundRun, generate: Generate) -> None:
+        """Start a run. Return when the engine has accepted it and the response is stored.
 
         Raises:
             APIError: The request is invalid (400), or cannot be accepted now (429, 503).
@@ -185,74 +219,53 @@ class BackgroundRuns:
                 f"{len(self._runs)} background responses are running, at most {MAX_RUNS} are allowed",
                 RETRY_S,
             )
-        self._runs[run.exchange.response_id] = run
-        self._spawn(self._run(run))
+        task = asyncio.create_task(self._run(run, generate))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         await run.accepted
         try:
-            await self._record(run)
+            await self._states.save(run.exchange, run.response)
         except APIError:
             run.cancel()
             raise
         finally:
             run.is_recorded.set()
 
-    async def resume(self) -> None:
-        """Begin to start the runs again that a predecessor of this frontend did not finish.
+    async def resume(self, run: BackgroundRun, generate: Generate) -> None:
+        """Continue a run until its end.
 
-        A predecessor that still runs has the store, which answers when it has ended.
+        Raises:
+            APIError: It was not accepted.
         """
-        self._spawn(self._resume_when_possible())
+        run.is_recorded.set()
+        await self._run(run, generate)
+        await run.accepted
 
-    async def _resume_when_possible(self) -> None:
-        while not self._is_stopping:
-            try:
-                await self._resume_all()
-                return
-            except APIError as error:
-                logger.warning("background responses wait for the store: %s", error.message)
-                await asyncio.sleep(RETRY_S)
+    async def read_run(self, record: RequestRecord) -> BackgroundRun | None:
+        """Return the run of a record; None if its response has ended or was deleted.
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _resume_all(self) -> None:
-        index = self._serving.engine.client_index
-        places = [index]
-        if index == 0:
-            # There may have been more frontends.
-            first = self._serving.config.parallel.api_server_count
-            places += range(first, max(first, MAX_FRONTENDS))
-        for place in places:
-            parts, _ = await self._states.runs.read_parts(_place(place), SYSTEM)
-            for part in parts:
-                await self._resume_run(msgspec.json.decode(part, type=RunRecord))
-
-    async def _resume_run(self, record: RunRecord) -> None:
-        if record.response_id in self._runs:
-            return
-        identifier, owner = record.response_id, record.caller["owner"]
+        Raises:
+            APIError: The store does not answer (503), or an earlier response is gone (404).
+        """
+        run_record = msgspec.json.decode(record.body, type=RunRecord)
+        identifier, body, caller = run_record.response_id, run_record.body, run_record.caller
+        owner = caller["owner"]
         stored = await self._states.responses.find(identifier, owner)
         if stored is None or stored["response"]["status"] in ENDED:
-            await self._states.runs.delete(identifier, SYSTEM)
-            return
+            return None
         response = stored["response"]
-        exchange = Exchange(
-            record.body, identifier, response["created_at"], stored["input"], owner=owner
-        )
-        caller = record.caller | {"cache_owner": bytes.fromhex(record.caller["cache_owner"])}
+        exchange = Exchange(body, identifier, response["created_at"], stored["input"], owner=owner)
+        caller = caller | {"cache_owner": bytes.fromhex(caller["cache_owner"])}
         run = BackgroundRun(exchange, response, caller)
-        run.num_attempts = record.num_attempts + 1
-        try:
-            exchange.context, _ = await self._states.read_items(record.body, identifier, owner)
-            parts, _ = await self._states.events.read_parts(identifier, owner)
-            run.num_stored_events = b"".join(parts).count(EVENT_END)
-            if run.num_attempts > MAX_ATTEMPTS:
-                raise internal_error(f"the response did not end in {MAX_ATTEMPTS} attempts")
-            await self.start(run)
-        except APIError as error:
-            if not self._is_stopping:
+        exchange.context, _ = await self._states.read_items(body, identifier, owner)
+        parts, _ = await self._states.events.read_parts(identifier, owner)
+        run.num_stored_events = b"".join(parts).count(EVENT_END)
+        return run
+
+    async def fail(self, record: RequestRecord, error: APIError) -> None:
+        """Store that a run failed, because it cannot be continued."""
+        with contextlib.suppress(APIError):
+            if (run := await self.read_run(record)) is not None:
                 await self._finish(run, error)
 
     @property
@@ -260,23 +273,12 @@ class BackgroundRuns:
         """True if runs fail because the server stops; a successor finishes them."""
         return self._serving.engine.dead_reason is not None or self._serving.engine.draining
 
-    async def _record(self, run: BackgroundRun) -> None:
-        exchange = run.exchange
-        record = RunRecord(
-            exchange.response_id,
-            exchange.body,
-            run.caller | {"cache_owner": run.caller["cache_owner"].hex()},
-            run.num_attempts,
-        )
-        await self._states.save(exchange, run.response)
-        place = _place(self._serving.engine.client_index)
-        await self._states.runs.put(exchange.response_id, record, SYSTEM, parent=place)
-
-    async def _run(self, run: BackgroundRun) -> None:
+    async def _run(self, run: BackgroundRun, generate: Generate) -> None:
+        self._runs[run.exchange.response_id] = run
         error: APIError | None = None
         keeper = asyncio.create_task(self._keep(run))
         try:
-            await self._generate(run)
+            await generate(run)
         except APIError as caught:
             error = caught
         except ClientDisconnected:
@@ -309,7 +311,8 @@ class BackgroundRuns:
                 }
                 await self._states.save(exchange, run.response)
             await self._store_events(run)
-            await self._states.runs.delete(exchange.response_id, SYSTEM)
+            if run.group is not None and run.group.recording is not None:
+                run.group.recording.delete()
         except APIError as failure:
             logger.warning("cannot store %s: %s", exchange.response_id, failure.message)
 
@@ -345,8 +348,3 @@ class BackgroundRuns:
             parent=identifier,
         )
         run.num_stored_events = end
-
-
-def _place(client_index: int) -> str:
-    """Return the parent of the runs of a frontend."""
-    return f"frontend {client_index}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +16,8 @@ from ..bodies.body import BodyDecoder
 from ..bodies.intake import Intake
 from ..bodies.request_memory import MemoryLease
 from ..chat_prompt import RenderedChat, render_chat
+from ..durable.records import RequestRecord
+from ..durable.recovery import NothingToContinue, StartGroup
 from ..generation import read_outputs, wait_for_end
 from ..logprobs import Json
 from ..openapi import accepts
@@ -28,7 +28,7 @@ from ..serving import Serving
 from ..streaming.event_stream import EventStream
 from ..tools.tool_choice import parse_tool_choice
 from .answer import ResponsesAnswer, describe_response
-from .background import BackgroundRun, BackgroundRuns
+from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, send_events
 from .ids import new_id
 from .request import Exchange, ResponseChat, rename_fields, translate_prompt, translate_response
@@ -36,9 +36,6 @@ from .states import ResponseStates, size_of
 from .truncation import drop_oldest
 
 logger = logging.getLogger(__name__)
-
-SEED_BITS: Final = 62
-"""Bits of the seeds of background responses that have none."""
 
 
 class Responses(ChatCompletions):
@@ -51,7 +48,7 @@ class Responses(ChatCompletions):
         self.body_schema = ResponsesRequest
         self._body_decoder = BodyDecoder(ResponsesRequest, serving.config.frontend.strict)
         self._states = states
-        self.runs = BackgroundRuns(states, self._run, serving)
+        self.runs = BackgroundRuns(states, serving)
 
     @property
     def answer_type(self) -> type[ChatAnswer]:
@@ -70,11 +67,8 @@ class Responses(ChatCompletions):
                 request, size = await self._translate(exchange, size)
                 await self._generate(scope, receive, send, lease, request, size, deadline)
                 return
-            if body.seed is None:
-                # If the run is repeated, it has the same tokens.
-                body.seed = random.getrandbits(SEED_BITS)
             run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
-            await self.runs.start(run)
+            await self.runs.start(run, self._run)
         except APIError as error:
             raise rename_fields(error) from None
         if body.stream:
@@ -87,7 +81,41 @@ class Responses(ChatCompletions):
         with self._intake.lease() as lease:
             request, size = await self._translate(run.exchange, 0)
             request.run = run
-            await self._generate(run.scope, run.receive, run.send, lease, request, size, 0.0)
+            keeper = RunKeeper(self._serving, run)
+            await self._generate(
+                run.scope, run.receive, run.send, lease, request, size, 0.0, keeper
+            )
+
+    async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
+        """Generate the rest of a run.
+
+        Raises:
+            APIError: It can no longer be prepared, or the engine does not accept it.
+            NothingToContinue: Its response has ended or was deleted.
+        """
+        run = await self.runs.read_run(record)
+        if run is None:
+            raise NothingToContinue
+
+        async def generate(run: BackgroundRun) -> None:
+            with self._intake.lease() as lease:
+                request, size = await self._translate(run.exchange, 0)
+                request.run = run
+                prompts, new_answer = await self.prepare(request, size, run.receive)
+                lease.count_media(sum(prompt.num_image_bytes for prompt in prompts))
+                group = await start(request, prompts)
+                envelope = self._envelope(request, record.answer_id, record.created)
+                try:
+                    answer = new_answer(group, envelope)
+                    await self._reply(answer, group, run.scope, run.receive, run.send)
+                finally:
+                    group.leave()
+
+        await self.runs.resume(run, generate)
+
+    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
+        """Store that a run failed, because it cannot be continued."""
+        await self.runs.fail(record, error)
 
     async def _translate(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
         """Return the chat of an exchange and its size in bytes; `size` is that of the body, 0 if it is not known."""

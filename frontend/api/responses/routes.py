@@ -14,10 +14,9 @@ from .stored import StoredResponses
 
 
 def response_routes(serving: Serving, intake: Intake, files: FileStorage) -> list[Route]:
-    """Return the routes of responses and conversations. Unfinished runs start again when the server is ready."""
+    """Return the routes of responses and conversations."""
     states = ResponseStates(serving.store, files, serving.config.frontend.max_body_bytes)
     responses = Responses(serving, intake, states)
-    serving.when_ready.append(responses.runs.resume)
     stored = StoredResponses(states, responses.runs)
     conversations = Conversations(serving, intake, states)
     one, items = "/conversations/{id}", "/conversations/{id}/items"

@@ -38,7 +38,6 @@ class ResponseStates:
         self._max_bytes = max_bytes
         self.responses = Records(store, "response", "The response")
         self.events = Records(store, "response.event", "The event")
-        self.runs = Records(store, "response.run", "The run")
         self.cancellations = Records(store, "response.cancel", "The response")
         self.conversations = Records(store, "conversation", "The conversation")
         self.items = Records(store, "conversation.item", "The item")

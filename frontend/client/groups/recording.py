@@ -20,6 +20,9 @@ class Recording(Protocol):
     def record_departure(self) -> None:
         """Record that the client is gone. The request is aborted now or after some time."""
 
+    def delete(self) -> None:
+        """Delete the recording of a request that has ended, because its answer is stored in another form."""
+
 
 class OutputLog(Protocol):
     """Records the outputs of a frontend's requests before they are applied."""

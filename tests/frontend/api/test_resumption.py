@@ -60,6 +60,9 @@ def merged(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
             whole = choices.setdefault(choice["index"], {"text": "", "reasoning": "", "calls": {}})
             delta = choice.get("delta", {})
             whole["text"] += choice.get("text") or delta.get("content") or ""
+            if (found := choice.get("logprobs")) is not None:
+                rows = found.get("content") or list(zip(*found.values(), strict=True))
+                whole.setdefault("logprobs", []).extend(rows)
             whole["reasoning"] += delta.get("reasoning_content") or ""
             for call in delta.get("tool_calls", ()):
                 known = whole["calls"].setdefault(call["index"], {"id": "", "name": "", "args": ""})
@@ -86,9 +89,10 @@ def resume(frontend: FrontendProcess, path: str, event_id: str) -> list[tuple[st
         (CHAT, {"n": 2, "max_tokens": 30}),
         (COMPLETIONS, {"stop": ["Paris"], "max_tokens": 60}),
         (COMPLETIONS, {"stop": ["東"], "n": 2, "echo": True}),
-        (COMPLETIONS, {"max_tokens": 40, "return_token_ids": True}),
+        (COMPLETIONS, {"max_tokens": 40, "return_token_ids": True, "logprobs": 2}),
+        (CHAT, {"n": 2, "max_tokens": 20, "logprobs": True, "top_logprobs": 3}),
     ],
-    ids=["tools", "choices", "stop", "stop in choices", "token ids"],
+    ids=["tools", "choices", "stop", "stop in choices", "logprobs", "logprobs of a chat"],
 )
 def test_a_stream_continues_at_every_event(
     frontend: FrontendProcess, path: str, fields: dict[str, Any]
@@ -149,12 +153,39 @@ def test_a_request_without_readers_ends_after_the_grace_period() -> None:
         assert answer.status_code == 404, answer.text
 
 
+def test_a_message_continues_at_every_event(frontend: FrontendProcess) -> None:
+    path, prompt = "/v1/messages", [{"role": "user", "content": ANSWER}]
+    body = {"model": MODEL, "stream": True, "max_tokens": 110, "messages": prompt}
+    tools = [{"name": "weather", "input_schema": PARAMETERS}]
+    whole = events_of(frontend.post(path, **body, tools=tools).text)
+    assert len(whole) > 12
+    for place, (event_id, _) in enumerate(whole):
+        if event_id:
+            known = whole[: place + 1]
+            assert content_of(known + resume(frontend, path, event_id)) == content_of(whole)
+
+
+def content_of(events: list[tuple[str, Any]]) -> list[Any]:
+    """Return the events of a message, with the deltas of a block joined, and its ID."""
+    found: list[Any] = []
+    for _, event in events:
+        delta = event.get("delta", {})
+        text = [key for key in ("text", "thinking", "partial_json") if key in delta]
+        place = [event["index"], *text] if text else []
+        if text and isinstance(found[-1], list) and found[-1][:2] == place:
+            found[-1][2] += delta[text[0]]
+        else:
+            found.append([*place, delta[text[0]]] if text else event)
+    return found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_with_the_same_key_gets_the_same_answer(
     frontend: FrontendProcess, stream: bool
 ) -> None:
     key = {"idempotency-key": f"key {stream}"}
-    body = body_of(CHAT, tools=[WEATHER], stream=stream)
+    wanted = {} if stream else {"prompt_logprobs": 1, "logprobs": True}
+    body = body_of(CHAT, tools=[WEATHER], stream=stream, **wanted)
     answers = [frontend.http.post(CHAT, json=body, headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
     if stream:
@@ -204,8 +235,6 @@ def test_what_cannot_be_continued_is_refused(frontend: FrontendProcess) -> None:
     for nonsense in ("x", ":1", "a:", "a:-1", "a:1e1", "a:" + "9" * 50, "a:" + "1." * 3000 + "1"):
         assert error_of(nonsense)[0] == 400, nonsense[:50]
     assert frontend.http.get(f"{CHAT}/{chunk['id']}x/events").status_code == 404
-    with_logprobs = frontend.post(CHAT, **body_of(CHAT, logprobs=True))
-    assert all(not event_id for event_id, _ in events_of(with_logprobs.text))
 
 
 def test_streams_have_no_ids_unless_requests_are_kept(tmp_path: Path) -> None:
