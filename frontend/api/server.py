@@ -134,8 +134,7 @@ class Frontend:
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
         store = self._store
         self._engine.metrics.watch_store(lambda: store.state)
-        if config.store.keeps_requests:
-            self._engine.output_log = self._store.log
+        self._engine.output_log = self._store.log
         self._app = create_app(self._serving, is_loopback=is_loopback(listener))
         self._stop = asyncio.Event()
         self._retired = asyncio.Event()
@@ -236,6 +235,7 @@ class Frontend:
         """After SIGUSR1: leave new connections to another engine, and wait until all others have ended."""
         await self._retired.wait()
         self._on_retire()
+        self._serving.is_retired = True
         http.stop_accepting()
         while self._engine.num_inflight or not http.is_idle:
             await asyncio.sleep(DRAIN_POLL_S)

@@ -57,8 +57,9 @@ ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 class Serving:
     """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
 
-    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. Routes add
-    to `when_ready` what they do as soon as the server is ready. `router` has all routes; None before they are made.
+    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. It
+    `is_retired` if another server has taken its place, while it still answers open connections. Routes add to
+    `when_ready` what they do as soon as the server is ready. `router` has all routes; None before they are made.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Serving:
         self._start_s = 0.0
         self._drain_deadline = 0.0
         self.stage = Stage.STARTING
+        self.is_retired = False
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
         self._reasoning_parser = formats.reasoning_parser

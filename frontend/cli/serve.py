@@ -105,7 +105,8 @@ def serve_model(
     with RunDirectory() as run_dir:
         config = make_engine_config(settings, model, run_dir.path)
         config = msgspec.structs.replace(config, takes_over=on_ready is not None)
-        specs = engine_processes(config, config.save(), listener.socket.fileno())
+        listen_fd = listener.socket.fileno()
+        specs = engine_processes(config, config.save(), listen_fd, run_dir.lock_fd)
         progress = StartupProgress(console)
         with Supervisor(
             config,

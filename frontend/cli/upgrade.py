@@ -19,7 +19,9 @@ from ... import __version__
 from ...protocol.config import DeviceConfig
 from ...protocol.errors import ConfigError
 from ...protocol.machine.memory import available_bytes
+from ...protocol.store.digest import message_digest
 from ..model_source.options import ResolvedModel
+from ..store.file_lock import FileLock
 from ..supervisor.console import Console
 from ..supervisor.handover import Predecessor, find_predecessor
 from ..supervisor.listener import Listener
@@ -112,14 +114,13 @@ def _take_over(
         model = resolve_model(settings, console, signals)
     except StopRequested:
         return
-    if overlap is Overlap.ON and "path" in settings["store"]:
+    can_share = _can_share_store(settings)
+    if overlap is Overlap.ON and not can_share:
         raise ConfigError(
-            "--overlap on: the file of --store can be open in one server only; use --overlap auto"
+            "--overlap on: the old server has the file of --store, and its version cannot share it; use --overlap auto"
         )
     is_together = overlap is Overlap.ON or (
-        overlap is Overlap.AUTO
-        and "path" not in settings["store"]
-        and _has_memory_for_both(settings, model)
+        overlap is Overlap.AUTO and can_share and _has_memory_for_both(settings, model)
     )
     listener = Listener(frontend, taken_over=predecessor.listener)
     if not is_together:
@@ -138,6 +139,21 @@ def _take_over(
 
     with listener:
         serve_model(arguments, settings, model, listener, console, signals, finish)
+
+
+def _can_share_store(settings: Settings) -> bool:
+    """Return whether the new server can use the file of `--store` while the old one does."""
+    path = settings["store"].get("path")
+    if path is None:
+        return True
+    lock = FileLock(path)
+    try:
+        if lock.try_acquire():
+            return True
+        holder = lock.read_holder()
+        return holder is not None and holder.protocol == message_digest()
+    finally:
+        lock.close()
 
 
 def _has_memory_for_both(settings: Settings, model: ResolvedModel) -> bool:

@@ -12,9 +12,6 @@ from ...protocol.process import StopSignal, configure_logging, exit_with_parent,
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
 
-TURN_MS = 1000
-"""Maximum milliseconds between turns without messages."""
-
 
 def main() -> int:
     """Run the store and return its exit code."""
@@ -30,22 +27,20 @@ def main() -> int:
     pulse = Pulse(context, config, "store")
 
     def work() -> None:
-        from .server import StoreServer
+        from .engine_store import EngineStore
 
-        server = StoreServer(config, context)
-        pulse.count_dropped_frames = lambda: server.num_dropped_frames
-        poller = zmq.Poller()
-        poller.register(stop.fd, zmq.POLLIN)
-        poller.register(server.socket, zmq.POLLIN)
+        store = EngineStore(config, context)
+        pulse.count_dropped_frames = lambda: store.num_dropped_frames
+        store.poller.register(stop.fd, zmq.POLLIN)
         reporter.report(Stage.READY)
         try:
             while not stop.requested:
-                poller.poll(TURN_MS)
+                store.wait()
                 pulse.begin_step()
-                server.turn()
+                store.turn()
                 pulse.end_step()
         finally:
-            server.close()
+            store.close()
 
     return reporter.run(work)
 

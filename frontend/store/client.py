@@ -32,7 +32,9 @@ from ...protocol.store.requests import (
     ClaimReply,
     ClaimRequests,
     DetachRequest,
+    DutyReply,
     KeyReply,
+    LeaveDuty,
     Logged,
     ReadersChanged,
     ReleaseKey,
@@ -41,6 +43,7 @@ from ...protocol.store.requests import (
     ReserveKey,
     SessionOpened,
     StreamNews,
+    TakeDuty,
 )
 from ...protocol.transport import Peer
 from ..client.replicas.async_peer import AsyncPeer
@@ -130,7 +133,7 @@ class StoreClient:
         self._attachments: dict[int, Attachment] = {}
         self.on_orphans: Callable[[], None] = lambda: None
         holds = config.store.path is not None
-        self.log = TokenLog(self._send, client_index, holds=holds)
+        self.log = TokenLog(self._send, config.run_dir, client_index, holds=holds)
 
     def start(self) -> None:
         """Connect to the store."""
@@ -272,6 +275,19 @@ class StoreClient:
         """Let another request have a key that was reserved."""
         self._send(ReleaseKey(owner, key))
 
+    async def take_duty(self, name: str) -> bool:
+        """Return whether this frontend has a duty, which one frontend of all engines with this store has at a time.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        reply: DutyReply = await self._call(lambda call_id: TakeDuty(call_id, name))
+        return reply.has_it
+
+    def leave_duty(self, name: str) -> None:
+        """Let another frontend have a duty."""
+        self._send(LeaveDuty(name))
+
     async def claim(self, limit: int) -> Sequence[ClaimedRequest]:
         """Take over requests whose frontend is gone.
 
@@ -345,10 +361,12 @@ class StoreClient:
                     attachment.on_news(message)
             case ReadersChanged():
                 self.log.set_num_readers(message.request_id, message.owner, message.num_readers)
-            case ObjectReply() | RequestState() | KeyReply() | ClaimReply():
+            case ObjectReply() | RequestState() | KeyReply() | ClaimReply() | DutyReply():
                 self._receive_reply(message)
 
-    def _receive_reply(self, reply: ObjectReply | RequestState | KeyReply | ClaimReply) -> None:
+    def _receive_reply(
+        self, reply: ObjectReply | RequestState | KeyReply | ClaimReply | DutyReply
+    ) -> None:
         pending = self._pending.get(reply.call_id)
         if pending is not None and not pending.reply.done():
             pending.reply.set_result(reply)
@@ -356,7 +374,10 @@ class StoreClient:
             # It has everything so far, and must be applied before the news that follow. If the store was restarted,
             # this is another reply to the same call.
             states = enumerate(reply.streams)
-            news = [StreamNews(position, 0, each.tokens, each.end) for position, each in states]
+            news = [
+                StreamNews(position, 0, each.tokens, each.end, each.logprobs, each.prompt_logprobs)
+                for position, each in states
+            ]
             is_gone = not reply.record
             self._attachments[reply.call_id].on_news(RequestNews(reply.call_id, news, is_gone))
 

@@ -1,8 +1,7 @@
-"""The SQLite database of the store: its file, its lock, its versions, and its failures."""
+"""The SQLite database of the store: its file, its versions, and its failures."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sqlite3
@@ -11,15 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from ...protocol.errors import ConfigError
+from .file_lock import LOCK_S, FileLock
 
 logger = logging.getLogger(__name__)
 
 APPLICATION_ID: Final = 0x454E4731
 """Marks a file as a database of this program."""
-
-LOCK_S: Final = 10.0
-"""Seconds to wait for another process to release the database, for example a predecessor that is exiting."""
-LOCK_POLL_S: Final = 0.05
 
 RETRY_S: Final = 5.0
 """Seconds between attempts to write to a file that could not be written."""
@@ -72,6 +68,9 @@ MIGRATIONS: Final = (
     );
     CREATE TABLE log (position INTEGER PRIMARY KEY, session BLOB NOT NULL, entry BLOB NOT NULL);
     """,
+    """
+    ALTER TABLE sessions ADD COLUMN duties BLOB NOT NULL DEFAULT x'90';
+    """,
 )
 """Script i changes a database of version i to version i + 1. A new database has version 0."""
 
@@ -79,7 +78,7 @@ _DAMAGE: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class Database:
-    """A connection to the database, for the process that owns it.
+    """A connection to the database, for the process that has its lock.
 
     Without a path, or if the file is damaged, the database is in memory. If the file cannot be written, `trouble` says
     why, and writing is tried again every `RETRY_S` seconds.
@@ -88,28 +87,38 @@ class Database:
     write to the log without a wait for the disk. After a power failure the last commits may be missing, but the
     database is consistent.
 
+    Args:
+        path: The file; None for a database in memory.
+        lock: The lock of the file, if the caller has it; else the lock is waited for.
+
     Raises:
         ConfigError: The file cannot be opened, belongs to another program or a newer version, or is in use.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, lock: FileLock | None = None) -> None:
         self.trouble = ""
         self._path = path
-        self._lock: int | None = None
+        self._lock = lock
         self._retry_at = 0.0
         if path is None:
             self.connection = _connect(MEMORY)
             _migrate(self.connection, MEMORY)
             return
-        self._lock = _lock(path)
+        if lock is None:
+            self._lock = lock = FileLock(path)
+            try:
+                lock.acquire()
+            except ConfigError:
+                lock.close()
+                raise
         try:
             self.connection = _open_file(path)
         except ConfigError:
-            os.close(self._lock)
+            lock.close()
             raise
         except sqlite3.DatabaseError as error:
             if _code(error) not in _DAMAGE:
-                os.close(self._lock)
+                lock.close()
                 raise ConfigError(f"cannot open the store {path}: {error}; check --store") from None
             self._continue_in_memory(error)
 
@@ -163,7 +172,7 @@ class Database:
         """Close the connection and release the lock."""
         self.connection.close()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def _continue_in_memory(self, error: sqlite3.Error) -> None:
@@ -184,38 +193,6 @@ def _code(error: sqlite3.Error) -> int:
 
 def _connect(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, timeout=LOCK_S)
-
-
-def _lock(path: str) -> int:
-    """Return a descriptor that holds the lock of the database.
-
-    Raises:
-        ConfigError: The lock file cannot be created, or another engine holds the lock.
-    """
-    name = f"{path}.lock"
-    try:
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create {name}: {error.strerror}; set --store to a file in a writable directory"
-        ) from None
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-                os.close(descriptor)
-                raise ConfigError(
-                    f"the store {path} is in use by process {owner} of another engine; stop that one or set --store "
-                    "to another file"
-                ) from None
-            time.sleep(LOCK_POLL_S)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-    return descriptor
 
 
 def _open_file(path: str) -> sqlite3.Connection:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Final
 
-from ...protocol.messages import FinishedRequest, FinishReason
+from ...protocol.messages import FinishedRequest, FinishReason, TokenLogprobs
 from ...protocol.store.requests import (
     AdoptRequest,
     BeginRequest,
@@ -19,6 +19,7 @@ from ...protocol.store.requests import (
     StreamNews,
     StreamState,
 )
+from .logprobs import cut_logprobs, last_logprobs, size_of_logprobs
 
 ORPHAN: Final = b""
 """The session of a request whose frontend is gone."""
@@ -30,18 +31,41 @@ ReaderId = tuple[bytes, int]
 class Stream:
     """One sequence of a request."""
 
-    __slots__ = ("end", "finished", "request", "tokens")
+    __slots__ = ("end", "finished", "logprobs", "prompt_logprobs", "request", "tokens")
 
     def __init__(self, request: LiveRequest, state: StreamState | None = None) -> None:
         self.request = request
         self.tokens = array("i", b"" if state is None else state.tokens)
         self.end: StreamEnd | None = None if state is None else state.end
         self.finished: FinishedRequest | None = None if state is None else state.finished
+        self.logprobs: list[TokenLogprobs] = [] if state is None else list(state.logprobs)
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        if state is not None:
+            self.prompt_logprobs += state.prompt_logprobs
 
     @property
     def state(self) -> StreamState:
         """The stream as a message."""
-        return StreamState(self.tokens.tobytes(), self.end, self.finished)
+        return StreamState(
+            self.tokens.tobytes(), self.end, self.finished, self.logprobs, self.prompt_logprobs
+        )
+
+    def cut(self, num_tokens: int) -> None:
+        """Delete the tokens after the first ones."""
+        del self.tokens[num_tokens:]
+        cut_logprobs(self.logprobs, num_tokens)
+
+    def news(self, position: int, start: int) -> StreamNews:
+        """Return what follows the first tokens as a message."""
+        tokens = self.tokens[start:]
+        return StreamNews(
+            position,
+            start,
+            tokens.tobytes(),
+            self.end,
+            last_logprobs(self.logprobs, len(tokens)) if self.logprobs else [],
+            [] if start else self.prompt_logprobs,
+        )
 
 
 class LiveRequest:
@@ -49,11 +73,13 @@ class LiveRequest:
 
     Attributes:
         session: The session that owns it, or `ORPHAN`.
+        run: The run directory of the engine that owns or owned it; "" if that one is dead.
         numbers: The number of each stream in that session; empty between a claim and the adoption.
         num_starts: Claims since the last token.
         claimed_at: The number of its tokens at the last claim.
         readers: How many tokens of each stream each reader has received, or -1 after the end of the stream.
         size: The size of its record in bytes.
+        size_of_logprobs: The size of what its streams have beside tokens.
         is_changed: Whether readers miss something.
     """
 
@@ -66,8 +92,10 @@ class LiveRequest:
         "owner",
         "readers",
         "request_id",
+        "run",
         "session",
         "size",
+        "size_of_logprobs",
         "streams",
     )
 
@@ -84,9 +112,13 @@ class LiveRequest:
         self.owner = owner
         self.key = key
         self.session = session
+        self.run = ""
         self.numbers = numbers
         self.streams = [Stream(self, state) for state in states]
         self.num_starts = self.claimed_at = self.size = 0
+        self.size_of_logprobs = sum(
+            size_of_logprobs(s.logprobs) + size_of_logprobs(s.prompt_logprobs) for s in self.streams
+        )
         self.readers: dict[ReaderId, list[int]] = {}
         self.is_changed = False
 
@@ -123,8 +155,7 @@ class LiveRequest:
             start = sent[position]
             if start < 0 or (len(stream.tokens) <= start and stream.end is None):
                 continue
-            tokens = stream.tokens[start:].tobytes()
-            news.append(StreamNews(position, start, tokens, stream.end))
+            news.append(stream.news(position, start))
             sent[position] = -1 if stream.end is not None else len(stream.tokens)
         return RequestNews(reader[1], news) if news else None
 
@@ -176,9 +207,9 @@ class LiveRequests:
         self._streams.pop(session, None)
         return orphans
 
-    def claim(self, request: LiveRequest, session: bytes) -> None:
-        """Give an orphan to a session."""
-        request.session = session
+    def claim(self, request: LiveRequest, session: bytes, run: str) -> None:
+        """Give an orphan to a session of an engine."""
+        request.session, request.run = session, run
         self.num_orphans -= 1
 
     def begin(self, session: bytes, entry: BeginRequest) -> LiveRequest | None:
@@ -234,6 +265,14 @@ class LiveRequests:
         for done in entry.finished:
             if (stream := find(done.request_index)) is not None:
                 stream.finished = done
+        for message in entry.logprobs:
+            if (stream := find(message.request_index)) is not None:
+                stream.logprobs.append(message)
+                stream.request.size_of_logprobs += size_of_logprobs([message])
+        for message in entry.prompt_logprobs:
+            if (stream := find(message.request_index)) is not None:
+                stream.prompt_logprobs.append(message)
+                stream.request.size_of_logprobs += size_of_logprobs([message])
         return is_known
 
     def move(self, session: bytes, entry: MoveStream) -> None:
@@ -245,7 +284,10 @@ class LiveRequests:
         streams[entry.new] = stream
         request = stream.request
         request.numbers[request.numbers.index(entry.old)] = entry.new
-        del stream.tokens[entry.num_tokens :]
+        stream.cut(entry.num_tokens)
+        if not entry.num_tokens:
+            # They come again with the first token.
+            stream.prompt_logprobs.clear()
         stream.finished = None
         for sent in request.readers.values():
             position = request.streams.index(stream)
@@ -257,7 +299,7 @@ class LiveRequests:
         stream = self._streams.get(session, {}).pop(entry.stream, None)
         if stream is None:
             return None
-        del stream.tokens[entry.end.num_tokens :]
+        stream.cut(entry.end.num_tokens)
         stream.end = entry.end
         self._mark(stream.request)
         return stream.request

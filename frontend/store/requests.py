@@ -19,16 +19,21 @@ from ...protocol.store.requests import (
     ClaimedRequest,
     ClaimReply,
     ClaimRequests,
+    DutyReply,
     EndStream,
     KeyReply,
     LogEntry,
     LogTokens,
     MoveStream,
+    OpenSession,
     ReserveKey,
     StreamState,
+    TakeDuty,
 )
 from .database import Database
 from .live_requests import LiveRequest, LiveRequests
+from .other_engines import OtherEngines
+from .sessions import Session, Sessions, Statement, decode_duties
 
 ROW_BYTES: Final = 512
 """Approximate size of a request without its record and its tokens."""
@@ -38,19 +43,12 @@ CHECKPOINT_BYTES: Final = 4 * 1024 * 1024
 IDLE_BYTES: Final = 64 * 1024
 """The same, while no request is unfinished."""
 
-Statement = tuple[str, tuple[object, ...]]
+CLAIM_BYTES: Final = 64 * 1024 * 1024
+"""Size of the requests of one claim above which the rest waits for the next one."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_states: Final = msgspec.msgpack.Decoder(list[StreamState]).decode
 _decode_entry: Final = msgspec.msgpack.Decoder(LogEntry).decode
-
-
-class Session(msgspec.Struct):
-    """A frontend process. `identity` is that of its connection; b"" while it is not connected."""
-
-    client_index: int
-    last_number: int
-    identity: bytes = b""
 
 
 class Requests:
@@ -61,14 +59,15 @@ class Requests:
 
     Attributes:
         live: The requests that have not ended.
-        sessions: The sessions of this engine's frontends.
+        sessions: The sessions of the frontends that use this store.
     """
 
     def __init__(self, database: Database, run: str) -> None:
         self._database = database
         self._run = run
+        self._other_engines = OtherEngines()
         self.live = LiveRequests()
-        self.sessions: dict[bytes, Session] = {}
+        self.sessions = Sessions()
         self._reserved: dict[tuple[str, str], tuple[bytes, int]] = {}
         """The keys of requests that have not begun, and the calls that reserved them."""
         self._statements: list[Statement] = []
@@ -84,12 +83,12 @@ class Requests:
             self.count()
 
     def _load(self) -> None:
-        """Read the unfinished requests. Those of another engine's frontends are orphans."""
+        """Read the unfinished requests. Those of an engine that is dead are orphans."""
         self.count()
-        rows = self._rows("SELECT id, run, client, last_number FROM sessions")
-        for session, run, client, last_number in rows:
-            if run == self._run:
-                self.sessions[session] = Session(client, last_number)
+        rows = self._rows("SELECT id, run, client, last_number, duties FROM sessions")
+        for session, run, client, last_number, duties in rows:
+            if run == self._run or self._other_engines.is_alive(run):
+                self.sessions[session] = Session(run, client, last_number, decode_duties(duties))
         for row in self._rows(
             "SELECT owner, id, key, session, numbers, num_starts, claimed_at, size, state FROM requests "
             "WHERE NOT is_finished"
@@ -100,6 +99,8 @@ class Requests:
                 request_id, owner, key, session, array("i", numbers).tolist(), states
             )
             request.num_starts, request.claimed_at, request.size = num_starts, claimed_at, size
+            if (opened := self.sessions.get(session)) is not None:
+                request.run = opened.run
             self.live.add_request(request)
         for session, entry in self._rows("SELECT session, entry FROM log ORDER BY position"):
             self._log_bytes += len(entry)
@@ -136,33 +137,53 @@ class Requests:
 
     @property
     def num_unfinished_bytes(self) -> int:
-        """The size of the records of unfinished requests."""
-        return sum(request.size + ROW_BYTES for request in self.live)
+        """The size of the records of unfinished requests, and of their log-probabilities."""
+        return sum(request.size + request.size_of_logprobs + ROW_BYTES for request in self.live)
 
     @property
     def has_statements(self) -> bool:
         """True if `write` has something to write."""
         return bool(self._statements) or self._needs_checkpoint
 
-    def open_session(self, session: bytes, client_index: int, identity: bytes) -> int:
+    @property
+    def has_other_engines(self) -> bool:
+        """True if frontends of another engine use this store."""
+        return any(opened.run != self._run for opened in self.sessions.values())
+
+    def end_dead_engines(self) -> bool:
+        """End the sessions of other engines that are dead. Return whether there were any."""
+        runs = {opened.run for opened in self.sessions.values()} - {self._run}
+        dead = {run for run in runs if not self._other_engines.is_alive(run)}
+        for session, opened in list(self.sessions.items()):
+            if opened.run in dead:
+                self._end_session(session)
+        for request in self.live:
+            if request.run in dead:
+                request.run = ""
+        return bool(dead)
+
+    def close(self) -> None:
+        """Release what is known about other engines."""
+        self._other_engines.close()
+
+    def open_session(self, message: OpenSession, identity: bytes) -> int:
         """Open a session, or continue it on a new connection. Return the number of its last entry."""
-        for other, known in list(self.sessions.items()):
-            if other != session and known.client_index == client_index:
-                del self.sessions[other]
-                self._forget_keys(other)
-                self._save_orphans(self.live.end_session(other))
-                self._add("DELETE FROM sessions WHERE id = ?", other)
+        session, run, client_index = message.session, message.run, message.client_index
+        for earlier in self.sessions.find_earlier(session, run, client_index):
+            self._end_session(earlier)
         opened = self.sessions.get(session)
         if opened is None:
-            opened = self.sessions[session] = Session(client_index, 0)
-            self._add(
-                "INSERT OR REPLACE INTO sessions (id, run, client, last_number) VALUES (?, ?, ?, 0)",
-                session,
-                self._run,
-                client_index,
-            )
+            opened = self.sessions[session] = Session(run, client_index, 0)
+            self._statements.append(self.sessions.save(session))
         opened.identity = identity
         return opened.last_number
+
+    def _end_session(self, session: bytes) -> None:
+        """End a session, whose process is dead."""
+        del self.sessions[session]
+        self._forget_keys(session)
+        self._save_orphans(self.live.end_session(session))
+        self._add("DELETE FROM sessions WHERE id = ?", session)
 
     def apply(self, session: bytes, entry: LogEntry) -> None:
         """Apply an entry, unless that was done before."""
@@ -216,10 +237,27 @@ class Requests:
         """Let another request have a key that was reserved."""
         self._reserved.pop((owner, key), None)
 
+    def take_duty(self, session: bytes, call: TakeDuty) -> DutyReply:
+        """Give a duty to a session, unless another one has it."""
+        has_it = self.sessions.take_duty(session, call.name)
+        self._statements.append(self.sessions.save(session))
+        return DutyReply(call.call_id, has_it)
+
+    def leave_duty(self, session: bytes, name: str) -> None:
+        """Let another session have a duty."""
+        self.sessions.leave_duty(session, name)
+        self._statements.append(self.sessions.save(session))
+
     def claim(self, session: bytes, call: ClaimRequests) -> ClaimReply:
-        """Give orphans to a session."""
+        """Give orphans to a session. Those of an engine that lives wait for its own frontends."""
         claimed: list[ClaimedRequest] = []
-        for request in self.live.orphans[: max(call.limit, 1)]:
+        run = self.sessions[session].run
+        orphans = [request for request in self.live.orphans if request.run in ("", run)]
+        size = 0
+        for request in orphans[: max(call.limit, 1)]:
+            size += request.size + 4 * request.num_tokens + request.size_of_logprobs
+            if claimed and size > CLAIM_BYTES:
+                break
             rows = self._rows(
                 "SELECT record FROM records WHERE owner = ? AND id = ?",
                 request.owner,
@@ -231,7 +269,7 @@ class Requests:
             has_progressed = request.num_tokens > request.claimed_at
             request.num_starts = 1 if has_progressed else request.num_starts + 1
             request.claimed_at = request.num_tokens
-            self.live.claim(request, session)
+            self.live.claim(request, session, run)
             self._save_owner(request)
             claimed.append(
                 ClaimedRequest(
@@ -330,18 +368,15 @@ class Requests:
         for request in self.live:
             execute(*_owner_statement(request))
         execute("DELETE FROM log")
-        execute("DELETE FROM sessions")
-        for session, opened in self.sessions.items():
-            execute(
-                "INSERT INTO sessions (id, run, client, last_number) VALUES (?, ?, ?, ?)",
-                (session, self._run, opened.client_index, opened.last_number),
-            )
+        for statement in self.sessions.save_all():
+            execute(*statement)
 
     def _begin(self, session: bytes, entry: BeginRequest) -> None:
         request = self.live.begin(session, entry)
         self._reserved.pop((entry.owner, entry.key), None)
         if request is None:
             return
+        request.run = self.sessions[session].run
         request.size = len(entry.record)
         self._begun.append(request)
         now = time.time()

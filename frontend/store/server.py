@@ -5,9 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar, get_args
-
-import zmq
+from typing import Final, TypeAlias, TypeVar, get_args
 
 from ...protocol.config import EngineConfig
 from ...protocol.store.messages import (
@@ -28,6 +26,7 @@ from ...protocol.store.requests import (
     ClaimRequests,
     DetachRequest,
     KeyReply,
+    LeaveDuty,
     LogEntry,
     Logged,
     OpenSession,
@@ -37,6 +36,7 @@ from ...protocol.store.requests import (
     RequestState,
     ReserveKey,
     SessionOpened,
+    TakeDuty,
 )
 from ...protocol.transport import FrameTooLarge, Hub
 from .database import Database
@@ -58,6 +58,11 @@ REPORT_S: Final = 1.0
 LOW_WATER: Final = 0.9
 """Share of the maximum size to which the store is emptied when it is full, so that this is rare."""
 
+IDLE_MS: Final = 1000
+"""Maximum milliseconds between turns without messages."""
+SHARING_MS: Final = 100
+"""The same while another engine uses this store, because it may end at any time."""
+
 VACUUM_PAGES: Final = 256
 """Free pages that are returned to the file system at once."""
 
@@ -73,15 +78,17 @@ _OBJECT_CALLS: Final = get_args(ObjectCall)
 
 
 class StoreServer:
-    """The store of one engine: a database, and a socket for the frontends.
+    """Applies what frontends send to the database, and answers them.
 
-    Raises:
-        ConfigError: The database cannot be opened.
+    Args:
+        config: The configuration of this engine.
+        hub: The socket for the frontends.
+        database: The database, which this closes.
     """
 
-    def __init__(self, config: EngineConfig, context: zmq.Context[Any]) -> None:
+    def __init__(self, config: EngineConfig, hub: Hub[ToStore], database: Database) -> None:
         self._limits = config.store
-        self._database = Database(config.store.path)
+        self._database = database
         self._objects = Objects(self._database)
         self._requests = Requests(self._database, config.run_dir)
         self._sessions: dict[bytes, bytes] = {}
@@ -91,18 +98,14 @@ class StoreServer:
         self._evict_at = 0.0
         self._known = StoreState()
         self._report_at = 0.0
+        self._look_at = 0.0
         self._peers: set[bytes] = set()
-        self._hub: Hub[ToStore] = Hub(context, config.store_address(), ToStore)
+        self._hub = hub
 
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """Readable when `turn` has something to do."""
-        return self._hub.socket
-
-    @property
-    def num_dropped_frames(self) -> int:
-        """The number of invalid frames."""
-        return self._hub.num_dropped_frames
+    def wait_ms(self) -> int:
+        """The maximum number of milliseconds until the next turn."""
+        return SHARING_MS if self._requests.has_other_engines else IDLE_MS
 
     def turn(self) -> None:
         """Apply the messages that have arrived, commit, and reply."""
@@ -111,13 +114,14 @@ class StoreServer:
         replies: list[Sent] = []
         logged: set[bytes] = set()
         num_messages = num_bytes = 0
+        self._end_dead_engines()
         while num_messages < TURN_MESSAGES and num_bytes < TURN_BYTES:
             if (received := self._hub.receive()) is None:
                 break
             num_messages += 1
             identity, message = received
             if message is None:
-                self._greet(identity)
+                self.greet(identity)
             elif isinstance(message, _ENTRIES):
                 self._apply_entry(identity, message)
                 logged.add(identity)
@@ -127,8 +131,8 @@ class StoreServer:
                     num_bytes += len(message.data)
             elif isinstance(message, OpenSession):
                 self._open_session(identity, message)
-            elif isinstance(message, ClaimRequests):
-                replies += self._try(self._claim, identity, message)
+            elif isinstance(message, ClaimRequests | TakeDuty | LeaveDuty):
+                replies += self._try(self._change_owner, identity, message)
             else:
                 others.append((identity, message))
         replies += self._commit(calls)
@@ -146,8 +150,8 @@ class StoreServer:
         self._report_changes()
 
     def close(self) -> None:
-        """Close the socket and the database."""
-        self._hub.close()
+        """Close the database."""
+        self._requests.close()
         self._database.close()
 
     def _send(self, identity: bytes, message: FromStore) -> None:
@@ -157,7 +161,8 @@ class StoreServer:
             if isinstance(message, RequestState):
                 self._hub.send(identity, RequestState(message.call_id, error=str(error)))
 
-    def _greet(self, identity: bytes) -> None:
+    def greet(self, identity: bytes) -> None:
+        """Greet a frontend that has connected."""
         self._peers.add(identity)
         for reader in [reader for reader in self._attached if reader[0] == identity]:
             self._detach(reader)
@@ -166,8 +171,17 @@ class StoreServer:
 
     def _open_session(self, identity: bytes, message: OpenSession) -> None:
         self._sessions[identity] = message.session
-        last_number = self._requests.open_session(message.session, message.client_index, identity)
+        last_number = self._requests.open_session(message, identity)
         self._hub.send(identity, SessionOpened(last_number))
+
+    def _end_dead_engines(self) -> None:
+        """From time to time, make the requests of other engines that are dead orphans."""
+        if not self._requests.has_other_engines or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + SHARING_MS / 1000
+        if self._requests.end_dead_engines():
+            # Its orphans can be claimed now by those that could not before.
+            self._known = StoreState()
 
     def _apply_entry(self, identity: bytes, entry: LogEntry) -> None:
         session = self._sessions.get(identity)
@@ -302,9 +316,21 @@ class StoreServer:
             self._database.record_failure(error)
             return []
 
-    def _claim(self, identity: bytes, call: ClaimRequests) -> list[Sent]:
-        session = self._sessions.get(identity)
-        return [] if session is None else [(identity, self._requests.claim(session, call))]
+    def _change_owner(
+        self, identity: bytes, message: ClaimRequests | TakeDuty | LeaveDuty
+    ) -> list[Sent]:
+        """Change who owns requests or has a duty, which must be committed before the reply."""
+        session = self._sessions.get(identity, b"")
+        if session not in self._requests.sessions:
+            return []
+        match message:
+            case ClaimRequests():
+                return [(identity, self._requests.claim(session, message))]
+            case TakeDuty():
+                return [(identity, self._requests.take_duty(session, message))]
+            case LeaveDuty():
+                self._requests.leave_duty(session, message.name)
+        return []
 
     @property
     def _size(self) -> int:

@@ -11,9 +11,12 @@ from .local_process import ProcessSpec, Role
 
 
 def engine_processes(
-    config: EngineConfig, config_path: Path, listen_fd: int | None
+    config: EngineConfig, config_path: Path, listen_fd: int | None, lock_fd: int | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes of `config`, slowest to start first. Without a `listen_fd` there are no frontends."""
+    """Return the processes of `config`, slowest to start first. Without a `listen_fd` there are no frontends.
+
+    Frontends inherit `lock_fd`, the lock of the run directory.
+    """
 
     def spec(name: str, role: Role, module: str, index: int, *args: int) -> ProcessSpec:
         # -P: a file in the current directory must not shadow a module.
@@ -37,13 +40,12 @@ def engine_processes(
         replace(spec(f"core {core}", Role.CORE, "core", core), can_wait=True) for core in cores
     ]
     if listen_fd is not None:
+        inherited = tuple(fd for fd in (listen_fd, lock_fd) if fd is not None)
         specs.append(spec("store", Role.STORE, "frontend.store", 0))
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
             # Threads of a product of arrays would only compete with those of the workers.
-            specs.append(
-                replace(frontend, pass_fds=(listen_fd,), env={"OPENBLAS_NUM_THREADS": "1"})
-            )
+            specs.append(replace(frontend, pass_fds=inherited, env={"OPENBLAS_NUM_THREADS": "1"}))
     return specs
 
 

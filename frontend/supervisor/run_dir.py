@@ -23,17 +23,20 @@ class RunDirectory:
     The owner holds a lock on it, which the system releases however the owner exits. A directory without a lock is
     left over, and the next engine that starts deletes it. The lock also keeps programs that clean temporary files
     away.
+
+    A process that inherits `lock_fd` holds the lock as well. Frontends do, so that other engines know whether one is
+    left that may still continue requests.
     """
 
     def __init__(self) -> None:
         base = _base_directory()
         _sweep()
-        self.path, self._lock = _create_locked(base)
+        self.path, self.lock_fd = _create_locked(base)
 
     def remove(self) -> None:
         """Delete the directory and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        os.close(self.lock_fd)
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -15,7 +15,9 @@ from .requests import (
     ClaimReply,
     ClaimRequests,
     DetachRequest,
+    DutyReply,
     KeyReply,
+    LeaveDuty,
     LogEntry,
     Logged,
     OpenSession,
@@ -25,6 +27,7 @@ from .requests import (
     RequestState,
     ReserveKey,
     SessionOpened,
+    TakeDuty,
 )
 
 # frontend -> store
@@ -89,10 +92,10 @@ class ListObjects(msgspec.Struct, tag="list", array_like=True, gc=False, frozen=
 
 ObjectCall: TypeAlias = PutObject | GetObject | DeleteObject | DeleteChildren | ListObjects
 
-StoreCall: TypeAlias = ObjectCall | AttachRequest | ReserveKey | ClaimRequests
+StoreCall: TypeAlias = ObjectCall | AttachRequest | ReserveKey | ClaimRequests | TakeDuty
 """Calls that the store answers."""
 
-ToStore: TypeAlias = StoreCall | LogEntry | OpenSession | DetachRequest | ReleaseKey
+ToStore: TypeAlias = StoreCall | LogEntry | OpenSession | DetachRequest | ReleaseKey | LeaveDuty
 
 # store -> frontend
 
@@ -160,5 +163,6 @@ FromStore: TypeAlias = (
     | RequestNews
     | KeyReply
     | ClaimReply
+    | DutyReply
     | ReadersChanged
 )

@@ -15,15 +15,19 @@ from typing import TypeAlias
 
 import msgspec
 
-from ..messages import I32, FinishedRequest
+from ..messages import I32, FinishedRequest, TokenLogprobs
 
 # frontend -> store
 
 
 class OpenSession(msgspec.Struct, tag="open", array_like=True, gc=False, frozen=True):
-    """The answer to the greeting. An earlier session of the same frontend is over."""
+    """The answer to the greeting. An earlier session of the same frontend is over.
+
+    `run` is the run directory of the frontend's engine. As long as the directory's lock is held, the engine lives.
+    """
 
     session: bytes
+    run: str
     client_index: int
 
 
@@ -59,6 +63,8 @@ class LogTokens(msgspec.Struct, tag="tokens", array_like=True, gc=False, frozen=
     token_ids: I32
     num_tokens: I32 = b""
     finished: list[FinishedRequest] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class MoveStream(msgspec.Struct, tag="move", array_like=True, gc=False, frozen=True):
@@ -130,6 +136,19 @@ class ClaimRequests(msgspec.Struct, tag="claim", array_like=True, gc=False, froz
     limit: int
 
 
+class TakeDuty(msgspec.Struct, tag="take duty", array_like=True, gc=False, frozen=True):
+    """Return whether this session has a duty, which one session at a time has, until it leaves it or ends."""
+
+    call_id: int
+    name: str
+
+
+class LeaveDuty(msgspec.Struct, tag="leave duty", array_like=True, gc=False, frozen=True):
+    """Let another session have a duty."""
+
+    name: str
+
+
 # store -> frontend
 
 
@@ -146,11 +165,16 @@ class Logged(msgspec.Struct, tag="logged", array_like=True, gc=False, frozen=Tru
 
 
 class StreamState(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A stream: its tokens, and how it ended for its core (`finished`) and for its client (`end`), if it did."""
+    """A stream: its tokens, and how it ended for its core (`finished`) and for its client (`end`), if it did.
+
+    `logprobs` are those of its tokens, if the request asked for them.
+    """
 
     tokens: I32
     end: StreamEnd | None = None
     finished: FinishedRequest | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, frozen=True):
@@ -163,12 +187,17 @@ class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, fro
 
 
 class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """New tokens of the stream at a position of a request, from `start` on, and its end."""
+    """New tokens of the stream at a position of a request, from `start` on, and its end.
+
+    `logprobs` are those of the new tokens. `prompt_logprobs` come with the first tokens.
+    """
 
     position: int
     start: int
     tokens: I32
     end: StreamEnd | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class RequestNews(msgspec.Struct, tag="news", array_like=True, gc=False, frozen=True):
@@ -203,6 +232,14 @@ class ClaimReply(msgspec.Struct, tag="claimed", array_like=True, gc=False, froze
 
     call_id: int
     requests: list[ClaimedRequest] = []
+    error: str = ""
+
+
+class DutyReply(msgspec.Struct, tag="duty", array_like=True, gc=False, frozen=True):
+    """The reply to `TakeDuty`."""
+
+    call_id: int
+    has_it: bool
     error: str = ""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,22 @@ import psutil
 import pytest
 from support.program import has_ended, wait_until
 from support.returning_streams import ReturningStream, ReturningStreams
-from support.server import Server, assert_nothing_is_held, default_model
+from support.server import Server, Upgrade, assert_nothing_is_held, default_model
 
-ARGS = ("--device", "null", "--null-step-ms", "20", "--max-model-len", "512")
+ARGS = ("--device", "null", "--null-step-ms", "20", "--max-model-len", "1024")
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"n": 2, "max_tokens": 50},
     {"stop": ["e", "zz"], "min_tokens": 30},
-    {"seed": 7, "temperature": 0.7},
+    {"seed": 7, "temperature": 0.7, "logprobs": 2},
     {"max_tokens": 20},
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
 )
 """Most have no seed: the one that a frontend chose must survive as well."""
 
 
-def bodies(count: int) -> list[dict[str, Any]]:
+def bodies(count: int, **changes: Any) -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"Chapter {number}. Once upon a time there",
@@ -37,37 +39,48 @@ def bodies(count: int) -> list[dict[str, Any]]:
             "ignore_eos": True,
             "temperature": 1.0,
             **KINDS[number % len(KINDS)],
+            **changes,
         }
         for number in range(count)
     ]
 
 
+LONG = bodies(6, max_tokens=500, seed=5)
+"""Streams that take longer than the start of a server."""
+
+
 class Engine:
     """A server that can be killed with all its processes, and started again on the same store."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run: str) -> None:
         self._path = path
+        self._env = {"XDG_RUNTIME_DIR": run}
         self._is_up = True
         self.server = self._start()
+        self._url = self.server.url
 
     def _start(self) -> Server:
-        return Server(default_model(), *ARGS, "--store", str(self._path), "--api-server-count", "2")
+        store = ("--store", str(self._path), "--api-server-count", "2")
+        return Server(default_model(), *ARGS, *store, env=self._env)
+
+    @contextmanager
+    def upgrade(self) -> Iterator[Server]:
+        """Start a server that takes the place of this one, which is yielded. The caller waits until it is ready."""
+        with self.server as old:
+            self.server = Upgrade(env=self._env)
+            self.server.wait_for("model ")
+            yield old
 
     def find_url(self) -> str:
-        return self.server.url if self._is_up else ""
+        if self._is_up:
+            # A server that takes the place of another one has the same address.
+            self._url = self.server.url if "ready at" in self.server.log else self._url
+        return self._url if self._is_up else ""
 
     def kill_all(self) -> None:
         """Kill every process at once, and start another server."""
-        processes = [*self.server.find_children(), psutil.Process(self.server.process.pid)]
-        self._restart(processes)
-
-    def kill_supervisor(self) -> None:
-        """Kill the supervisor alone, whose children then exit, and start another server."""
-        self._restart([psutil.Process(self.server.process.pid)])
-
-    def _restart(self, victims: list[psutil.Process]) -> None:
         self._is_up = False
-        for victim in victims:
+        for victim in [*self.server.find_children(), psutil.Process(self.server.process.pid)]:
             victim.kill()
         self.server.process.wait()
         with self.server:
@@ -85,12 +98,14 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(tmp_path_factory.mktemp("store") / "store.db")
-    try:
-        yield engine
-    finally:
-        with engine.server as server:
-            server.stop()
+    # The path of a socket must be short. A directory of its own hides servers of other tests.
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as run:
+        engine = Engine(tmp_path_factory.mktemp("store") / "store.db", run)
+        try:
+            yield engine
+        finally:
+            with engine.server as server:
+                server.stop()
     assert "Traceback" not in server.log, server.log
 
 
@@ -121,7 +136,6 @@ def kill_core_and_frontend(engine: Engine) -> None:
         kill_store,
         kill_core_and_frontend,
         kill_both_frontends,
-        Engine.kill_supervisor,
         Engine.kill_all,
     ],
     ids=lambda disturb: disturb.__name__,
@@ -149,6 +163,80 @@ def test_streams_of_returning_clients_are_complete(
     undisturbed = ReturningStreams(engine.find_url, [s.body for s in seeded], f"{name} again")
     assert [s.answer for s in undisturbed.join()] == [s.answer for s in seeded]
     assert_nothing_is_held(engine.server)
+
+
+@pytest.mark.timeout(240)
+def test_no_stream_is_lost_while_servers_that_share_a_store_follow_each_other(
+    engine: Engine,
+) -> None:
+    with engine.upgrade() as old:
+        streams = ReturningStreams(engine.find_url, LONG, f"1 {time.time()}")
+        response = Background(old, max_output_tokens=500)
+        streams.wait_for_events(6)
+        engine.server.wait_for("ready at")
+        later = ReturningStreams(engine.find_url, bodies(6), f"2 {time.time()}")
+        later.wait_for_events(6)
+        assert old.process.poll() is None
+        # The new server knows what the old one generates.
+        found = [read_again(engine.server, stream) for stream in streams.streams]
+        undisturbed = streams.join()
+        assert old.wait() == 0, old.log
+    ended = [*undisturbed, *later.join()]
+    assert [(stream.problem, stream.num_returns) for stream in ended] == [("", 0)] * 12
+    assert found == [stream.texts for stream in undisturbed]
+    assert [read_again(engine.server, stream) for stream in ended] == [s.texts for s in ended]
+    output = response.read(engine.server)
+
+    with engine.upgrade() as old:
+        streams = ReturningStreams(engine.find_url, LONG, f"3 {time.time()}")
+        response = Background(old, max_output_tokens=500)
+        streams.wait_for_events(6)
+        engine.server.wait_for("ready at")
+        for server in (old, engine.server):
+            store = server.child("store")
+            store.kill()
+            wait_until(lambda store=store: has_ended(store), what="a store is gone")
+            streams.wait_for_events(60)
+            assert not any(stream.num_returns for stream in streams.streams)
+        psutil.Process(old.process.pid).kill()
+        ended = streams.join()
+        old.process.wait()
+    assert any(stream.num_returns for stream in ended)
+    assert [stream.answer for stream in ended] == [stream.answer for stream in undisturbed]
+    # The new server has continued the response with the same tokens.
+    assert response.read(engine.server) == output
+    assert_nothing_is_held(engine.server)
+
+
+class Background:
+    """A response that runs in the background."""
+
+    def __init__(self, server: Server, max_output_tokens: int) -> None:
+        body = {
+            "input": "Once",
+            "background": True,
+            "seed": 3,
+            "max_output_tokens": max_output_tokens,
+            "ignore_eos": True,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        }
+        status, response = server.post("/v1/responses", body)
+        assert status == 200, response
+        self._path = f"/v1/responses/{response['id']}"
+
+    def read(self, server: Server) -> list[Any]:
+        """Return the status and the content when the response has ended."""
+        found: dict[str, Any] = {}
+
+        def has_ended() -> bool:
+            _, response = server.get(self._path)
+            found.update(response)
+            return response["status"] not in ("queued", "in_progress")
+
+        wait_until(has_ended, what="the response has ended")
+        assert found["error"] is None, found
+        return [found["status"], [item["content"] for item in found["output"]]]
 
 
 def read_again(server: Server, stream: ReturningStream) -> dict[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ import httpx
 import psutil
 import pytest
 from support.mixed_streams import Streams
-from support.program import Program, has_ended, wait_until
-from support.server import Server, default_model
+from support.program import has_ended, wait_until
+from support.server import Server, Upgrade, default_model
 from support.tiny_checkpoints import qwen3_directory
 
-COMMAND = [sys.executable, "-m", "engine.frontend.cli.main", "upgrade"]
 LONG = {
     "prompt": [5, 6, 7],
     "max_tokens": 2000,
@@ -27,13 +25,6 @@ LONG = {
     "temperature": 0,
     "stream": True,
 }
-
-
-class Upgrade(Program):
-    """An `engine upgrade` process."""
-
-    def __init__(self, *args: str, env: dict[str, str]) -> None:
-        super().__init__([*COMMAND, *args], env)
 
 
 class Requests:

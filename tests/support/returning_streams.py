@@ -28,6 +28,7 @@ class ReturningStream:
     body: dict[str, Any]
     key: str
     texts: dict[int, str] = field(default_factory=dict)
+    logprobs: list[Any] = field(default_factory=list)
     ends: dict[int, tuple[str, Any]] = field(default_factory=dict)
     usage: Any = None
     ids: set[str] = field(default_factory=set)
@@ -94,6 +95,10 @@ class ReturningStream:
         for choice in event["choices"]:
             index = choice["index"]
             self.texts[index] = self.texts.get(index, "") + choice["text"]
+            if choice["logprobs"] is not None:
+                self.logprobs += zip(
+                    choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+                )
             if choice["finish_reason"] is not None:
                 if index in self.ends:
                     self.problem = "two ends"
@@ -103,8 +108,8 @@ class ReturningStream:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """The text that the client has read from the stream."""
-        return self.problem, self.is_done, self.texts, self.ends, self.usage
+        """What the client has read from the stream."""
+        return self.problem, self.is_done, self.texts, self.ends, self.usage, self.logprobs
 
 
 class ReturningStreams:

@@ -23,17 +23,21 @@ def default_model() -> str:
     return str(path)
 
 
+COMMAND = (sys.executable, "-m", "engine.frontend.cli.main")
+
+
 class Server(Program):
     """An `engine serve` process that is ready, unless `wait` is false."""
 
     def __init__(self, *args: str, env: dict[str, str] | None = None, wait: bool = True) -> None:
-        super().__init__(
-            [sys.executable, "-m", "engine.frontend.cli.main", "serve", *args, "--port", "0"],
-            env or {},
-        )
+        super().__init__([*COMMAND, *self.command(args)], env or {})
         if wait:
             self.wait_for("ready at")
             self.children = self.find_children()
+
+    def command(self, args: tuple[str, ...]) -> list[str]:
+        """Return the arguments of `engine`."""
+        return ["serve", *args, "--port", "0"]
 
     @property
     def url(self) -> str:
@@ -94,6 +98,17 @@ class Server(Program):
         values = re.findall(pattern, text, re.MULTILINE)
         assert values, f"{name} is not in /metrics"
         return sum(map(float, values))
+
+
+class Upgrade(Server):
+    """An `engine upgrade` process. The constructor does not wait until it is ready."""
+
+    def __init__(self, *args: str, env: dict[str, str]) -> None:
+        super().__init__(*args, env=env, wait=False)
+
+    def command(self, args: tuple[str, ...]) -> list[str]:
+        """Return the arguments of `engine`."""
+        return ["upgrade", *args]
 
 
 def title_of(process: psutil.Process) -> str:

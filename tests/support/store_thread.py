@@ -6,14 +6,14 @@ import threading
 from typing import Any
 
 import zmq
-from engine.frontend.store.server import StoreServer
+from engine.frontend.store.engine_store import EngineStore
 from engine.protocol.config import EngineConfig
 
 POLL_MS = 20
 
 
 class StoreThread:
-    """A `StoreServer` that runs between entry and exit, and can be entered again."""
+    """An `EngineStore` that runs between entry and exit, and can be entered again."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -33,13 +33,13 @@ class StoreThread:
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
         try:
-            server = StoreServer(self._config, context)
+            store = EngineStore(self._config, context)
             try:
                 self._has_started.set()
                 while not self._stop.is_set():
-                    server.socket.poll(POLL_MS)
-                    server.turn()
+                    store.poller.poll(POLL_MS)
+                    store.turn()
             finally:
-                server.close()
+                store.close()
         finally:
             context.term()

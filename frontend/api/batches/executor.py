@@ -13,6 +13,7 @@ import msgspec
 
 from ....protocol.supervisor_messages import Stage
 from ...http.errors import APIError
+from ...store.client import StoreError
 from ..files.storage import FileStorage
 from ..logprobs import Json
 from ..serving import Serving
@@ -44,11 +45,16 @@ MAX_RETRY_S: Final = 30.0
 """Maximum seconds before a request is sent again that found no room."""
 
 
+DUTY: Final = "batches"
+"""The duty of the frontend that executes batches."""
+
+
 class BatchExecutor:
     """Executes one batch after the other.
 
-    The first frontend does it for all. Every answer is stored before the next step, so its successor, also after a
-    restart of the server, sends only the requests without an answer.
+    The first frontend does it for all. While one server takes the place of another, only one of their frontends does.
+    Every answer is stored before the next step, so its successor, also after a restart of the server, sends only the
+    requests without an answer.
     """
 
     def __init__(self, serving: Serving, records: BatchRecords, files: FileStorage) -> None:
@@ -80,17 +86,19 @@ class BatchExecutor:
     async def _run(self) -> None:
         while not self._is_stopping:
             try:
-                works = await self._records.list_work()
+                has_duty = await self._serving.store.take_duty(DUTY)
+                works = await self._records.list_work() if has_duty else []
                 for work in works:
                     await self._execute(work)
                 if not works:
                     await self._wait(POLL_S)
-            except APIError as error:
-                logger.warning("cannot execute batches at the moment: %s", error.message)
+            except (APIError, StoreError) as error:
+                logger.warning("cannot execute batches at the moment: %s", error)
                 await asyncio.sleep(POLL_S)
             except Exception:
                 logger.exception("a batch failed")
                 await asyncio.sleep(POLL_S)
+        self._serving.store.leave_duty(DUTY)
 
     async def _wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -320,8 +328,9 @@ class _BatchRun:
 
 
 def is_stopping(serving: Serving) -> bool:
-    """Return whether this server will not finish what it does."""
-    return serving.stage is Stage.DRAINING or serving.engine.dead_reason is not None
+    """Return whether this server begins nothing new by itself, and may not finish what it does."""
+    is_draining = serving.stage is Stage.DRAINING
+    return serving.is_retired or is_draining or serving.engine.dead_reason is not None
 
 
 def is_success(line: Json) -> bool:

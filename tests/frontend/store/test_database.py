@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from engine.frontend.store import database
+from engine.frontend.store import database, file_lock
 from engine.frontend.store.database import MIGRATIONS, Database
 from engine.protocol.errors import ConfigError
 
@@ -49,7 +49,7 @@ def test_a_file_keeps_what_was_committed_and_only_its_owner_reads_it(path: str) 
 def test_a_file_in_use_is_refused_with_the_process_that_uses_it(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "LOCK_S", 0.1)
+    monkeypatch.setattr(file_lock, "LOCK_S", 0.1)
     store = Database(path)
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} of another engine"):
         Database(path)

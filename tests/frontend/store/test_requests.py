@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine.frontend.store import database, requests
 from engine.frontend.store.database import Database
 from engine.frontend.store.requests import Requests
-from engine.protocol.messages import FinishReason
+from engine.protocol.messages import FinishReason, TokenLogprobs
 from engine.protocol.store.requests import (
     AdoptRequest,
     BeginRequest,
@@ -19,9 +22,11 @@ from engine.protocol.store.requests import (
     LogEntry,
     LogTokens,
     MoveStream,
+    OpenSession,
     ReserveKey,
     StreamEnd,
     StreamState,
+    TakeDuty,
 )
 
 RUN = "/run/engine-1"
@@ -60,6 +65,10 @@ class Store:
             self.requests.apply(session, entry)
         assert self.commit()
 
+    def open_session(self, session: bytes, client_index: int = 0, run: str = "") -> int:
+        message = OpenSession(session, run or self._run, client_index)
+        return self.requests.open_session(message, b"f%d" % client_index)
+
     def claim(self, session: bytes) -> list[tuple[str, int]]:
         reply = self.requests.claim(session, ClaimRequests(1, 100))
         assert self.commit()
@@ -82,7 +91,7 @@ def begin(number: int, name: str, *streams: int, key: str = "") -> BeginRequest:
 
 
 def test_an_entry_that_is_sent_again_is_applied_once(store: Store) -> None:
-    store.requests.open_session(b"s", 0, b"f")
+    store.open_session(b"s", 0)
     entries: list[LogEntry] = [
         begin(1, "x", 5, 6),
         LogTokens(2, ints(5, 6, 9), ints(50, 60, 90)),
@@ -91,18 +100,18 @@ def test_an_entry_that_is_sent_again_is_applied_once(store: Store) -> None:
     ]
     store.apply(b"s", *entries)
     store = store.reopen()
-    assert store.requests.open_session(b"s", 0, b"f") == 4
+    assert store.open_session(b"s", 0) == 4
     store.apply(b"s", *entries[1:], LogTokens(5, ints(7), ints(72)))
     assert store.tokens("x") == [[71, 72], [60, 61, 62]]
 
 
 def test_only_the_owner_continues_a_request(store: Store) -> None:
-    store.requests.open_session(b"old", 0, b"f0")
-    store.requests.open_session(b"other", 1, b"f1")
+    store.open_session(b"old", 0)
+    store.open_session(b"other", 1)
     store.apply(b"old", begin(1, "x", 1), LogTokens(2, ints(1), ints(10)))
     assert store.claim(b"other") == []
     # The same frontend's next process.
-    store.requests.open_session(b"new", 0, b"f0")
+    store.open_session(b"new", 0)
     assert store.claim(b"other") == [("x", 1)]
     assert store.claim(b"new") == []
     store.apply(b"old", LogTokens(3, ints(1), ints(66)))
@@ -111,27 +120,27 @@ def test_only_the_owner_continues_a_request(store: Store) -> None:
     assert store.tokens("x") == [[10, 11]]
     # Another engine, none of whose frontends began it.
     store = store.reopen("/run/engine-2")
-    store.requests.open_session(b"next", 0, b"f0")
+    store.open_session(b"next", 0)
     assert store.claim(b"next") == [("x", 1)] and store.tokens("x") == [[10, 11]]
 
 
 def test_starts_without_a_token_are_counted(store: Store) -> None:
-    store.requests.open_session(b"0", 0, b"f")
+    store.open_session(b"0", 0)
     store.apply(b"0", begin(1, "x", 1))
     for number in range(1, 4):
         store = store.reopen(f"/run/{number}")
         session = b"%d" % number
-        store.requests.open_session(session, 0, b"f")
+        store.open_session(session, 0)
         assert store.claim(session) == [("x", number)]
         store.apply(session, AdoptRequest(1, "x", "a", ints(number)))
     store.apply(b"3", LogTokens(2, ints(3), ints(10)))
     store = store.reopen("/run/4")
-    store.requests.open_session(b"4", 0, b"f")
+    store.open_session(b"4", 0)
     assert store.claim(b"4") == [("x", 1)]
 
 
 def test_a_request_is_one_row_when_it_has_ended_and_none_when_it_was_aborted(store: Store) -> None:
-    store.requests.open_session(b"s", 0, b"f")
+    store.open_session(b"s", 0)
     end = StreamEnd(1, FinishReason.STOP, "stop", num_cached_tokens=3)
     store.apply(b"s", begin(1, "x", 1, key="k"), begin(2, "y", 2))
     assert store.requests.reserve_key(b"s", ReserveKey(1, "a", "k")).request_id == "x"
@@ -149,7 +158,7 @@ def test_a_request_is_one_row_when_it_has_ended_and_none_when_it_was_aborted(sto
 
 
 def test_one_of_two_callers_gets_a_new_key(store: Store) -> None:
-    store.requests.open_session(b"s", 0, b"f")
+    store.open_session(b"s", 0)
     first, second = ReserveKey(1, "a", "k"), ReserveKey(2, "a", "k")
     assert not store.requests.reserve_key(b"s", first).is_busy
     assert not store.requests.reserve_key(b"s", first).is_busy
@@ -162,7 +171,7 @@ def test_a_full_disk_loses_no_token_of_a_request_that_was_accepted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "RETRY_S", 0.0)
-    store.requests.open_session(b"s", 0, b"f")
+    store.open_session(b"s", 0)
     store.apply(b"s", begin(1, "x", 1), begin(2, "y", 2))
     connection = store.database.connection
     [num_pages] = connection.execute("PRAGMA page_count").fetchone()
@@ -199,7 +208,7 @@ def test_the_state_is_the_same_wherever_the_store_stops(
         nonlocal session, num_sessions, number
         num_sessions += 1
         session, number = b"%d" % num_sessions, 0
-        store.requests.open_session(session, 0, b"f")
+        store.open_session(session, 0)
 
     def new_streams(count: int) -> list[int]:
         nonlocal last_stream
@@ -247,7 +256,7 @@ def test_the_state_is_the_same_wherever_the_store_stops(
         elif kind < 0.88:
             assert store.commit()
             store = store.reopen()
-            assert store.requests.open_session(session, 0, b"f") == number
+            assert store.open_session(session, 0) == number
         elif kind < 0.94:
             assert store.commit()
             new_session()
@@ -271,3 +280,63 @@ def test_the_state_is_the_same_wherever_the_store_stops(
     store = store.reopen("/run/another")
     assert {name: store.tokens(name) for name in expected} == expected
     assert {name for _, name in store.requests.live.by_name} == running
+
+
+def test_requests_of_an_engine_that_lives_are_its_own(store: Store, tmp_path: Path) -> None:
+    run = tmp_path / "other engine"
+    run.mkdir()
+    lock = os.open(run, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    store.open_session(b"other", run=str(run))
+    store.open_session(b"own")
+    store.apply(b"other", begin(1, "x", 1), begin(2, "y", 2), LogTokens(3, ints(1), ints(10)))
+    duty = TakeDuty(1, "batches")
+    assert store.requests.take_duty(b"other", duty).has_it and store.commit()
+    store = store.reopen()
+    assert store.open_session(b"own") == 0 and store.claim(b"own") == []
+    assert not store.requests.take_duty(b"own", duty).has_it
+    # One of its frontends crashes, and another process takes the place of it.
+    store.open_session(b"next", run=str(run))
+    assert store.claim(b"own") == [] and store.claim(b"next") == [("x", 1), ("y", 1)]
+    assert not store.requests.end_dead_engines()
+    os.close(lock)
+    assert store.requests.end_dead_engines()
+    assert store.claim(b"own") == [("x", 2), ("y", 2)]
+    assert store.requests.take_duty(b"own", duty).has_it
+    store.apply(b"next", AdoptRequest(1, "x", "a", ints(1)), LogTokens(2, ints(1), ints(66)))
+    assert store.tokens("x") == [[10]]
+
+
+def test_logprobs_are_those_of_the_tokens(store: Store) -> None:
+    def rows(stream: int, *tokens: int) -> TokenLogprobs:
+        values = array("f", (token / 8 for token in tokens)).tobytes()
+        return TokenLogprobs(stream, len(tokens), ints(*tokens), values, ints(*tokens))
+
+    def recorded() -> list[list[int]]:
+        [state] = store.requests.live.by_name["a", "x"].states
+        token_ids = b"".join(message.token_ids for message in state.logprobs)
+        ranks = b"".join(message.ranks for message in state.logprobs)
+        return [array("i", each).tolist() for each in (state.tokens, token_ids, ranks)]
+
+    store.open_session(b"s")
+    first = LogTokens(2, ints(1), ints(10, 11, 12), ints(3), logprobs=[rows(1, 10, 11, 12)])
+    store.apply(
+        b"s", begin(1, "x", 1), msgspec.structs.replace(first, prompt_logprobs=[rows(1, 5)])
+    )
+    store.apply(
+        b"s", LogTokens(3, ints(1), ints(13), logprobs=[rows(1, 13)]), MoveStream(4, 1, 2, 2)
+    )
+    store = store.reopen()
+    assert recorded() == [[10, 11]] * 3
+    store.apply(b"s", LogTokens(5, ints(2), ints(12), logprobs=[rows(2, 12)]))
+    assert recorded() == [[10, 11, 12]] * 3
+    request = store.requests.live.by_name["a", "x"]
+    request.readers[b"f", 1] = [1]
+    news = request.take_news((b"f", 1))
+    assert news is not None
+    [stream] = news.streams
+    assert [m.token_ids for m in stream.logprobs] == [ints(11), ints(12)]
+    assert stream.tokens == ints(11, 12) and stream.prompt_logprobs == []
+    store.apply(b"s", MoveStream(6, 2, 3, 0))
+    assert recorded() == [[]] * 3
+    assert request.states[0].prompt_logprobs == []

@@ -1,0 +1,72 @@
+"""The sessions of frontend processes, and the duties that one of them has at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+Statement = tuple[str, tuple[object, ...]]
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+decode_duties: Final = msgspec.msgpack.Decoder(list[str]).decode
+
+
+class Session(msgspec.Struct):
+    """A frontend process of the engine with a run directory.
+
+    `identity` is that of its connection; b"" while it is not connected. `duties` are the names of those that it has.
+    """
+
+    run: str
+    client_index: int
+    last_number: int
+    duties: list[str] = []
+    identity: bytes = b""
+
+
+class Sessions(dict[bytes, Session]):
+    """The sessions of all frontends that use a store, by ID."""
+
+    def find_earlier(self, session: bytes, run: str, client_index: int) -> list[bytes]:
+        """Return the sessions of earlier processes of a frontend."""
+        place = (run, client_index)
+        return [
+            other
+            for other, opened in self.items()
+            if other != session and (opened.run, opened.client_index) == place
+        ]
+
+    def take_duty(self, session: bytes, name: str) -> bool:
+        """Give a duty to a session, unless another one has it. Return whether this one has it now."""
+        for other, opened in self.items():
+            if name in opened.duties:
+                return other == session
+        self[session].duties.append(name)
+        return True
+
+    def leave_duty(self, session: bytes, name: str) -> None:
+        """Let another session have a duty."""
+        duties = self[session].duties
+        if name in duties:
+            duties.remove(name)
+
+    def save(self, session: bytes) -> Statement:
+        """Return the statement that writes a session."""
+        opened = self[session]
+        return (
+            "INSERT OR REPLACE INTO sessions (id, run, client, last_number, duties) VALUES (?, ?, ?, ?, ?)",
+            (
+                session,
+                opened.run,
+                opened.client_index,
+                opened.last_number,
+                _encode(opened.duties),
+            ),
+        )
+
+    def save_all(self) -> Iterator[Statement]:
+        """Yield the statements that replace all rows."""
+        yield "DELETE FROM sessions", ()
+        yield from map(self.save, self)
