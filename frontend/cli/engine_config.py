@@ -43,6 +43,8 @@ DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
 _SOURCES_AT_ONCE = 4
 """Sounds or texts that a GPU encodes in one step, by default."""
+_KEPT_SOURCES = 16
+"""The sounds or texts whose outputs stay at least, by default: a window of a sound is read by several requests."""
 _KEPT_EMBEDDINGS = 4096
 """The embeddings of images or sounds that the workers keep at least, by default."""
 _LOADED_LORAS = 8
@@ -231,7 +233,7 @@ def _make_scheduler_config(
         needed = max(needed, encoder_outputs + given["max_num_seqs"])
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
-        several = _SOURCES_AT_ONCE if model.reads_source else 1
+        several = _KEPT_SOURCES if model.reads_source else 1
         step = max(given["max_num_batched_tokens"], encoder_outputs)
         given.setdefault("max_num_encoder_input_tokens", step)
         kept = max(step, _KEPT_EMBEDDINGS, several * encoder_outputs)

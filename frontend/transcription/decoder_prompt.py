@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ...protocol.config import ModelConfig
 from ...protocol.config.model import AudioProcessorConfig
 from ...protocol.sampling_params import SamplingParams, TranscriptRules
 from ..tokenizer import Tokenizer
 from .options import Task, TranscriptionOptions
+
+_MAX_START_TOKENS: Final = 4
+"""The start, the language, the task, and no timestamps."""
 
 
 class DecoderPrompts:
@@ -65,8 +69,25 @@ class DecoderPrompts:
         prompt = self.decode(TranscriptionOptions(), language, has_timestamps=False)
         return [*prompt, *token_ids, self._end_token_id], len(prompt) - 1
 
+    def max_tokens(
+        self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
+    ) -> int:
+        """Return the maximum length of the text of so many seconds after a prompt."""
+        most = self._max_model_len - len(prompt)
+        if options.has_words:
+            # The text is read again after the longest prompt without text before it, and an end follows it.
+            most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
+        if limit := self._audio.max_tokens_per_second:
+            most = min(most, int(seconds * limit))
+        return max(1, most)
+
     def params(
-        self, options: TranscriptionOptions, temperature: float, *, has_timestamps: bool
+        self,
+        options: TranscriptionOptions,
+        temperature: float,
+        max_tokens: int,
+        *,
+        has_timestamps: bool,
     ) -> SamplingParams:
         """Return the sampling parameters of a text."""
         audio = self._audio
@@ -78,7 +99,11 @@ class DecoderPrompts:
             audio.max_initial_timestamp,
         )
         return SamplingParams(
-            temperature=temperature, seed=options.seed, logprobs=0, transcript_rules=rules
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=options.seed,
+            logprobs=0,
+            transcript_rules=rules,
         )
 
     def choose_one(self, token_ids: Sequence[int]) -> SamplingParams:

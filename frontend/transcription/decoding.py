@@ -87,20 +87,27 @@ class WindowDecoder:
             deltas: Receives the text of a stream as it is written.
         """
         options = self._options
+        asked: asyncio.Task[float] | None = None
+        if options.has_segments:
+            # At the same time, so that the encoder runs once for both.
+            asked = asyncio.create_task(self._no_speech_prob(item))
         try:
             decoded = await self._decode_once(window, item, options.temperature, deltas)
+            if asked is not None:
+                decoded.no_speech_prob = await asked
         finally:
             deltas.put_nowait(None)
-        no_speech_prob: float | None = None
-        if options.has_segments or (decoded.is_doubtful and not options.is_streamed):
-            no_speech_prob = await self._no_speech_prob(item)
-        decoded.no_speech_prob = no_speech_prob or 0.0
+            if asked is not None:
+                asked.cancel()
+        if asked is None and decoded.is_doubtful and not options.is_streamed:
+            decoded.no_speech_prob = await self._no_speech_prob(item)
+        no_speech_prob = decoded.no_speech_prob
         if not options.is_streamed:
             for temperature in TEMPERATURES if options.temperature == 0 else ():
                 if decoded.is_silent or not decoded.is_doubtful:
                     break
                 decoded = await self._decode_once(window, item, temperature, None)
-                decoded.no_speech_prob = no_speech_prob or 0.0
+                decoded.no_speech_prob = no_speech_prob
             if decoded.is_silent:
                 return None
         if options.has_words:
@@ -112,7 +119,13 @@ class WindowDecoder:
     ) -> DecodedWindow:
         options, prompts = self._options, self._prompts
         prompt = prompts.decode(options, self.language, has_timestamps=options.has_segments)
-        params = prompts.params(options, temperature, has_timestamps=options.has_segments)
+        seconds = len(window.samples) / self._audio.sampling_rate
+        params = prompts.params(
+            options,
+            temperature,
+            prompts.max_tokens(options, prompt, seconds),
+            has_timestamps=options.has_segments,
+        )
         group = await self._start(prompt, item, params)
         try:
             if deltas is not None and options.is_streamed:
@@ -127,7 +140,7 @@ class WindowDecoder:
         values = [each.logprob for each in logprobs]
         return DecodedWindow(
             start=window.start / self._audio.sampling_rate,
-            duration=len(window.samples) / self._audio.sampling_rate,
+            duration=seconds,
             token_ids=token_ids,
             text=self._tokenizer.decode(filter(prompts.is_text, token_ids)),
             temperature=temperature,

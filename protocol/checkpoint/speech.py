@@ -17,6 +17,9 @@ MAX_SOURCE_TOKENS: Final = 512
 """Default maximum length of a source and of an output of T5, which was trained with this length but has no limit."""
 
 _MOONSHINE_SECONDS: Final = 30.0
+_MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
+"""The authors' limit, because the model repeats itself after short sounds."""
+
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
 
@@ -205,6 +208,7 @@ def _moonshine(
         start_token_id=_token(generation, "decoder_start_token_id", 1, config),
         suppressed_token_ids=_suppressed(generation, config, "suppress_tokens"),
         begin_suppressed_token_ids=_suppressed(generation, config, "begin_suppress_tokens"),
+        max_tokens_per_second=_MOONSHINE_TOKENS_PER_SECOND,
     )
     positions = audio.num_outputs(int(_MOONSHINE_SECONDS * rate))
     return msgspec.structs.replace(audio, max_source_positions=positions)

@@ -121,6 +121,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
         suppressed_token_ids: Tokens that are never sampled.
         begin_suppressed_token_ids: Tokens that are not sampled first.
         alignment_heads: The (layer, head) of cross attention that follow the time of words.
+        max_tokens_per_second: The maximum length of a text in tokens per second of its sound; 0 without a limit.
     """
 
     kind: SpeechKind
@@ -145,6 +146,7 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     suppressed_token_ids: tuple[int, ...] = ()
     begin_suppressed_token_ids: tuple[int, ...] = ()
     alignment_heads: tuple[tuple[int, int], ...] = ()
+    max_tokens_per_second: float = 0.0
 
     def num_outputs(self, num_frames: int) -> int:
         """Return the number of the encoder's outputs for so many frames or samples."""

@@ -213,4 +213,9 @@ def test_what_does_not_fit_is_refused(server: Server) -> None:
     status, answer = server.post("/v1/audio/transcriptions", {"model": "tiny"})
     assert status == 415
     assert "needs Content-Type multipart/form-data" in answer["error"]["message"]
+    form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n\r\n--x--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    status, answer = server.post("/v1/audio/transcriptions", form, headers=headers)
+    assert status == 400 and answer["error"]["param"] == "model"
+    assert "'tiny' is no speech model, so it cannot transcribe" in answer["error"]["message"]
     assert_nothing_is_held(server)

