@@ -46,6 +46,7 @@ from ..models.weights import ProgressCallback
 from ..parallel.shard import ModelShard
 from ..sampling import Sampler, SamplerOutput
 from ..source.encoder import SourceEncoder
+from ..source.products import NativeProduct
 from ..source.stem import SoundStem
 from ..vision.layers import Layers, LayersSpec, LayerWeights, TorchLayers
 from ..vision.placed import Placed
@@ -251,8 +252,17 @@ def load_source_encoder(
         )
     stem = None
     if source.convolutions:
-        is_native = isinstance(decoder, NativeDecoder)
-        stem = SoundStem(source, checkpoint, device, torch.float32 if is_native else dtype)
+        if isinstance(decoder, NativeDecoder):
+            num_threads = _num_threads(config)
+            stem = SoundStem(
+                source,
+                checkpoint,
+                device,
+                torch.float32,
+                lambda matrix: NativeProduct(matrix.to(dtype), num_threads),
+            )
+        else:
+            stem = SoundStem(source, checkpoint, device, dtype)
     return SourceEncoder(source, model, stem, _num_threads(config))
 
 
