@@ -41,15 +41,22 @@ from ..protocol.supervisor_messages import Heartbeat, Stage
 from ..protocol.transport import FrameTooLarge, Hub, StatusReporter
 from ..protocol.worker_messages import (
     GrammarOutput,
+    KVConnectorReport,
     LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
     Shutdown,
     WorkerMemory,
 )
-from .message_checks import are_valid_drafts, is_valid_hello, is_valid_message, is_valid_output
-from .replay.dump import default_directory, write_dump
-from .replay.recorder import RecordedScheduler, Setup, make_core_scheduler
+from .message_checks import (
+    are_valid_drafts,
+    is_valid_connector_output,
+    is_valid_hello,
+    is_valid_message,
+    is_valid_output,
+)
+from .replay.dump_on_demand import dump_event_log
+from .replay.recorder import Setup, make_core_scheduler
 from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
 from .reporting.preemption_advice import PreemptionAdvice
@@ -58,6 +65,7 @@ from .reporting.stats_log import StatsLog
 from .scheduler.client_outputs import drop_logprobs
 from .scheduler.features.poison_isolation import CrashSuspects
 from .structured_output.manager import StructuredOutputManager
+from .transfer_ends import TransferEnds
 from .worker_group import WorkerGroup, raise_if_worker_lost
 
 logger = logging.getLogger(__name__)
@@ -65,6 +73,9 @@ logger = logging.getLogger(__name__)
 BEAT_INTERVAL_MS = int(BEAT_INTERVAL_S * 1000)
 GRAMMAR_POLL_MS = 1
 """Poll interval in milliseconds while grammars are being compiled."""
+
+FLUSH_S = 5.0
+"""Seconds in which a core that ends lets its workers store blocks of the KV cache."""
 
 FINAL_ERROR_S = 0.3
 """Seconds that a failed core waits for its clients to confirm its `ReplicaLost` message."""
@@ -125,6 +136,7 @@ class EngineCore:
         self._vocab_size = config.model.vocab_size
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._transfer_ends = TransferEnds(config.parallel.workers_per_core)
         self._outputs: list[dict[int, EngineCoreOutputs]] = []
         """Outputs to be sent to the clients, in this order."""
         self._num_reported_dropped_frames = 0
@@ -163,6 +175,7 @@ class EngineCore:
                 self._report_loss(is_own=is_own, is_of_peer=isinstance(error, PeerLostError))
                 self._dump_event_log("crash")
                 raise
+            self._flush_connector()
             self._workers.send(Shutdown())
             self._scheduler.shutdown()
         finally:
@@ -195,6 +208,14 @@ class EngineCore:
                 if signal.SIGUSR1 in signals:
                     self._dump_event_log("signal")
 
+    def _flush_connector(self) -> None:
+        """Wait until the KV connector has stored the blocks in memory, but only for a few seconds."""
+        deadline = time.monotonic() + FLUSH_S
+        while not self._scheduler.is_flushed() and time.monotonic() < deadline:
+            self._dispatch_steps()
+            if self._workers.socket.poll(GRAMMAR_POLL_MS * 10):
+                self._receive_worker_message()
+
     def close(self) -> None:
         """Close every socket after its sent messages have left."""
         if self._kv_events is not None:
@@ -204,17 +225,7 @@ class EngineCore:
 
     def _start_scheduler(self, memory: WorkerMemory) -> None:
         config, num_blocks = self._config, memory.num_blocks
-        setup = Setup(
-            config.scheduler,
-            config.cache,
-            max_model_len=config.model.max_model_len,
-            vocab_size=config.model.vocab_size,
-            num_blocks=num_blocks,
-            num_host_blocks=memory.num_host_blocks,
-            kv_cache_groups=memory.groups,
-            core_index=self._core_index,
-            kv_transfer=config.kv_transfer,
-        )
+        setup = Setup.from_config(config, memory, self._core_index)
         self._scheduler = make_core_scheduler(
             setup, self._grammars, log_kv_events=self._logs_kv_events
         )
@@ -301,11 +312,21 @@ class EngineCore:
             self._scheduler.lora_loaded(message.number, message.error or None)
             if message.error and self._updates is not None:
                 self._updates.drop_adapter(message.number)
+        elif isinstance(message, KVConnectorReport):
+            self._handle_transfers(message)
         elif message is not None:
             if are_valid_drafts(message, self._vocab_size, self._max_num_seqs):
                 self._scheduler.update_draft_token_ids(message)
             else:
                 self._workers.drop_frame()
+
+    def _handle_transfers(self, report: KVConnectorReport) -> None:
+        """Apply a worker's report on KV transfers."""
+        if is_valid_connector_output(report.output):
+            output = self._transfer_ends.add_report(report)
+            self._scheduler.update_from_connector(report.rank, output, time.monotonic())
+        else:
+            self._workers.drop_frame()
 
     def _handle_step_result(self, result: ModelRunnerOutput) -> None:
         if not self._in_flight or result.step < self._in_flight[0].step:
@@ -408,26 +429,7 @@ class EngineCore:
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
         """Write the event log to a file. Return whether it worked, and the path or the error."""
-        if not isinstance(self._scheduler, RecordedScheduler):
-            name = self._config.scheduler.scheduler_cls
-            problem = f"--scheduler-cls {name} has no event log: it does not derive from Scheduler"
-            logger.error("the event log could not be written: %s", problem)
-            return False, problem
-        directory = self._config.frontend.dump_dir or default_directory()
-        try:
-            path = write_dump(
-                self._scheduler,
-                directory,
-                reason=reason,
-                wall_time=time.time(),
-                now=time.monotonic(),
-            )
-        except Exception as error:
-            # An error in the log must not affect requests.
-            logger.error("the event log could not be written: %s", error)
-            return False, str(error)
-        logger.warning("wrote the event log (reason: %s) to %s", reason, path)
-        return True, str(path)
+        return dump_event_log(self._scheduler, self._config, reason)
 
     def _count_dropped_frames(self) -> int:
         """Return the number of frames dropped since the last call."""

@@ -28,6 +28,7 @@ from ..protocol.messages import (
 from ..protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
+    KVConnectorOutput,
     ModelRunnerOutput,
     RowLogprobs,
     RowVector,
@@ -110,7 +111,12 @@ def is_valid_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: in
         if not all(_is_valid_row(row, vocab_size) for row in rows):
             return False
     connector = output.kv_connector_output
-    return connector is None or len(connector.invalid_block_ids) % 4 == 0
+    return connector is None or is_valid_connector_output(connector)
+
+
+def is_valid_connector_output(output: KVConnectorOutput) -> bool:
+    """Return whether the array of the report has a valid length."""
+    return len(output.invalid_block_ids) % 4 == 0
 
 
 def are_valid_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) -> bool:

@@ -22,6 +22,7 @@ from ..protocol.worker_messages import (
     CoreHello,
     DraftTokenIds,
     HeldRequest,
+    KVConnectorReport,
     LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -169,7 +170,9 @@ class WorkerGroup:
                 )
             self._has_missed_steps = True
 
-    def receive(self) -> ModelRunnerOutput | DraftTokenIds | LoraLoaded | None:
+    def receive(
+        self,
+    ) -> ModelRunnerOutput | DraftTokenIds | LoraLoaded | KVConnectorReport | None:
         """Receive the message that a poll has reported. Return it, or None if it was dropped.
 
         The answers of all workers to a `LoraLoad` become one, with the first error.
@@ -185,6 +188,12 @@ class WorkerGroup:
             return message
         if isinstance(message, LoraLoaded) and identity == _identity(message.rank):
             return self._collect_lora_answer(message)
+        if (
+            isinstance(message, KVConnectorReport)
+            and identity == _identity(message.rank)
+            and identity in self._identities
+        ):
+            return message
         if message is None and identity in self._identities:
             raise EngineError(
                 f"{identity.decode()} reconnected without the state of its earlier steps"

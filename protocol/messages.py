@@ -258,31 +258,35 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 
 class RequestEvent(NamedTuple):
-    """An event in a request's life. `num_cached_tokens` is meaningful at the first SCHEDULED only."""
+    """An event in a request's life. Numbers of tokens are meaningful at the first SCHEDULED only."""
 
     request_index: int
     kind: EventKind
     timestamp: float
     num_cached_tokens: int
+    num_loaded_tokens: int = 0
 
 
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """The same event of several requests, `request_indices` int32[N].
 
-    `num_cached_tokens` int32[N] is set for SCHEDULED.
+    `num_cached_tokens` int32[N] is set for SCHEDULED. `num_loaded_tokens` int32[N] are those of them that a KV
+    connector loaded; empty if it loaded none.
     """
 
     kind: EventKind
     timestamp: float
     request_indices: I32
     num_cached_tokens: I32 = b""
+    num_loaded_tokens: I32 = b""
 
     def split(self) -> Iterator[RequestEvent]:
         """Yield the event of each request."""
         indices = memoryview(self.request_indices).cast("i").tolist()
         num_cached = memoryview(self.num_cached_tokens).cast("i").tolist() or [0] * len(indices)
-        for index, count in zip(indices, num_cached, strict=True):
-            yield RequestEvent(index, self.kind, self.timestamp, count)
+        num_loaded = memoryview(self.num_loaded_tokens).cast("i").tolist() or [0] * len(indices)
+        for index, cached, loaded in zip(indices, num_cached, num_loaded, strict=True):
+            yield RequestEvent(index, self.kind, self.timestamp, cached, loaded)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):

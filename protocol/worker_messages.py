@@ -236,12 +236,23 @@ class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     `finished_sending` no longer need their blocks. `finished_recving` are asynchronous loads that ended, with or
     without success. `invalid_block_ids` int32 could not be loaded. For an asynchronous load they are reported with its
-    end or before, for a synchronous one with its step.
+    end or before, for a synchronous one with its step. `data` is for the scheduler's half alone.
     """
 
     finished_sending: list[int] = []
     finished_recving: list[int] = []
     invalid_block_ids: I32 = b""
+    data: bytes = b""
+
+
+class KVConnectorReport(msgspec.Struct, tag="kv", array_like=True, gc=False, frozen=True):
+    """A report of one worker's half of the KV connector that belongs to no step. It is sent at any time.
+
+    A transfer has ended when every worker has reported its end.
+    """
+
+    rank: int
+    output: KVConnectorOutput
 
 
 class ModelRunnerOutput(
@@ -272,5 +283,11 @@ class ModelRunnerOutput(
 
 
 WorkerMessage: TypeAlias = (
-    WorkerHello | WorkerMemory | WorkerReady | ModelRunnerOutput | DraftTokenIds | LoraLoaded
+    WorkerHello
+    | WorkerMemory
+    | WorkerReady
+    | ModelRunnerOutput
+    | DraftTokenIds
+    | LoraLoaded
+    | KVConnectorReport
 )

@@ -27,6 +27,7 @@ from ..protocol.worker_messages import (
     AllocateKVCache,
     CoreHello,
     GrammarOutput,
+    KVConnectorReport,
     LoraLoaded,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -39,6 +40,7 @@ from ..protocol.worker_messages import (
 from .execution.device_watch import DeviceWatch
 from .execution.factory import open_runner
 from .execution.runner import PendingOutput, Runner, StepResult
+from .kv_transfer.connector import KVConnector
 from .lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class Worker:
         self._epoch = 0
         self._step_log_path = config.step_log_path(core_index)
         self._loras: LoraLoader | None = None
+        self._connector: KVConnector | None = None
 
     def run(self) -> None:
         """Load the model and execute commands."""
@@ -120,6 +123,9 @@ class Worker:
                 if allocated is None:
                     allocated = command
                     runner.allocate_kv_cache(command.num_blocks, command.num_host_blocks)
+                    if runner.connector is not None:
+                        self._connector = runner.connector
+                        self._poller.register(self._connector.fd, zmq.POLLIN)
                     runner.warm_up()
                     # Without freezing, a collection would traverse all of torch and delay a step by 0.1 s.
                     gc.freeze()
@@ -136,7 +142,10 @@ class Worker:
                         "allocated"
                     )
                 self._next_step = 1
-                self._core.send(WorkerReady(self._rank, runner.release_requests()))
+                held = runner.release_requests()
+                if self._connector is not None:
+                    self._connector.reset()
+                self._core.send(WorkerReady(self._rank, held))
                 self._status.report(Stage.READY)
         runner.close()
 
@@ -187,8 +196,11 @@ class Worker:
             while self._computing and self._computing[0].is_ready():
                 self._send(self._computing.popleft().output())
             is_loading = self._loras is not None and self._report_loras(self._loras)
+            if self._connector is not None:
+                self._report_transfers(self._connector)
             is_idle = not self._received and not self._computing and not is_loading
-            command = self._core.receive(block=is_idle and self._invitations_fd is None)
+            may_block = self._invitations_fd is None and self._connector is None
+            command = self._core.receive(block=is_idle and may_block)
             while command is not None:
                 self._enqueue(command)
                 command = self._core.receive()
@@ -211,6 +223,12 @@ class Worker:
         for number, error in loras.take_answers():
             self._core.send(LoraLoaded(self._rank, number, error))
         return loras.is_loading
+
+    def _report_transfers(self, connector: KVConnector) -> None:
+        """Send what the KV connector reports, once a core has greeted this worker that may receive it."""
+        if self._next_step:
+            for output in connector.take_reports():
+                self._core.send(KVConnectorReport(self._rank, output))
 
     def _enqueue(self, command: WorkerCommand) -> None:
         if isinstance(command, CoreHello):

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
 
 NULL_BLOCK: Final = 0
 """Fills unused entries of block tables; never allocated."""
+
+
+class BlockListener(Protocol):
+    """An observer of the cached content."""
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Handle blocks that become findable, copies of cached content included."""
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Handle content whose last block is about to be overwritten."""
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Handle content that may be wrong, or is no longer needed."""
+
+    def cache_cleared(self) -> None:
+        """Handle the removal of all content."""
 
 
 class BlockPool:
@@ -32,6 +48,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._events = events
         self._on_evict = on_evict
+        self.listener: BlockListener | None = None
+        """Is notified of every change of the cached content."""
         self.ref_counts = [0] * num_blocks
         self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_changes = 0
@@ -167,6 +185,8 @@ class BlockPool:
             elif hash_of[block] is None:
                 hash_of[block] = digest
                 self._copies.setdefault(digest, []).append(block)
+        if self.listener is not None:
+            self.listener.blocks_cached(hashes, blocks)
         lifetimes = self.lifetimes
         lifetimes.num_until_sample -= len(blocks)
         if lifetimes.num_until_sample <= 0:
@@ -174,6 +194,9 @@ class BlockPool:
 
     def uncache_blocks(self, hashes: Iterable[bytes]) -> None:
         """Make every block with this content unfindable, because the content may be wrong."""
+        if self.listener is not None:
+            hashes = list(hashes)
+            self.listener.blocks_removed(hashes)
         for digest in hashes:
             first = self._block_of.pop(digest, None)
             if first is None:
@@ -202,6 +225,8 @@ class BlockPool:
         self.lifetimes.reset()
         if self._events is not None:
             self._events.record_cleared()
+        if self.listener is not None:
+            self.listener.cache_cleared()
         return True
 
     def _drop_stale(self) -> None:
@@ -221,7 +246,9 @@ class BlockPool:
         """Evict the `count` least recently freed cached blocks and append them to `blocks`."""
         serial_of, ref_counts, freed = self._serial_of, self.ref_counts, self._freed
         hash_of, block_of, copies = self._hash_of, self._block_of, self._copies
-        is_watched = self._on_evict is not None or self._events is not None
+        is_watched = (
+            self._on_evict is not None or self._events is not None or self.listener is not None
+        )
         self._num_evictable -= count
         serial = self._first_serial
         while count:
@@ -248,6 +275,8 @@ class BlockPool:
             self._on_evict(digest, block)
         if self._events is not None:
             self._events.record_removed(digest)
+        if self.listener is not None:
+            self.listener.block_evicted(digest, block)
 
     def _drop_copy(self, block: int, digest: bytes) -> None:
         """Uncache one of several blocks with the same content. The content stays findable."""

@@ -16,20 +16,24 @@ Lookup: TypeAlias = Callable[[bytes], int | None]
 ON_CPU: Final = -1
 """Stands for a block number: the content is in CPU memory."""
 
+EXTERNAL: Final = -2
+"""Stands for a block number: a KV connector can load the content."""
+
 
 class Load(NamedTuple):
-    """A cached block in CPU memory, to be copied to `blocks[group][position]`."""
+    """A cached block in CPU memory, or of a KV connector, to be copied to `blocks[group][position]`."""
 
     group: int
     position: int
     key: bytes
+    is_external: bool
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
     """The first `num_blocks` blocks of a request, which need not be computed.
 
     `blocks[group]` are those of them that later tokens attend to, in order. `loads` are those that
-    must be copied from CPU memory.
+    must be copied from CPU memory or loaded by a KV connector.
     """
 
     num_blocks: int
@@ -38,7 +42,7 @@ class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_present(self) -> int:
-        """Number of first blocks before the first one that must be copied from CPU memory."""
+        """Number of first blocks before the first one that must be copied or loaded."""
         if not self.loads:
             return self.num_blocks
         firsts = (
@@ -114,11 +118,16 @@ def _find_loads(
     num_blocks: int, blocks: tuple[list[int], ...], digests: Sequence[bytes]
 ) -> list[Load]:
     return [
-        Load(number, position, group_key(digests[num_blocks - len(found) + position], number))
+        Load(
+            number,
+            position,
+            group_key(digests[num_blocks - len(found) + position], number),
+            block == EXTERNAL,
+        )
         for number, found in enumerate(blocks)
-        if ON_CPU in found
+        if ON_CPU in found or EXTERNAL in found
         for position, block in enumerate(found)
-        if block == ON_CPU
+        if block < 0
     ]
 
 

@@ -1,13 +1,17 @@
 """The scheduler's half of a KV connector, which loads KV-cache blocks from elsewhere or sends them there.
 
-The half in the workers moves the bytes. The two communicate by `SchedulerOutput.kv_connector_metadata` and
-`ModelRunnerOutput.kv_connector_output`, which identify a transfer by its request's `transfer_id`.
+The half in the workers (`workers/kv_transfer/connector.py`) moves the bytes. The two communicate by
+`SchedulerOutput.kv_connector_metadata` and `KVConnectorOutput`, which identify a transfer by its request's
+`transfer_id`. A `KVConnectorOutput` arrives with a step's output, or by itself at any time.
+
+There are two kinds of connector. A plain `KVConnector` matches a number of tokens of a request, and supports models
+with one group of full attention. A `BlockConnector` finds single blocks by their content keys, and supports all models.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Final, NamedTuple, TypeAlias
 
@@ -43,8 +47,14 @@ class KVConnector(ABC):
     """The scheduler's half of a KV connector, called between steps.
 
     An exception fails the request concerned. Methods that concern no request must not raise:
-    `build_connector_meta`, `transfer_expired`, `take_events` and `take_stats`.
+    `build_connector_meta`, `needs_step`, `receive`, `transfer_expired`, `take_events` and
+    `take_stats`.
+
+    While a transfer is outstanding and nothing is computed, the workers get empty steps to report
+    its end with, if `polls_workers`. Otherwise they report by themselves, which costs no steps.
     """
+
+    polls_workers: bool = True
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -70,6 +80,17 @@ class KVConnector(ABC):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
         """Return the metadata for the workers. Called once per step."""
 
+    def needs_step(self) -> bool:
+        """Return whether the workers must get metadata although there is nothing to compute."""
+        return False
+
+    def is_flushed(self) -> bool:
+        """Return whether everything that can be stored has been, so that the workers may end."""
+        return True
+
+    def receive(self, rank: int, data: bytes) -> None:  # noqa: B027
+        """Receive the `data` of a report from the half in worker `rank`."""
+
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
@@ -91,9 +112,61 @@ class KVConnector(ABC):
         """Release resources. The connector is not called afterwards."""
 
 
+class BlockConnector(KVConnector):
+    """A connector to a store of single blocks, which it finds by content keys (`cached_prefix.group_key`).
+
+    It supports every kind of KV-cache group. Loads are asynchronous. It is notified of each change of
+    the prefix cache, from which it chooses what to store.
+    """
+
+    polls_workers = False
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> ExternalMatch | None:
+        """Return no tokens: blocks are found one by one."""
+        return ExternalMatch(0)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Do nothing: `load_blocks` is called in its place."""
+
+    @abstractmethod
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return a byte for each key: 1 if the block can be loaded, else 0. Return b"" if none can."""
+
+    @abstractmethod
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Load blocks into `block_ids`, which no step in flight uses. The next step's metadata starts the load."""
+
+    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+        """Receive the function that returns the block with some content, before any other call."""
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Handle blocks that become findable, copies of cached content included.
+
+        They are filled by the steps scheduled so far, or by the next one.
+        """
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Handle a block that the next step may overwrite, after it has applied the metadata."""
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Handle content that may be wrong, or is no longer needed."""
+
+    def cache_cleared(self) -> None:
+        """Handle the removal of all content."""
+
+
 ConnectorFactory: TypeAlias = Callable[[KVTransferConfig], KVConnector]
 
 _FACTORIES: Final[dict[str, ConnectorFactory]] = {}
+
+_BUILT_IN: Final = {"disk": ".disk_tier"}
+"""The modules that register the connectors of these names when they are imported."""
 
 
 def register_connector(name: str, factory: ConnectorFactory) -> None:
@@ -115,9 +188,11 @@ def create_connector(config: KVTransferConfig) -> KVConnector:
     """
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None:
+        if name in _BUILT_IN:
+            import_module(_BUILT_IN[name], __package__)
         factory = _FACTORIES.get(name)
         if factory is None:
-            known = ", ".join(sorted(_FACTORIES)) or "none"
+            known = ", ".join(sorted({*_FACTORIES, *_BUILT_IN}))
             raise ConfigError(f"kv_connector={name!r} is not known; registered: {known}")
         return factory(config)
     try:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import msgspec
@@ -15,13 +15,13 @@ import numpy as np
 from ...protocol.arrays import float32_bytes
 from ...protocol.block_hash import HashBlocks
 from ...protocol.config import PreemptionMode
-from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
+from ...protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from ...protocol.messages import SchedulerStats
 from ..state.request import Request
 from ..state.slots import SlotArray, Slots
 from .block_pool import NULL_BLOCK, BlockPool
 from .block_tables import BlockTables, RequestBlocks
-from .cached_prefix import ON_CPU, CachedPrefix
+from .cached_prefix import CachedPrefix
 from .cpu_offload import CPUOffload
 from .event_log import KVEventLog
 from .prefix_cache import PrefixCache
@@ -112,6 +112,16 @@ class KVCacheManager:
             return Prefix(CachedPrefix(num_blocks, blocks), num_tokens, 0, is_reserved=True)
         return Prefix(found, num_tokens, found.num_present)
 
+    def find_longer_prefix(
+        self, request: Request, prefix: Prefix, find_external: Callable[[Sequence[bytes]], bytes]
+    ) -> Prefix | None:
+        """Return a longer prefix than `prefix`, of which a KV connector must load some blocks, if there is one."""
+        num_blocks = prefix.blocks.num_blocks
+        found = self.prefix_cache.find_longer_prefix(request, num_blocks, find_external)
+        if found is None:
+            return None
+        return Prefix(found, found.num_blocks * self.block_size, found.num_present)
+
     def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
         """Hold the cached blocks of a prefix, and claim free ones for `num_tokens` tokens in total.
 
@@ -129,7 +139,9 @@ class KVCacheManager:
             pool.hold_blocks(present, num_revived)
             if self.cpu_offload is not None:
                 self._not_offloaded.difference_update(present)
-                self.cpu_offload.reserve_blocks(load.key for load in found.loads)
+                self.cpu_offload.reserve_blocks(
+                    load.key for load in found.loads if not load.is_external
+                )
         elif num_new > num_free:
             return None
         self._num_claimed += num_new
@@ -146,9 +158,9 @@ class KVCacheManager:
             prefix = claim.prefix.blocks
             blocks = new[start : start + claim.num_new]
             start += claim.num_new
-            if self.cpu_offload is not None:
-                for load in prefix.loads:
-                    block = prefix.blocks[load.group][load.position] = blocks.pop()
+            for load in prefix.loads:
+                block = prefix.blocks[load.group][load.position] = blocks.pop()
+                if self.cpu_offload is not None and not load.is_external:
                     self.cpu_offload.load_block(load.key, block)
             if prefix.num_blocks or not self.tables.is_simple:
                 claim.tables = self.tables.build_tables(prefix, claim.num_blocks, blocks)
@@ -289,9 +301,17 @@ class KVCacheManager:
 
     # blocks without a slot
 
-    def reserve_blocks(self, request: Request, blocks: list[int]) -> None:
-        """Hold allocated blocks for a request without a slot. Supports one KV-cache group."""
-        self.reserved[request.transfer_id] = (blocks,)
+    def reserve_blocks(self, request: Request, tables: RequestBlocks) -> None:
+        """Hold allocated blocks for a request without a slot.
+
+        Those for cross attention are freed: they are filled when the request gets its slot.
+        """
+        kept = list(tables)
+        for number, group in enumerate(self.groups):
+            if group.kind is AttentionKind.CROSS:
+                self.pool.release_blocks(kept[number])
+                kept[number] = []
+        self.reserved[request.transfer_id] = tuple(kept)
 
     def keep_blocks(self, request: Request, num_blocks: int) -> None:
         """Hold the first blocks of a running request beyond the end of its slot.
@@ -329,7 +349,7 @@ def _held_tail(table: list[int]) -> list[int]:
 
 
 def _present_blocks(prefix: CachedPrefix) -> list[int]:
-    """Return the blocks of a prefix that are in the workers' KV cache, not in CPU memory."""
+    """Return the blocks of a prefix that are in the workers' KV cache."""
     if not prefix.loads and len(prefix.blocks) == 1:
         return prefix.blocks[0]
-    return [block for block in chain.from_iterable(prefix.blocks) if block != ON_CPU]
+    return [block for block in chain.from_iterable(prefix.blocks) if block >= 0]

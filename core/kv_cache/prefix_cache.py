@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from itertools import compress, groupby
 
 from ...protocol.arrays import int32_view
 from ...protocol.block_hash import HashBlocks
@@ -12,7 +12,14 @@ from ..state.request import Request
 from ..state.slots import Slots
 from .block_pool import NULL_BLOCK, BlockPool
 from .block_tables import RequestBlocks
-from .cached_prefix import ON_CPU, CachedPrefix, find_cached_prefix, group_key, group_keys
+from .cached_prefix import (
+    EXTERNAL,
+    ON_CPU,
+    CachedPrefix,
+    find_cached_prefix,
+    group_key,
+    group_keys,
+)
 from .cpu_offload import CPUOffload
 from .event_log import KVEventLog
 
@@ -66,6 +73,35 @@ class PrefixCache:
             digests[:limit],
             self._pool.get_cached_block if self._cpu_offload is None else self._lookup,
         )
+
+    def find_longer_prefix(
+        self, request: Request, num_blocks: int, find_external: Callable[[Sequence[bytes]], bytes]
+    ) -> CachedPrefix | None:
+        """Return a prefix of more than `num_blocks` blocks, some of which a KV connector must load, if there is one.
+
+        `find_external` returns 1 for each key that it can load, or b"" if there is none.
+        """
+        limit = (request.num_tokens - 1) // self._block_size
+        digests = request.block_hashes[:limit]
+        if len(digests) <= num_blocks or not self.may_read(request):
+            return None
+        keys = [
+            key
+            for number, group in enumerate(self._groups)
+            if group.kind is not AttentionKind.CROSS
+            for key in group_keys(digests, number)
+            if self._lookup(key) is None
+        ]
+        external = set(compress(keys, find_external(keys)))
+        if not external:
+            return None
+
+        def look_up(key: bytes) -> int | None:
+            block = self._lookup(key)
+            return EXTERNAL if block is None and key in external else block
+
+        found = find_cached_prefix(self._pool, self._groups, self._block_size, digests, look_up)
+        return found if found.num_blocks > num_blocks else None
 
     def _lookup(self, key: bytes) -> int | None:
         """Return the block with this content; the CPU cache is searched last."""

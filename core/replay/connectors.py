@@ -6,7 +6,7 @@ The recording connectors validate each answer, or raise, so that a replay gets e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index as as_integer
 from typing import Final
@@ -17,11 +17,19 @@ from ...protocol.errors import EngineError
 from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import FinishReason
 from ...protocol.worker_messages import SchedulerOutput
-from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
+from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..state.external_dependency import ExternalDependency
 from ..state.request import Request
-from .events import Answer, CacheItemFound, ConnectorRaised, DelaysFree, Matched
+from .events import (
+    Answer,
+    BlocksFound,
+    CacheItemFound,
+    ConnectorRaised,
+    DelaysFree,
+    Matched,
+    NeedsStep,
+)
 from .log import EventLog
 
 NO_TRANSFER: Final = -1
@@ -40,6 +48,7 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
 
     def __init__(self, connector: KVConnector, log: EventLog) -> None:
         self.connector = connector
+        self.polls_workers = connector.polls_workers
         self._log = log
 
     def get_num_new_matched_tokens(
@@ -88,6 +97,21 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
         with _recording_errors(self._log, "transfer_expired", transfer_id):
             self.connector.transfer_expired(transfer_id)
 
+    def needs_step(self) -> bool:
+        """Return and record whether the connector has something to send to the workers."""
+        needs_step = self.connector.needs_step()
+        if needs_step:
+            self._log.add_answer(NeedsStep())
+        return needs_step
+
+    def is_flushed(self) -> bool:
+        """Forward the call, which decides nothing."""
+        return self.connector.is_flushed()
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Forward the call."""
+        self.connector.receive(rank, data)
+
     def take_events(self) -> list[KVCacheEvent]:
         """Return the connector's KV-cache events since the last call."""
         return self.connector.take_events()
@@ -99,6 +123,57 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
     def shutdown(self) -> None:
         """Shut the connector down."""
         self.connector.shutdown()
+
+
+class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
+    """A `BlockConnector` that calls another one and records its answers and errors."""
+
+    def __init__(self, connector: BlockConnector, log: EventLog) -> None:
+        super().__init__(connector, log)
+        self._blocks = connector
+
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return and record which blocks the connector can load."""
+        with _recording_errors(self._log, "find_blocks", request.transfer_id):
+            mask = self._blocks.find_blocks(request, keys)
+        if mask:
+            self._log.add_answer(BlocksFound(request.transfer_id, mask))
+            self._log.num_bytes += len(mask)
+        return mask
+
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Forward the call and record an error."""
+        with _recording_errors(self._log, "load_blocks", request.transfer_id):
+            self._blocks.load_blocks(request, keys, block_ids)
+
+    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+        """Forward the call."""
+        self._blocks.observe_pool(find_block)
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Forward the call."""
+        self._blocks.blocks_cached(keys, block_ids)
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Forward the call."""
+        self._blocks.block_evicted(key, block_id)
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Forward the call."""
+        self._blocks.blocks_removed(keys)
+
+    def cache_cleared(self) -> None:
+        """Forward the call."""
+        self._blocks.cache_cleared()
+
+
+def record_connector(connector: KVConnector, log: EventLog) -> RecordedKVConnector:
+    """Return a connector of the same kind that records its answers."""
+    if isinstance(connector, BlockConnector):
+        return RecordedBlockConnector(connector, log)
+    return RecordedKVConnector(connector, log)
 
 
 class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
@@ -138,8 +213,9 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
     Where nothing was recorded it reports no match and frees blocks at once.
     """
 
-    def __init__(self, answers: deque[Answer]) -> None:
+    def __init__(self, answers: deque[Answer], *, polls_workers: bool = True) -> None:
         self._answers = answers
+        self.polls_workers = polls_workers
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -174,6 +250,32 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
     def transfer_expired(self, transfer_id: int) -> None:
         """Raise RecordedError if the recorded call raised."""
         _raise_recorded_error(self._answers, "transfer_expired", transfer_id)
+
+    def needs_step(self) -> bool:
+        """Return whether a step was needed."""
+        return _pop_if_next(self._answers, NeedsStep())
+
+
+class ReplayedBlockConnector(ReplayedKVConnector, BlockConnector):
+    """A `BlockConnector` that takes its answers from the front of `answers`.
+
+    Where nothing was recorded it has no blocks.
+    """
+
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return the recorded answer, or none."""
+        _raise_recorded_error(self._answers, "find_blocks", request.transfer_id)
+        match self._answers:
+            case [BlocksFound(request.transfer_id, mask), *_]:
+                self._answers.popleft()
+                return mask
+        return b""
+
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Raise RecordedError if the recorded call raised."""
+        _raise_recorded_error(self._answers, "load_blocks", request.transfer_id)
 
 
 class ReplayedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):

@@ -15,6 +15,7 @@ from ...protocol.messages import EngineCoreRequest, FinishedRequest, FinishReaso
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
+    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -174,6 +175,25 @@ class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
     transfer_id: int
 
 
+class BlocksFound(msgspec.Struct, tag=25, array_like=True, gc=False):
+    """The answer of a KV connector that finds blocks: for each key 1 if it can load the block, else 0."""
+
+    transfer_id: int
+    mask: bytes
+
+
+class NeedsStep(msgspec.Struct, tag=26, array_like=True, gc=False):
+    """The answer of a KV connector that has something to send to the workers."""
+
+
+class ConnectorReport(msgspec.Struct, tag=27, array_like=True, gc=False):
+    """A call of `update_from_connector`, without the data for the connector."""
+
+    rank: int
+    output: KVConnectorOutput
+    now: float
+
+
 class UpdateDrafts(msgspec.Struct, tag=13, array_like=True, gc=False):
     """A call of `update_draft_token_ids`. The number of tokens replaces the tokens."""
 
@@ -209,6 +229,8 @@ Answer: TypeAlias = (
     | DelaysFree
     | CacheItemFound
     | ConnectorRaised
+    | BlocksFound
+    | NeedsStep
 )
 Event: TypeAlias = (
     AddClient
@@ -230,6 +252,9 @@ Event: TypeAlias = (
     | DelaysFree
     | CacheItemFound
     | ConnectorRaised
+    | BlocksFound
+    | NeedsStep
+    | ConnectorReport
     | AdoptBlocks
     | EndAdoption
     | LoraLoaded

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from ...protocol.block_hash import HashBlocks, block_hasher
-from ...protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from ...protocol.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
@@ -17,10 +17,12 @@ from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishRea
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
+    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
+    WorkerMemory,
 )
-from ..kv_cache.connector import KVConnector, create_connector
+from ..kv_cache.connector import BlockConnector, KVConnector, create_connector
 from ..scheduler.features.encoder_cache_connector import EncoderCacheConnector
 from ..scheduler.features.grammars import GrammarBackend
 from ..scheduler.features.poison_isolation import CrashSuspects
@@ -28,11 +30,12 @@ from ..scheduler.interface import SchedulerInterface
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.scheduler_class import load_scheduler_class
 from ..state.request import RequestKey
-from .connectors import RecordedEncoderCacheConnector, RecordedKVConnector
+from .connectors import RecordedEncoderCacheConnector, record_connector
 from .events import (
     AddClient,
     AddRequest,
     AdoptBlocks,
+    ConnectorReport,
     EndAdoption,
     FinishClient,
     FinishRequests,
@@ -65,6 +68,23 @@ class Setup(msgspec.Struct, frozen=True):
     kv_cache_groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
     kv_transfer: KVTransferConfig | None = None
     has_encoder_cache_connector: bool = False
+    finds_blocks: bool = False
+    polls_workers: bool = True
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, memory: WorkerMemory, core_index: int) -> Setup:
+        """Return the arguments of a core's scheduler."""
+        return cls(
+            config.scheduler,
+            config.cache,
+            max_model_len=config.model.max_model_len,
+            vocab_size=config.model.vocab_size,
+            num_blocks=memory.num_blocks,
+            num_host_blocks=memory.num_host_blocks,
+            kv_cache_groups=memory.groups,
+            core_index=core_index,
+            kv_transfer=config.kv_transfer,
+        )
 
     def make_scheduler(
         self,
@@ -151,18 +171,20 @@ class RecordedScheduler(SchedulerInterface):
         log: EventLog | None = None,
     ) -> None:
         self.log = log = log or EventLog()
+        if setup.kv_transfer is not None and kv_connector is None:
+            kv_connector = create_connector(setup.kv_transfer)
         self.setup = msgspec.structs.replace(
             setup,
             has_grammars=structured_output is not None,
             has_encoder_cache_connector=encoder_cache_connector is not None,
+            finds_blocks=isinstance(kv_connector, BlockConnector),
+            polls_workers=kv_connector is None or kv_connector.polls_workers,
         )
-        if setup.kv_transfer is not None and kv_connector is None:
-            kv_connector = create_connector(setup.kv_transfer)
         self.scheduler = setup.make_scheduler(
             structured_output and RecordedGrammars(structured_output, log),
             log.record_hashes(block_hasher(setup.cache_config.prefix_hash)),
             log_kv_events,
-            kv_connector=kv_connector and RecordedKVConnector(kv_connector, log),
+            kv_connector=kv_connector and record_connector(kv_connector, log),
             encoder_cache_connector=encoder_cache_connector
             and RecordedEncoderCacheConnector(encoder_cache_connector, log),
         )
@@ -236,6 +258,16 @@ class RecordedScheduler(SchedulerInterface):
         """Record and forward the call; of the tokens only the number is recorded."""
         self.log.events.append(UpdateDrafts(without_tokens(drafts)))
         self.scheduler.update_draft_token_ids(drafts)
+
+    def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
+        """Record and forward the call; the data for the connector is not recorded."""
+        self.log.events.append(ConnectorReport(rank, _without_data(output), now))
+        self.log.num_bytes += 100 + len(output.invalid_block_ids)
+        self.scheduler.update_from_connector(rank, output, now)
+
+    def is_flushed(self) -> bool:
+        """Return whether the KV connector has stored everything that it can."""
+        return self.scheduler.is_flushed()
 
     def shutdown(self) -> None:
         """Shut the scheduler down."""
@@ -316,8 +348,13 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.take_kv_events()
 
     def has_requests(self) -> bool:
-        """Return whether any request is unfinished."""
-        return self.scheduler.has_requests()
+        """Return whether there is anything to compute or to send."""
+        num_events, num_bytes = len(self.log.events), self.log.num_bytes
+        has_requests = self.scheduler.has_requests()
+        # Answers of the connector in this call decide nothing, so a replay does not need them.
+        del self.log.events[num_events:]
+        self.log.num_bytes = num_bytes
+        return has_requests
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of unfinished requests."""
@@ -330,6 +367,10 @@ class RecordedScheduler(SchedulerInterface):
     def get_request_counts(self) -> tuple[int, int]:
         """Return the numbers of running and waiting requests."""
         return self.scheduler.get_request_counts()
+
+
+def _without_data(output: KVConnectorOutput) -> KVConnectorOutput:
+    return msgspec.structs.replace(output, data=b"") if output.data else output
 
 
 def make_core_scheduler(

@@ -16,10 +16,15 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import EngineCoreOutputs
 from ...protocol.sampling_params import StructuredOutput
 from ...protocol.worker_messages import SchedulerOutput
+from ..kv_cache.connector import KVConnector
 from ..scheduler.scheduler import Scheduler
 from ..state.external_dependency import ExternalDependency
 from ..state.request import RequestKey
-from .connectors import ReplayedEncoderCacheConnector, ReplayedKVConnector
+from .connectors import (
+    ReplayedBlockConnector,
+    ReplayedEncoderCacheConnector,
+    ReplayedKVConnector,
+)
 from .decision_hash import DecisionHash
 from .dump import DumpSegment
 from .events import (
@@ -27,6 +32,7 @@ from .events import (
     AddRequest,
     AdoptBlocks,
     Answer,
+    ConnectorReport,
     EndAdoption,
     Event,
     FinishClient,
@@ -96,7 +102,7 @@ class Replayer(ExternalDependency):
             _ReplayedGrammars(self._answers) if setup.has_grammars else None,
             self._hash_blocks,
             scheduler_class=scheduler_class,
-            kv_connector=ReplayedKVConnector(self._answers) if setup.kv_transfer else None,
+            kv_connector=_replayed_connector(setup, self._answers),
             encoder_cache_connector=ReplayedEncoderCacheConnector(self._answers)
             if setup.has_encoder_cache_connector
             else None,
@@ -174,6 +180,8 @@ class Replayer(ExternalDependency):
                 )
             case UpdateDrafts(drafts):
                 scheduler.update_draft_token_ids(expand_drafts(drafts))
+            case ConnectorReport(rank, output, now):
+                scheduler.update_from_connector(rank, output, now)
             case MakeStats():
                 scheduler.make_stats()
             case Schedule(now):
@@ -230,6 +238,13 @@ class Replayer(ExternalDependency):
         raise Difference(
             f"a request with {num_blocks} cached blocks of output ended or was preempted"
         )
+
+
+def _replayed_connector(setup: Setup, answers: deque[Answer]) -> KVConnector | None:
+    if setup.kv_transfer is None:
+        return None
+    replayed = ReplayedBlockConnector if setup.finds_blocks else ReplayedKVConnector
+    return replayed(answers, polls_workers=setup.polls_workers)
 
 
 class _ReplayedGrammars(ExternalDependency):

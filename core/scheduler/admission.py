@@ -14,7 +14,7 @@ from ..state.request import Request
 from .features.encoder_inputs import EncoderInputs, EncoderPlan
 from .features.speculative import Drafts
 from .features.state_checkpoints import StateCheckpoints
-from .kv_transfers import KVTransfers
+from .kv_transfers import ExternalLoad, KVTransfers
 from .lifecycle import RequestLifecycle, Start
 from .queues.admission_delay import AdmissionDelay
 from .queues.admission_stop import AdmissionStop
@@ -281,6 +281,11 @@ class Admission:
             if match.is_async:
                 return self._load(transfers, request, prefix, match.num_tokens)
             num_external = match.num_tokens
+            longer = transfers.find_longer_prefix(request, prefix)
+            if longer is not None:
+                return self._load_blocks(transfers, request, prefix, longer)
+            if request.is_finished:
+                return None
         num_computed = prefix.num_tokens + num_external
         granted = wanted = request.num_tokens - num_computed
         if wanted > room.budget or wanted > room.share:
@@ -426,7 +431,28 @@ class Admission:
         if claim is None:
             return self._make_room(request)
         self._manager.allocate_claimed([claim])
-        (blocks,) = claim.tables
-        if transfers.start_load(request, blocks, num_external, num_tokens):
+        if transfers.start_load(ExternalLoad(request, num_external, num_tokens), claim.tables):
+            self._lifecycle.count_lookup(request, prefix, num_external)
+        return None
+
+    def _load_blocks(
+        self, transfers: KVTransfers, request: Request, prefix: Prefix, longer: Prefix
+    ) -> AdmissionStop | None:
+        """Make the first request wait for the blocks of a `longer` prefix than the one that is present."""
+        claim = self._manager.claim_blocks(request, longer, longer.num_tokens)
+        if claim is None:
+            return self._make_room(request)
+        self._manager.allocate_claimed([claim])
+        found = longer.blocks
+        external = [load for load in found.loads if load.is_external]
+        num_external = longer.num_tokens - prefix.num_tokens
+        load = ExternalLoad(
+            request,
+            num_external,
+            longer.num_tokens,
+            [load.key for load in external],
+            [found.blocks[load.group][load.position] for load in external],
+        )
+        if transfers.start_load(load, claim.tables):
             self._lifecycle.count_lookup(request, prefix, num_external)
         return None

@@ -42,13 +42,21 @@ class _EventBatch(msgspec.Struct):
     timestamp: float
     request_indices: list[int]
     num_cached_tokens: list[int]
+    num_loaded_tokens: list[int]
+
+    def add_scheduled(self, requests: Sequence[Request]) -> None:
+        """Add what was cached of the prompts of scheduled requests."""
+        self.num_cached_tokens += [request.num_cached_tokens for request in requests]
+        self.num_loaded_tokens += [request.num_loaded_tokens for request in requests]
 
     def to_message(self) -> RequestEvents:
+        has_loaded = any(self.num_loaded_tokens)
         return RequestEvents(
             self.kind,
             self.timestamp,
             array("i", self.request_indices).tobytes(),
             array("i", self.num_cached_tokens).tobytes(),
+            array("i", self.num_loaded_tokens).tobytes() if has_loaded else b"",
         )
 
 
@@ -70,7 +78,7 @@ class Outbox:
         """Return the batch of this kind and time, to which requests are added."""
         moment = self.event_batches[-1] if self.event_batches else None
         if moment is None or moment.kind is not kind or moment.timestamp != now:
-            moment = _EventBatch(kind, now, [], [])
+            moment = _EventBatch(kind, now, [], [], [])
             self.event_batches.append(moment)
         return moment
 
@@ -124,7 +132,7 @@ class ClientOutputs:
         moment = self._outboxes[request.client_index].get_event_batch(kind, now)
         moment.request_indices.append(request.request_index)
         if kind is _SCHEDULED:
-            moment.num_cached_tokens.append(request.num_cached_tokens)
+            moment.add_scheduled([request])
 
     def record_events(self, requests: Sequence[Request], kind: EventKind, now: float) -> None:
         """Record the same event of several requests."""
@@ -136,7 +144,7 @@ class ClientOutputs:
         moment = outbox.get_event_batch(kind, now)
         moment.request_indices += [request.request_index for request in requests]
         if kind is _SCHEDULED:
-            moment.num_cached_tokens += [request.num_cached_tokens for request in requests]
+            moment.add_scheduled(requests)
 
     def finish_request(self, client_index: int, finished: FinishedRequest) -> None:
         """Record that a request finished. The client gets no reason for one that it aborted itself."""

@@ -10,6 +10,7 @@ from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishRea
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
+    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -105,6 +106,18 @@ class SchedulerInterface(ABC):
         Raises:
             EngineError: The output belongs to another step, or its arrays have the wrong shape.
         """
+
+    def update_from_connector(  # noqa: B027
+        self, rank: int, output: KVConnectorOutput, now: float
+    ) -> None:
+        """Apply a report of the workers' half of the KV connector that belongs to no step.
+
+        The transfers that it lists have ended in all workers. Its `data` is from worker `rank`.
+        """
+
+    def is_flushed(self) -> bool:
+        """Return whether the KV connector has stored everything that it can."""
+        return True
 
     @abstractmethod
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:

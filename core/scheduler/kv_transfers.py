@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
 from ...protocol.arrays import int32_view
 from ...protocol.config import KVTransferConfig, LoadFailurePolicy
-from ...protocol.errors import EngineError
+from ...protocol.errors import ConfigError, EngineError
 from ...protocol.messages import FinishReason, KVConnectorStats
 from ...protocol.worker_messages import KVConnectorOutput, SchedulerOutput
-from ..kv_cache.connector import ExternalMatch, KVConnector, RequestEnd
+from ..kv_cache.block_tables import RequestBlocks
+from ..kv_cache.connector import BlockConnector, ExternalMatch, KVConnector, RequestEnd
 from ..kv_cache.manager import Prefix
 from ..state.batch import StepInFlight
 from ..state.request import Request, RequestStatus
@@ -25,34 +26,59 @@ class ConnectorError(EngineError):
     """The KV connector returned an invalid answer about a request."""
 
 
-class _HeldLoad(NamedTuple):
-    """An asynchronous load that may start once the output of step `last_step` has arrived."""
+class ExternalLoad(NamedTuple):
+    """An asynchronous load of the last `num_external` of a prefix of `num_tokens` tokens.
+
+    A `BlockConnector` loads the contents `keys` into `blocks`; other connectors find them out.
+    """
 
     request: Request
     num_external: int
     num_tokens: int
+    keys: Sequence[bytes] = ()
+    blocks: Sequence[int] = ()
+
+
+class _HeldLoad(NamedTuple):
+    """An asynchronous load that may start once the output of step `last_step` has arrived."""
+
+    load: ExternalLoad
     last_step: int
 
 
 class _Load(NamedTuple):
-    """An asynchronous load. `num_tokens` counts local and loaded tokens."""
+    """An asynchronous load that was started, and the blocks that could not be loaded."""
 
-    request: Request
-    num_tokens: int
+    load: ExternalLoad
     invalid_blocks: set[int]
 
 
 class KVTransfers:
-    """Connects the scheduler to its `KVConnector`. An error of the connector fails only the request concerned."""
+    """Connects the scheduler to its `KVConnector`. An error of the connector fails only the request concerned.
+
+    Raises:
+        ConfigError: The connector does not support the model, or the CPU offload.
+    """
 
     def __init__(
         self, connector: KVConnector, config: KVTransferConfig, lifecycle: RequestLifecycle
     ) -> None:
         self.connector = connector
+        self.blocks = connector if isinstance(connector, BlockConnector) else None
+        """The connector, if it finds single blocks."""
         self._policy = config.kv_load_failure_policy
         self._timeout_s = config.transfer_timeout_s
         self._lifecycle = lifecycle
-        self._manager = lifecycle.manager
+        self._manager = manager = lifecycle.manager
+        if self.blocks is None and not (manager.tables.is_simple and manager.cpu_offload is None):
+            raise ConfigError(
+                f"kv_connector={config.kv_connector!r} supports only full attention without CPU "
+                "KV offload; remove the connector or --kv-host-gib, or use another model"
+            )
+        if self.blocks is not None:
+            pool = manager.pool
+            self.blocks.observe_pool(pool.get_cached_block)
+            pool.listener = self.blocks
         self.stats = KVConnectorStats()
         self._loads: dict[int, _Load] = {}
         self._held_loads: dict[int, _HeldLoad] = {}
@@ -69,6 +95,11 @@ class KVTransfers:
     def are_outstanding(self) -> bool:
         """True if a transfer is pending, or the connector has deferred an answer."""
         return bool(self._loads or self._sends or self._has_unanswered)
+
+    @property
+    def have_work(self) -> bool:
+        """True if a transfer is pending, or the connector has something to send to the workers."""
+        return self.are_outstanding or self._has_updates or self.connector.needs_step()
 
     def expire_sends(self, now: float) -> None:
         """Free the blocks that were kept to be fetched and were not fetched before the timeout."""
@@ -88,7 +119,10 @@ class KVTransfers:
 
     def needs_step(self, is_anything_in_flight: bool) -> bool:
         """Return whether the workers must get a step although there is nothing to compute."""
-        return self._has_updates or (self.are_outstanding and not is_anything_in_flight)
+        if self._has_updates or self.connector.needs_step():
+            return True
+        polls = self.connector.polls_workers and not is_anything_in_flight
+        return polls and self.are_outstanding
 
     def add_metadata(self, step: SchedulerOutput) -> None:
         """Add the connector's metadata for the workers to a step."""
@@ -108,7 +142,9 @@ class KVTransfers:
 
         Return None if the connector has no answer yet, or if the request failed.
         """
-        if prefix.is_reserved or request.computes_locally or request.computes_whole_prompt:
+        if self.blocks is not None or prefix.is_reserved:
+            return NOTHING_TO_LOAD
+        if request.computes_locally or request.computes_whole_prompt:
             return NOTHING_TO_LOAD
         try:
             match = self.connector.get_num_new_matched_tokens(request, prefix.num_tokens)
@@ -128,6 +164,19 @@ class KVTransfers:
             num_tokens = min(num_tokens, request.num_tokens - prefix.num_tokens - 1)
         return ExternalMatch(num_tokens, is_async and num_tokens > 0)
 
+    def find_longer_prefix(self, request: Request, prefix: Prefix) -> Prefix | None:
+        """Return a longer prefix, of which a `BlockConnector` must load some blocks, if there is one."""
+        connector = self.blocks
+        if connector is None or prefix.is_reserved or request.computes_locally:
+            return None
+        try:
+            return self._manager.find_longer_prefix(
+                request, prefix, lambda keys: connector.find_blocks(request, keys)
+            )
+        except Exception as error:
+            self._fail(request, error)
+            return None
+
     def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
         """Pass the blocks allocated for a load to the connector.
 
@@ -142,26 +191,48 @@ class KVTransfers:
         self._has_updates = True
         return True
 
-    def start_load(
-        self, request: Request, blocks: list[int], num_external: int, num_tokens: int
-    ) -> bool:
-        """Start an asynchronous load, after which `num_tokens` tokens are computed.
+    def start_load(self, load: ExternalLoad, tables: RequestBlocks) -> bool:
+        """Start an asynchronous load into newly allocated `tables`.
 
         The load is held back while a step in flight may use one of its blocks. Return False if it
         failed the request.
         """
-        first = (num_tokens - num_external) // self._manager.block_size
-        last_step = max((self._in_use.get(block, 0) for block in blocks[first:]), default=0)
-        if last_step:
-            held = _HeldLoad(request, num_external, num_tokens, last_step)
-            self._held_loads[request.transfer_id] = held
-        elif self.update_after_alloc(request, blocks, num_external):
-            self._loads[request.transfer_id] = _Load(request, num_tokens, set())
+        request = load.request
+        if last_step := self._find_last_use(load, tables):
+            self._held_loads[request.transfer_id] = _HeldLoad(load, last_step)
         else:
-            return False
-        self._manager.reserve_blocks(request, blocks)
+            try:
+                self._begin_load(load, tables)
+            except Exception as error:
+                for table in tables:
+                    self._manager.pool.release_blocks(list(filter(None, table)))
+                self._fail(request, error)
+                return False
+        self._manager.reserve_blocks(request, tables)
         self._lifecycle.wait_for_load(request)
         return True
+
+    def _begin_load(self, load: ExternalLoad, tables: RequestBlocks) -> None:
+        """Pass a load to the connector, whose errors are raised."""
+        if self.blocks is not None:
+            self.blocks.load_blocks(load.request, load.keys, load.blocks)
+        else:
+            (blocks,) = tables
+            self.connector.update_state_after_alloc(load.request, blocks, load.num_external)
+        self._loads[load.request.transfer_id] = _Load(load, set())
+        self._has_updates = True
+
+    def _find_last_use(self, load: ExternalLoad, tables: RequestBlocks) -> int:
+        """Return the last step in flight that may use a block to be loaded; 0 if there is none."""
+        if len(tables) > 1:
+            # Windows free blocks of running requests. It is not recorded which steps still use them.
+            steps = self._lifecycle.in_flight.steps
+            return steps[-1].step if steps else 0
+        blocks = load.blocks
+        if self.blocks is None:
+            first = (load.num_tokens - load.num_external) // self._manager.block_size
+            blocks = tables[0][first:]
+        return max((self._in_use.get(block, 0) for block in blocks), default=0)
 
     def record_vacated(self, slot: int, last_step: int) -> None:
         """Record that steps up to `last_step` still use the blocks of a slot about to be vacated; 0 for none."""
@@ -177,17 +248,16 @@ class KVTransfers:
         """Start the loads that waited for the output of a step."""
         if self._in_use:
             self._in_use = {block: last for block, last in self._in_use.items() if last > step}
-        for held in [held for held in self._held_loads.values() if held.last_step <= step]:
-            request = held.request
-            (blocks,) = self._manager.reserved[request.transfer_id]
-            try:
-                self.connector.update_state_after_alloc(request, blocks, held.num_external)
-            except Exception as error:
-                self._fail(request, error)
+        for load, last_step in list(self._held_loads.values()):
+            if last_step > step:
                 continue
-            del self._held_loads[request.transfer_id]
-            self._loads[request.transfer_id] = _Load(request, held.num_tokens, set())
-            self._has_updates = True
+            transfer_id = load.request.transfer_id
+            try:
+                self._begin_load(load, self._manager.reserved[transfer_id])
+            except Exception as error:
+                self._fail(load.request, error)
+                continue
+            del self._held_loads[transfer_id]
 
     # when a request finishes
 
@@ -200,8 +270,9 @@ class KVTransfers:
         elif self._held_loads.pop(request.transfer_id, None) is not None:
             self._manager.release_reserved(request.transfer_id)
         elif was is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            (blocks,) = self._manager.reserved[request.transfer_id]
-        self._has_updates = True
+            blocks = self._manager.reserved[request.transfer_id][0]
+        if self.blocks is None:
+            self._has_updates = True
         end = self.connector.request_finished(request, list(blocks), reason)
         if end.delays_free and was is RequestStatus.RUNNING and blocks:
             self._manager.keep_blocks(request, len(blocks))
@@ -219,14 +290,7 @@ class KVTransfers:
         if report is not None:
             if report.invalid_block_ids:
                 self._take_invalid(step, set(int32_view(report.invalid_block_ids).tolist()), now)
-            for transfer_id in report.finished_sending:
-                if transfer_id in self._sends:
-                    self._sends.remove(transfer_id)
-                    self._manager.release_reserved(transfer_id)
-            for transfer_id in report.finished_recving:
-                load = self._loads.pop(transfer_id, None)
-                if load is not None:
-                    self._end_load(load)
+            self._apply_ends(report)
         for row in step.loading:
             if row.is_alive:
                 row.request.has_untrusted_blocks = False
@@ -234,21 +298,46 @@ class KVTransfers:
                 num_computed = int(self._lifecycle.running.slots.num_computed_tokens[slot])
                 self._manager.cache_blocks(row.request, num_computed)
 
+    def apply_message(self, rank: int, output: KVConnectorOutput, now: float) -> None:
+        """Apply a report that belongs to no step, about asynchronous transfers."""
+        if output.data:
+            self.connector.receive(rank, output.data)
+        if output.invalid_block_ids:
+            invalid_blocks = int32_view(output.invalid_block_ids).tolist()
+            for load in self._loads.values():
+                load.invalid_blocks.update(invalid_blocks)
+        self._apply_ends(output)
+
+    def _apply_ends(self, report: KVConnectorOutput) -> None:
+        for transfer_id in report.finished_sending:
+            if transfer_id in self._sends:
+                self._sends.remove(transfer_id)
+                self._manager.release_reserved(transfer_id)
+        for transfer_id in report.finished_recving:
+            load = self._loads.pop(transfer_id, None)
+            if load is not None:
+                self._end_load(load)
+
     def _end_load(self, load: _Load) -> None:
-        request, num_tokens, invalid_blocks = load
+        (request, num_external, num_tokens, *_), invalid_blocks = load
         if request.is_finished:
             self._manager.release_reserved(request.transfer_id)
             return
-        (blocks,) = self._manager.reserved[request.transfer_id]
-        num_valid = _num_valid_blocks(blocks, invalid_blocks)
-        if num_valid < len(blocks):
+        tables = self._manager.reserved[request.transfer_id]
+        bad = next((block for block in chain(*tables) if block in invalid_blocks), 0)
+        if bad:
             self.stats.num_failed_loads += 1
             if self._policy is LoadFailurePolicy.FAIL:
                 self._manager.release_reserved(request.transfer_id)
-                self._fail_load(request, blocks[num_valid])
+                self._fail_load(request, bad)
                 return
             request.computes_locally = True
-            num_tokens = min(num_tokens, num_valid * self._manager.block_size)
+            # Of several groups, each may need other blocks for a shorter prefix, so nothing is kept.
+            num_valid = 0 if len(tables) > 1 else _num_valid_blocks(tables[0], invalid_blocks)
+            num_lost = max(num_tokens - num_valid * self._manager.block_size, 0)
+            num_tokens -= num_lost
+            num_external = max(num_external - num_lost, 0)
+        request.num_loaded_tokens = num_external
         self._lifecycle.requeue_loaded(request)
         self._reservations.add_reservation(request, num_tokens)
 

@@ -7,10 +7,9 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from ...protocol.block_hash import HASH_BYTES
-from ...protocol.config import KVTransferConfig, SchedulerConfig
+from ...protocol.config import SchedulerConfig
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import (
-    FULL_ATTENTION,
     AttentionKind,
     KVCacheGroup,
     max_request_tokens,
@@ -25,9 +24,7 @@ def check_config(
     config: SchedulerConfig,
     max_model_len: int,
     num_blocks: int,
-    num_host_blocks: int,
     kv_cache_groups: tuple[KVCacheGroup, ...],
-    kv_transfer: KVTransferConfig | None,
 ) -> None:
     """Check that the settings of a scheduler agree.
 
@@ -41,11 +38,6 @@ def check_config(
         )
     if num_blocks < 2:
         raise ConfigError(f"the KV cache has {num_blocks} blocks but needs at least 2")
-    if kv_transfer is not None and (kv_cache_groups != FULL_ATTENTION or num_host_blocks):
-        raise ConfigError(
-            f"kv_connector={kv_transfer.kv_connector!r} supports only full attention without CPU "
-            "KV offload; remove the connector or --kv-host-gib, or use another model"
-        )
     has_states = any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups)
     if config.speculative is not None and config.speculative.num_lookahead_tokens and has_states:
         raise ConfigError(

@@ -13,7 +13,6 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Final
 
 from ...protocol.block_hash import HashBlocks, block_hasher
@@ -24,6 +23,7 @@ from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishRea
 from ...protocol.worker_messages import (
     DraftTokenIds,
     HeldRequest,
+    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -40,6 +40,7 @@ from .decode_fast_path import DecodeFastPath
 from .features.encoder_cache_connector import EncoderCacheConnector
 from .features.encoder_inputs import EncoderInputs
 from .features.grammars import GrammarBackend, Grammars
+from .features.injected_preemption import choose_injected_preemption
 from .features.lora_cache import LoraCache
 from .features.poison_isolation import CrashSuspects
 from .features.speculative import Drafts
@@ -91,9 +92,7 @@ class Scheduler(SchedulerInterface):
         kv_transfer: KVTransferConfig | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> None:
-        check_config(
-            config, max_model_len, num_blocks, num_host_blocks, kv_cache_groups, kv_transfer
-        )
+        check_config(config, max_model_len, num_blocks, kv_cache_groups)
         self._config = config
         self.slots = Slots(config.max_num_seqs, vocab_size)
         self._kv_events = KVEventLog(cache_config.block_size) if log_kv_events else None
@@ -207,8 +206,9 @@ class Scheduler(SchedulerInterface):
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Keep the blocks that a previous core left in the workers' KV cache."""
-        if self._transfers is None:
-            # With a connector, blocks may hold a failed load that only the previous core had recorded.
+        if self._transfers is None or self._transfers.blocks is not None:
+            # Blocks may hold a failed load that only the previous core had recorded, unless requests
+            # get their slots only after their loads.
             self.lifecycle.handoff.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
@@ -372,21 +372,13 @@ class Scheduler(SchedulerInterface):
         return [slot for slot in self._running.order.tolist() if slot != suspect.slot]
 
     def _inject_preemption(self, now: float) -> bool:
-        """Preempt a running request with the configured probability, for tests.
-
-        The choice is a hash of the step number, so that a replay repeats it.
-        """
-        probability = self._config.inject_preemption
-        if not probability or not len(self._running):
-            return False
-        digest = blake2b(self._step.to_bytes(8, "little"), digest_size=8).digest()
-        chance = int.from_bytes(digest[:4], "little") / 2**32
-        if chance >= probability:
-            return False
-        draw = int.from_bytes(digest[4:], "little")
-        slots = self._running.order
-        self.lifecycle.preempt(int(slots[draw % len(slots)]), now)
-        return True
+        """Preempt a running request with the configured probability, for tests."""
+        slot = choose_injected_preemption(
+            self._config.inject_preemption, self._step, self._running.order
+        )
+        if slot is not None:
+            self.lifecycle.preempt(slot, now)
+        return slot is not None
 
     # applying outputs
 
@@ -418,6 +410,11 @@ class Scheduler(SchedulerInterface):
         if step.has_prefill and self._delay is not None:
             self._delay.record_prefill(now - step.scheduled_at)
         return outputs
+
+    def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
+        """Apply a report of the workers that belongs to no step."""
+        if self._transfers is not None:
+            self._transfers.apply_message(rank, output, now)
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         """Apply drafts that arrived after their step's output."""
@@ -478,8 +475,12 @@ class Scheduler(SchedulerInterface):
         return (
             bool(self.requests)
             or self._running.has_removed
-            or (self._transfers is not None and self._transfers.are_outstanding)
+            or (self._transfers is not None and self._transfers.have_work)
         )
+
+    def is_flushed(self) -> bool:
+        """Return whether the KV connector has stored everything that it can."""
+        return self._transfers is None or self._transfers.connector.is_flushed()
 
     def shutdown(self) -> None:
         """Shut the KV connector down."""

@@ -62,7 +62,8 @@ class Request:
     `arrival` numbers requests in the order in which they arrived; `rank` is the policy's sort key
     before that. While the request has a slot (`slot` >= 0), its output tokens are in `Slots`.
     Otherwise they are in `output_token_ids`, and `num_tokens` counts prompt and output.
-    `num_cached_tokens` is -1 until the first admission. The computed blocks of the first
+    `num_cached_tokens` is -1 until the first admission; a KV connector loaded `num_loaded_tokens` of
+    them while the request waited. The computed blocks of the first
     `num_reserved_tokens` tokens are held while the request waits. With `computes_locally`, no more
     blocks are loaded for it. Untrusted blocks may hold wrong content and must not be cached. The
     tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar` is set
@@ -91,6 +92,7 @@ class Request:
         "num_admissions",
         "num_cached_tokens",
         "num_charged_tokens",
+        "num_loaded_tokens",
         "num_prompt_tokens",
         "num_reserved_tokens",
         "num_tokens",
@@ -150,6 +152,7 @@ class Request:
         self.slot = -1
         self.num_admissions = 0
         self.num_cached_tokens = -1
+        self.num_loaded_tokens = 0
         self.has_grammar = False
         self.awaits_mask = False
         self.has_sampled = bool(message.output_token_ids)

@@ -21,6 +21,7 @@ from ...protocol.config import (
     DeviceConfig,
     EngineConfig,
     FrontendConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     PreemptionMode,
@@ -34,6 +35,7 @@ from ...protocol.config.images import SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
+from ...protocol.kv_transfer.disk import DISK_CONNECTOR
 from ..model_source.options import ResolvedModel
 from .arguments import Settings
 from .option_values import PerReplica
@@ -75,6 +77,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
             "which is not divided into stages; remove it"
         )
     _check_cpu_offload(cache, scheduler)
+    kv_transfer = _make_kv_transfer(cache, parallel, device.device)
     frontend = make_frontend_config(settings, model.default_sampling)
     if model.config.enable_prompt_embeds and (
         model.config.span_kind is not None or model.config.reads_source
@@ -97,6 +100,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         parallel=parallel,
         device=device,
         recovery=RecoveryConfig(**settings["recovery"]),
+        kv_transfer=kv_transfer,
         store=_make_store_config(settings),
         frontend=frontend,
     )
@@ -284,7 +288,29 @@ def _make_cache_config(
         given["block_size"] = max(rounded, unit)
     if isinstance(given.get("host_gib"), PerReplica):
         given["host_gib"] /= parallel.workers_per_core
+    if given.get("disk_path") is not None:
+        given["disk_path"] = os.path.abspath(os.path.expanduser(given["disk_path"]))
     return CacheConfig(**given)
+
+
+def _make_kv_transfer(
+    cache: CacheConfig, parallel: ParallelConfig, device: Device
+) -> KVTransferConfig | None:
+    """Return the KV connector of the disk; None without one."""
+    if cache.disk_path is None:
+        return None
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"--kv-disk {cache.disk_path} needs prefix caching, which is disabled or not supported for this model; "
+            "remove the flag"
+        )
+    if device is Device.NULL:
+        raise ConfigError(
+            f"--kv-disk {cache.disk_path} needs a KV cache, which --device null has not; remove one of the two flags"
+        )
+    return KVTransferConfig(
+        DISK_CONNECTOR, kv_connector_extra_config={"num_workers": parallel.workers_per_core}
+    )
 
 
 def _check_prefix_hash(cache: CacheConfig) -> None:

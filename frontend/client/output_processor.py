@@ -319,6 +319,7 @@ class OutputProcessor:
             self._leave_queue(sequence)
             sequence.scheduled_time = event.timestamp
             sequence.num_cached_tokens = event.num_cached_tokens
+            sequence.num_loaded_tokens = event.num_loaded_tokens
         elif event.kind is EventKind.PREEMPTED:
             sequence.num_preemptions += 1
 

@@ -67,6 +67,7 @@ class Sequence:
         "num_accepted_predictions",
         "num_cached_tokens",
         "num_drafted_tokens",
+        "num_loaded_tokens",
         "num_losses",
         "num_preemptions",
         "num_prompt_tokens",
@@ -109,6 +110,7 @@ class Sequence:
         self.max_tokens = request.sampling_params.max_tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
+        self.num_loaded_tokens = 0
         self.num_accepted_predictions = 0
         self.num_rejected_predictions = 0
         self.has_stop_strings = bool(params.stop)

@@ -27,6 +27,7 @@ from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
 from .names import (
     COUNTERS,
+    DISK_COUNTERS,
     GAUGES,
     HISTOGRAMS,
     OLD_GAUGES,
@@ -209,6 +210,10 @@ class Metrics(Collector):
         counters["invariant_violations"] += stats.num_invariant_violations
         counters["kv_blocks_copied_out"] += stats.num_blocks_copied_out
         counters["kv_blocks_copied_in"] += stats.num_blocks_copied_in
+        if (connector := stats.kv_connector) is not None:
+            counters["kv_disk_hits"] += connector.prefix_cache_hits
+            for name in ("read_bytes", "written_bytes", "errors"):
+                counters[f"kv_disk_{name}"] += int(connector.counts.get(name, 0))
         if (drafts := stats.spec_decoding) is not None:
             counters["spec_decode_num_drafts"] += drafts.num_drafts
             counters["spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
@@ -236,9 +241,10 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         """Yield all metric families, summed over the frontends."""
         cores = self._shared.total(self._recorded())
-        yield from self._families(
-            "engine", cores, {**GAUGES, **OWN_GAUGES}, _counted({**COUNTERS, **OWN_COUNTERS})
-        )
+        own_counters = {**COUNTERS, **OWN_COUNTERS}
+        if self._config.cache.disk_path is not None:
+            own_counters |= DISK_COUNTERS
+        yield from self._families("engine", cores, {**GAUGES, **OWN_GAUGES}, _counted(own_counters))
         yield from self._histograms("engine", cores, {name: name for name in OWN_HISTOGRAMS})
         if self._config.model.enable_lora:
             yield self._family_by(
@@ -253,7 +259,7 @@ class Metrics(Collector):
         yield from store_families(self._model_name, self._get_store_state())
         if "vllm" in self._config.frontend.metrics_compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
-            if self._config.cache.host_gib:
+            if self._config.cache.host_gib or self._config.cache.disk_path is not None:
                 counters |= VLLM_HOST_COUNTERS
             yield from self._families("vllm", cores, GAUGES | OLD_GAUGES, counters)
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
@@ -452,7 +458,7 @@ def _new_core_metrics(config: EngineConfig) -> CoreMetrics:
     lengths = decimal_bounds(config.model.max_model_len)
     drafts = config.scheduler.speculative
     return CoreMetrics(
-        counters=dict.fromkeys((*COUNTERS, *OWN_COUNTERS), 0),
+        counters=dict.fromkeys((*COUNTERS, *OWN_COUNTERS, *DISK_COUNTERS), 0),
         histograms={
             name: Histogram.with_bounds(lengths if bounds is None else bounds)
             for name, (_, bounds) in (HISTOGRAMS | OWN_HISTOGRAMS).items()

@@ -64,15 +64,15 @@ VLLM_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
 
 VLLM_HOST_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
     "external_prefix_cache_queries": (
-        "Prompt tokens looked up in CPU offload, because they were not on the device.",
+        "Prompt tokens looked up in CPU offload or on disk, because they were not on the device.",
         lambda counters: counters["prefix_cache_queries"] - _found_on_device(counters),
     ),
     "external_prefix_cache_hits": (
-        "Prompt tokens found in CPU offload.",
-        itemgetter("cpu_offload_hits"),
+        "Prompt tokens found in CPU offload or on disk.",
+        lambda counters: counters["cpu_offload_hits"] + counters["kv_disk_hits"],
     ),
 }
-"""CPU offload counts as an external cache in vLLM's metrics."""
+"""CPU offload and the disk count as an external cache in vLLM's metrics."""
 
 REJECTIONS: Final = {
     FinishReason.REJECTED: "queue_full",
@@ -90,6 +90,14 @@ OWN_COUNTERS: Final = {
     "audio_seconds": "Seconds of transcribed audio, rounded up for each file.",
     "kv_blocks_copied_in": "KV-cache blocks copied back from CPU memory.",
 }
+
+DISK_COUNTERS: Final = {
+    "kv_disk_hits": "Prompt tokens found on disk, beyond those in the prefix cache.",
+    "kv_disk_read_bytes": "Bytes of KV-cache blocks read from disk.",
+    "kv_disk_written_bytes": "Bytes of KV-cache blocks written to disk.",
+    "kv_disk_errors": "KV-cache blocks that could not be read from disk, and errors of the disk.",
+}
+"""Counters of a server with --kv-disk."""
 
 FIRST_TOKEN_BOUNDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

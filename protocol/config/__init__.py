@@ -56,7 +56,7 @@ __all__ = [
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1

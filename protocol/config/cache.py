@@ -108,6 +108,23 @@ class CacheConfig(msgspec.Struct, frozen=True):
             parse="per_replica",
         ),
     ] = 0.0
+    disk_path: Annotated[
+        str | None,
+        option(
+            "Directory for a KV cache on disk, which survives restarts",
+            name="--kv-disk",
+            metavar="PATH",
+        ),
+    ] = None
+    disk_gib: Annotated[
+        float,
+        option(
+            "Maximum size of the directory of --kv-disk, in GiB",
+            name="--kv-disk-gib",
+            metavar="GIB",
+            ge=0.001,
+        ),
+    ] = 10.0
     prefix_hash: Annotated[
         PrefixHash,
         option(

@@ -53,7 +53,9 @@ def open_runner(
         is_dummy = config.model.load_format is LoadFormat.DUMMY
         verify_files(config.model.weight_files)
         checkpoint = (DummyCheckpoint if is_dummy else open_checkpoint)(config.model.path)
-        runner = ModelRunner(config, device, checkpoint, on_progress, parallel)
+        runner = ModelRunner(
+            config, device, checkpoint, on_progress, parallel, core_index=core_index, rank=rank
+        )
         # The files may have changed during the minutes of loading.
         verify_files(config.model.weight_files)
         if workers_per_core > 1 or parallel.expert_group is not None:

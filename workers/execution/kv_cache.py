@@ -19,6 +19,7 @@ from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
+from ..kv_transfer.block_memory import BlockMemory
 from ..layers.spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups
 from ..models.mixers import StateBatch
@@ -41,6 +42,8 @@ class KVCache:
         self.groups = kv_cache_groups(model.spec, max_model_len)
         self._kinds_of_state = {x for x in self.groups if x.kind is AttentionKind.STATE_SPACE}
         self.layers: list[torch.Tensor] = []
+        self.memory: BlockMemory | None = None
+        """The blocks as bytes, once they are allocated."""
         self._attention = model.attention
         self._device = device
         own_layers = model.spec.layers[model.shard.layers.start : model.shard.layers.stop]
@@ -92,6 +95,7 @@ class KVCache:
         ]
         tensors = [memory.view(dtype) for memory in memories]
         pages = [memory.view(num_blocks, self._page_bytes) for memory in memories]
+        self.memory = BlockMemory(pages)
         self.layers = []
         for group, place in zip(self._group_of_cache, self._places, strict=True):
             if self._recurrent_by_group[group] is not None:
@@ -119,14 +123,17 @@ class KVCache:
     def free(self) -> None:
         """Free the cache."""
         self.layers = []
+        self.memory = None
 
-    def copy_blocks(self, output: SchedulerOutput) -> None:
-        """Copy blocks to the CPU offload and back, as the step says."""
-        if self._cpu_offload is not None:
-            if output.host_copies_out:
-                self._cpu_offload.copy_out(output.host_copies_out)
-            if output.host_copies_in:
-                self._cpu_offload.copy_in(output.host_copies_in)
+    def copy_out(self, output: SchedulerOutput) -> None:
+        """Copy blocks to the CPU offload, as the step says."""
+        if self._cpu_offload is not None and output.host_copies_out:
+            self._cpu_offload.copy_out(output.host_copies_out)
+
+    def copy_in(self, output: SchedulerOutput) -> None:
+        """Copy blocks back from the CPU offload, as the step says."""
+        if self._cpu_offload is not None and output.host_copies_in:
+            self._cpu_offload.copy_in(output.host_copies_in)
 
     def attention_metadata(self, batch: PersistentBatch, plan: StepPlan) -> list[Any]:
         """Return the metadata of the step for each group: the attention backend's, or a `StateBatch`."""

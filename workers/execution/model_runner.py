@@ -10,10 +10,12 @@ import torch
 
 from ...protocol.config import EngineConfig
 from ...protocol.kv_cache_groups import KVCacheGroup
-from ...protocol.worker_messages import HeldRequest, SchedulerOutput
+from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
 from ..device.accelerator import Accelerator, CUDAAccelerator
 from ..device.errors import explaining_device_errors
 from ..device.memory_profile import MemoryProfile
+from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
+from ..kv_transfer.fingerprint import cache_fingerprint
 from ..loaders import Checkpoint
 from ..lora_loader import LoraLoader
 from ..models.torch_decoder import TorchDecoder
@@ -59,7 +61,12 @@ class ModelRunner:
         on_progress: Callable[[int, int], None],
         parallel: ParallelState | None = None,
         accelerator: Accelerator | None = None,
+        *,
+        core_index: int = 0,
+        rank: int = 0,
     ) -> None:
+        self._config, self._core_index, self._rank = config, core_index, rank
+        self.connector: KVConnector | None = None
         if device.type == "cuda":
             accelerator = accelerator or CUDAAccelerator(device)
         parallel = parallel or ParallelState()
@@ -117,6 +124,13 @@ class ModelRunner:
         """Allocate the KV cache and the CPU offload."""
         self.kv_cache.allocate(num_blocks, num_host_blocks)
         self._execution.use_kv_cache()
+        transfer, memory = self._config.kv_transfer, self.kv_cache.memory
+        if transfer is not None and memory is not None:
+            fingerprint = cache_fingerprint(self._config, self._model, self._rank)
+            context = ConnectorContext(
+                self._config, transfer, self._core_index, self._rank, memory, fingerprint
+            )
+            self.connector = create_connector(context)
 
     def warm_up(self) -> None:
         """Prepare everything that would delay the first step."""
@@ -137,11 +151,17 @@ class ModelRunner:
             for load in output.lora_loads:
                 assert self.loras is not None
                 self.loras.begin(load)
-            self.kv_cache.copy_blocks(output)
+            self.kv_cache.copy_out(output)
+            if self.connector is not None:
+                self.connector.begin_step(output.kv_connector_metadata)
+            self.kv_cache.copy_in(output)
             self._requests.apply_output(output)
             if self._sources is not None:
                 self._sources.store(output.new_requests)
-            return self._execution.execute(output, await_grammar)
+            result = self._execution.execute(output, await_grammar)
+        if self.connector is not None and isinstance(result, ModelRunnerOutput):
+            result.kv_connector_output = self.connector.end_step()
+        return result
 
     @property
     def invitations_fd(self) -> int | None:
@@ -155,6 +175,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Finish all transfers that other workers of the replica wait for."""
+        if self.connector is not None:
+            self.connector.close()
         self._requests.close()
         self._pipeline.close()
         self._execution.close()

@@ -29,6 +29,7 @@ from ...protocol.worker_messages import (
     RowVector,
     SchedulerOutput,
 )
+from ..kv_transfer.connector import KVConnector
 from ..lora_loader import LoraLoader
 from .runner import GrammarSource
 
@@ -70,6 +71,7 @@ class NullRunner:
         self._pooled: dict[int, Int32Array] = {}
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._idle_from = 0.0
+        self.connector: KVConnector | None = None
         self.loras: LoraLoader | None = None
         if config.model.enable_lora:
             # Adapters change nothing.

@@ -12,6 +12,7 @@ from ...protocol.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from ..kv_transfer.connector import KVConnector
 from ..lora_loader import LoraLoader
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ class Runner(Protocol):
     @property
     def loras(self) -> LoraLoader | None:
         """The loader of LoRA adapters; None if requests may use none."""
+
+    @property
+    def connector(self) -> KVConnector | None:
+        """The workers' half of the KV connector, once the KV cache is allocated; None without one."""
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache and the CPU offload."""

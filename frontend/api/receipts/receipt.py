@@ -56,6 +56,7 @@ def make_receipt(
         "scheduler_ms": round(1000 * sum(s.scheduler_time for s in sequences), 3),
         "prompt_tokens": first.num_prompt_tokens,
         "cached_tokens": first.num_cached_tokens,
+        "disk_tokens": first.num_loaded_tokens,
         "preemptions": sum(s.num_preemptions for s in sequences),
         "accepted_draft_tokens": sum(s.num_drafted_tokens for s in sequences),
     }

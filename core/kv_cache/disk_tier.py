@@ -1,0 +1,235 @@
+"""The scheduler's half of the KV cache on disk: decides which blocks are stored and which are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from ...protocol.arrays import int32_bytes
+from ...protocol.config import KVTransferConfig
+from ...protocol.kv_transfer.disk import DISK_CONNECTOR, DiskCommands, DiskLoad, DiskReport
+from ...protocol.worker_messages import SchedulerOutput
+from ..state.request import Request
+from .connector import BlockConnector, register_connector
+
+_decode_report = msgspec.msgpack.Decoder(DiskReport).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class DiskTier(BlockConnector):
+    """Stores every block soon after it is full, and finds those that all workers have on their disks.
+
+    A block waits in `_pending` from when it becomes findable until a step that is scheduled after the one that fills
+    it: that step's metadata reaches the workers when the block is complete. Each worker copies the block then, and
+    writes the copy when it can. At most `_capacity` blocks are on their way at a time.
+    """
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self._num_workers = num_workers
+        self._step = 1
+        """The step that is planned next."""
+        self._find_block: Callable[[bytes], int | None] = lambda key: None
+        self._everyone = (1 << num_workers) - 1
+        self._having: dict[bytes, int] = {}
+        """The workers that have each block, as a bit mask."""
+        self._stored: set[bytes] = set()
+        """The blocks that all workers have."""
+        self._capacity = 0
+        self._capacities: dict[int, int] = {}
+        self._pending: dict[bytes, int] = {}
+        """The blocks to be stored, and the step that was planned when each became findable."""
+        self._evicted: deque[tuple[bytes, int]] = deque()
+        """The blocks to be stored with the next step, which overwrites them."""
+        self._storing: Counter[bytes] = Counter()
+        """How many workers have not answered the command to store each block."""
+        self._unwanted: Counter[bytes] = Counter()
+        """How many workers have not answered the command to remove each block."""
+        self._commands = DiskCommands()
+        self._counts: Counter[str] = Counter()
+        self._is_off = False
+
+    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+        """Receive the function that returns the block with some content."""
+        self._find_block = find_block
+
+    # what the prefix cache does
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Store blocks once they are complete, unless they are stored already."""
+        if self._is_off:
+            return
+        stored, storing = self._stored, self._storing
+        for key in keys:
+            if key not in stored and key not in storing:
+                # Of several blocks with this content, the last one to be filled may be the one that is found.
+                self._pending[key] = self._step
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Store a block with the next step, if it is complete and there is room."""
+        step = self._pending.pop(key, self._step)
+        if step < self._step and len(self._storing) + len(self._evicted) < self._capacity:
+            self._evicted.append((key, block_id))
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Do not store these blocks, and delete them from the disk."""
+        keys = list(keys)
+        for key in keys:
+            self._pending.pop(key, None)
+            self._stored.discard(key)
+            if self._having.pop(key, 0) or key in self._storing:
+                self._commands.removed.append(key)
+                self._unwanted[key] += self._num_workers
+        if self._evicted:
+            gone = set(keys)
+            self._evicted = deque(entry for entry in self._evicted if entry[0] not in gone)
+
+    def cache_cleared(self) -> None:
+        """Delete everything from the disk."""
+        self._pending.clear()
+        self._evicted.clear()
+        self._having.clear()
+        self._stored.clear()
+        self._commands.clears = True
+        self._commands.removed.clear()
+
+    # what requests need
+
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return 1 for each key that all workers have, or b"" if they have none."""
+        stored = self._stored
+        if not (stored and self._capacity):
+            return b""
+        mask = bytes(map(stored.__contains__, keys))
+        return mask if 1 in mask else b""
+
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Load blocks with the next step's metadata."""
+        self._commands.loads.append(
+            DiskLoad(request.transfer_id, list(keys), int32_bytes(list(block_ids)))
+        )
+
+    # messages
+
+    def needs_step(self) -> bool:
+        """Return whether there is something to store, delete or load, and room for it."""
+        commands = self._commands
+        if commands.loads or commands.removed or commands.clears:
+            return bool(self._capacity)
+        return bool(self._pending) and len(self._storing) < self._capacity
+
+    def is_flushed(self) -> bool:
+        """Return whether no block is waiting or on its way to the disk."""
+        return not (self._capacity and (self._pending or self._storing))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the commands for the workers."""
+        self._step = scheduler_output.step + 1
+        if not self._capacity:
+            self._evicted.clear()
+            return b""
+        self._choose_stores(scheduler_output.step)
+        commands = self._commands
+        if commands == _NO_COMMANDS:
+            return b""
+        self._commands = DiskCommands()
+        return _encode(commands)
+
+    def _choose_stores(self, step: int) -> None:
+        blocks: list[int] = []
+        stores = self._commands.stores
+        for key, block in self._evicted:
+            if key not in self._storing:
+                stores.append(key)
+                blocks.append(block)
+                self._storing[key] = self._num_workers
+        self._evicted.clear()
+        # The copies of a step delay it.
+        room = min(self._capacity - len(self._storing), max(1, self._capacity // 4))
+        if room > 0 and self._pending:
+            ready = []
+            for key, since in self._pending.items():
+                if since < step:
+                    ready.append(key)
+                    if len(ready) == room:
+                        break
+            for key in ready:
+                del self._pending[key]
+                found = self._find_block(key)
+                if found is not None:
+                    stores.append(key)
+                    blocks.append(found)
+                    self._storing[key] = self._num_workers
+        if blocks:
+            self._commands.store_blocks = int32_bytes(blocks)
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Apply a worker's report."""
+        report = _decode_report(data)
+        if report.capacity:
+            self._capacities[rank] = report.capacity
+            if len(self._capacities) == self._num_workers:
+                self._capacity = min(self._capacities.values())
+        for key in report.deleted:
+            _count_down(self._unwanted, key)
+        self._add_stored(1 << rank, report.stored)
+        for key in report.removed:
+            self._stored.discard(key)
+            self._having[key] = self._having.get(key, 0) & ~(1 << rank)
+            if not self._having[key]:
+                del self._having[key]
+        for key in report.ended:
+            _count_down(self._storing, key)
+        self._counts["read_bytes"] += report.num_bytes_read
+        self._counts["written_bytes"] += report.num_bytes_written
+        self._counts["errors"] += report.num_errors
+        if report.is_off:
+            self._turn_off()
+
+    def _add_stored(self, worker: int, keys: list[bytes]) -> None:
+        if self._is_off:
+            return
+        having, unwanted = self._having, self._unwanted
+        for key in keys:
+            workers = having[key] = having.get(key, 0) | worker
+            if workers == self._everyone and key not in unwanted:
+                self._stored.add(key)
+
+    def _turn_off(self) -> None:
+        """Store and find nothing from now on. Loads that are under way end in the workers."""
+        self._is_off = True
+        self._stored.clear()
+        self._having.clear()
+        self._pending.clear()
+        self._evicted.clear()
+        self._storing.clear()
+        self._unwanted.clear()
+        self._commands.removed.clear()
+        self._commands.clears = False
+
+    def take_stats(self) -> dict[str, float]:
+        """Return counts since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return {name: float(count) for name, count in counts.items() if count}
+
+
+_NO_COMMANDS: Final = DiskCommands()
+
+
+def _count_down(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if counts[key] <= 0:
+        del counts[key]
+
+
+def _create(config: KVTransferConfig) -> DiskTier:
+    num_workers = config.kv_connector_extra_config.get("num_workers", 1)
+    assert isinstance(num_workers, int)
+    return DiskTier(num_workers)
+
+
+register_connector(DISK_CONNECTOR, _create)

@@ -1,0 +1,1 @@
+"""Messages between the two halves of built-in KV connectors."""

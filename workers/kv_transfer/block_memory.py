@@ -1,0 +1,108 @@
+"""The blocks of a worker's KV cache as bytes.
+
+Shapes: N blocks, L cache tensors (the layers of a group), P bytes of one block in one of them, k copied blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..device import host_memory
+from ..device.pinned_memory import pin
+from ..device.transfers import to_device
+
+Fence: TypeAlias = "torch.cuda.Event | None"
+"""The end of everything that a device was given to do up to some time; None on the CPU, which does all at once."""
+
+
+class BlockMemory:
+    """Reads and writes whole blocks. A block of any group has `block_bytes` bytes: L parts of P bytes.
+
+    Args:
+        pages: The cache tensors, uint8 [N, P].
+    """
+
+    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+        self._pages = list(pages)
+        self.device = pages[0].device
+        self.num_blocks, self.page_bytes = pages[0].shape
+        self.num_pages = len(pages)
+        self.block_bytes = self.num_pages * self.page_bytes
+        self._host_pages: list[NDArray[np.uint8]] = []
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cpu":
+            self._host_pages = [page.numpy() for page in pages]
+        else:
+            self._stream = torch.cuda.Stream(self.device)
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if blocks are in host memory, so that `views` has them."""
+        return self._stream is None
+
+    def views(self, block: int) -> list[memoryview]:
+        """Return the L parts of a block in host memory, which may be read and written in place."""
+        return [memoryview(page[block]) for page in self._host_pages]
+
+    def host_buffer(self, num_blocks: int) -> NDArray[np.uint8]:
+        """Return host memory for copies, uint8 [num_blocks, L * P], which a device copies to beside its steps."""
+        memory = host_memory.allocate(num_blocks * self.block_bytes)
+        if self._stream is not None:
+            pin(memory, self.block_bytes, self, self._stream.synchronize)
+        return memory.reshape(num_blocks, self.block_bytes)
+
+    def fence(self) -> Fence:
+        """Return the end of everything that the device was given to do by now."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def read(self, blocks: Sequence[int], out_kB: NDArray[np.uint8], rows: Sequence[int]) -> None:
+        """Copy blocks to the rows `rows` of `out_kB`, after all steps that were begun.
+
+        Later steps may overwrite the blocks as soon as this returns. On a GPU the rows are filled after `synchronize`.
+        """
+        parts_kLP = out_kB.reshape(len(out_kB), self.num_pages, self.page_bytes)
+        if self._stream is None:
+            for layer, page in enumerate(self._host_pages):
+                parts_kLP[rows, layer] = page[blocks]
+            return
+        current = torch.cuda.current_stream(self.device)
+        blocks_k = to_device(np.array(blocks, np.int64), self.device)
+        gathered_kLP = torch.stack([page.index_select(0, blocks_k) for page in self._pages], 1)
+        self._stream.wait_stream(current)
+        target_kLP = torch.from_numpy(parts_kLP)
+        with torch.cuda.stream(self._stream):
+            for index, row in enumerate(rows):
+                target_kLP[row].copy_(gathered_kLP[index], non_blocking=True)
+        gathered_kLP.record_stream(self._stream)
+
+    def write(self, blocks: Sequence[int], data_kB: NDArray[np.uint8], fence: Fence) -> None:
+        """Copy the first rows of `data_kB` to blocks that no later step uses, after `fence`.
+
+        May be called from any thread; waits for the copy.
+        """
+        parts_kLP = data_kB.reshape(len(data_kB), self.num_pages, self.page_bytes)[: len(blocks)]
+        if self._stream is None or fence is None:
+            for layer, page in enumerate(self._host_pages):
+                page[blocks] = parts_kLP[:, layer]
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(fence)
+            blocks_k = torch.tensor(blocks, device=self.device)
+            arrived_kLP = torch.from_numpy(parts_kLP).to(self.device)
+            for layer, cache_NP in enumerate(self._pages):
+                cache_NP.index_copy_(0, blocks_k, arrived_kLP[:, layer])
+        self._stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until what `read` copied has arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()

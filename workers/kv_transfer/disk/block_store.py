@@ -1,0 +1,471 @@
+"""The blocks of one fingerprint on disk: appended to segments, found by their keys, and deleted by whole segments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from .directory import (
+    OPEN_SUFFIX,
+    SEALED_SUFFIX,
+    SegmentFile,
+    SharedDirectory,
+    list_segments,
+    try_lock,
+)
+from .segment_format import HEADER_BYTES, Record, SegmentFormat
+
+MAX_SEGMENT_BYTES: Final = 1 << 30
+SEGMENTS_PER_DIRECTORY: Final = 64
+"""A segment is what is deleted at once, so it has at most this fraction of the directory."""
+
+MAX_OPEN_FILES: Final = 64
+
+
+class _Place(NamedTuple):
+    segment: _Segment
+    record: Record
+
+
+class _Segment:
+    """A segment that is known: its number, and the keys that were found in it."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.number = number
+        self.path = path
+        self.num_records = 0
+        self.keys: set[bytes] = set()
+        self.is_used = False
+
+
+class Changes(NamedTuple):
+    """The keys of blocks that can be read since some time, and of those that no longer can."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class BlockStore:
+    """A content-addressed store of blocks of equal size in a directory that processes share.
+
+    Only the process that holds the directory's lock appends; the others read, and one of them takes over when the
+    writer has ended. `read` may be called by any thread, all other methods by one.
+
+    Args:
+        directory: The directory and its bound.
+        fingerprint: 32 bytes; blocks of other fingerprints are not found.
+        block_bytes: Bytes of each block.
+
+    Raises:
+        OSError: The directory cannot be used.
+        ValueError: The bound is smaller than a segment of one block.
+    """
+
+    def __init__(self, directory: SharedDirectory, fingerprint: bytes, block_bytes: int) -> None:
+        self._format = SegmentFormat(fingerprint, block_bytes)
+        self._directory = directory
+        self.path = directory.fingerprint_directory(fingerprint)
+        most = min(MAX_SEGMENT_BYTES, directory.limit_bytes // SEGMENTS_PER_DIRECTORY)
+        self._records_per_segment = max(1, self._format.count_records(most))
+        self._segment_bytes = self._format.size_of(self._records_per_segment)
+        if self._segment_bytes > directory.limit_bytes:
+            raise ValueError(
+                f"{directory.limit_bytes} bytes hold no segment of one block, {self._segment_bytes} bytes"
+            )
+        self._mutex = threading.Lock()
+        self._places: dict[bytes, _Place] = {}
+        self._changed: dict[bytes, bool] = {}
+        """True for each key added since the last report, False for each removed one."""
+        self._segments: dict[int, _Segment] = {}
+        self._files: OrderedDict[int, int] = OrderedDict()
+        """Descriptors by segment number, least recently used first."""
+        self._in_use: dict[int, int] = {}
+        """Number of threads that read each descriptor."""
+        self._writer_lock: int | None = None
+        self._tail: _Segment | None = None
+        self._tail_fd = -1
+        self._tail_headers: list[bytes] = []
+
+    @property
+    def is_writer(self) -> bool:
+        """True if this process appends."""
+        return self._writer_lock is not None
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of all blocks."""
+        with self._mutex:
+            return list(self._places)
+
+    @property
+    def has_changes(self) -> bool:
+        """True if `take_changes` has something to return."""
+        return bool(self._changed)
+
+    def take_changes(self) -> Changes:
+        """Return what changed since the last call."""
+        with self._mutex:
+            changed, self._changed = self._changed, {}
+        added = [key for key, is_added in changed.items() if is_added]
+        return Changes(added, [key for key, is_added in changed.items() if not is_added])
+
+    # reading
+
+    def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Read a block into writable buffers of `block_bytes` in all.
+
+        Returns:
+            Whether they have the block. If not, their content is undefined, and the store forgets the block.
+
+        Raises:
+            OSError: The file exists but cannot be read.
+        """
+        with self._mutex:
+            place = self._places.get(key)
+        if place is None:
+            return False
+        segment, record = place
+        try:
+            with self._reading(segment) as fd:
+                is_whole = _read_into(fd, parts, record.offset)
+        except FileNotFoundError:
+            # Another process has deleted it to make room.
+            self._forget_segments([segment])
+            return False
+        if is_whole and self._format.checksum(key, parts) == record.checksum:
+            segment.is_used = True
+            return True
+        self._forget(key)
+        return False
+
+    @contextlib.contextmanager
+    def _reading(self, segment: _Segment) -> Iterator[int]:
+        """Open a segment, or use the descriptor that is open already."""
+        with self._mutex:
+            fd = self._files.get(segment.number)
+            if fd is None:
+                fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[segment.number] = fd
+            self._files.move_to_end(segment.number)
+            self._in_use[fd] = self._in_use.get(fd, 0) + 1
+            self._close_files(MAX_OPEN_FILES)
+        try:
+            yield fd
+        finally:
+            with self._mutex:
+                self._in_use[fd] -= 1
+
+    def _close_files(self, most: int) -> None:
+        """Close the least recently used descriptors beyond `most`, except those being read."""
+        idle = [number for number, fd in self._files.items() if not self._in_use.get(fd)]
+        for number in idle[: max(0, len(self._files) - most)]:
+            self._close_file(number)
+
+    def _close_file(self, number: int) -> None:
+        fd = self._files.pop(number, None)
+        if fd is not None:
+            self._in_use.pop(fd, None)
+            os.close(fd)
+
+    def _forget(self, key: bytes) -> None:
+        with self._mutex:
+            place = self._places.pop(key, None)
+            if place is not None:
+                place.segment.keys.discard(key)
+                self._changed[key] = False
+
+    def _forget_segments(self, segments: Iterable[_Segment]) -> None:
+        """Forget segments that no longer exist."""
+        with self._mutex:
+            for segment in segments:
+                if self._segments.get(segment.number) is not segment:
+                    continue
+                del self._segments[segment.number]
+                for key in segment.keys:
+                    del self._places[key]
+                    self._changed[key] = False
+                fd = self._files.get(segment.number)
+                if fd is not None and not self._in_use.get(fd):
+                    self._close_file(segment.number)
+
+    # the index
+
+    def refresh(self) -> None:
+        """Look for segments, and records in them, that other processes have added or deleted.
+
+        The first call reads the whole index. If no process writes, this one begins to.
+
+        Raises:
+            OSError: The directory cannot be read.
+        """
+        self._become_writer()
+        found = {_number(file.path): file for file in list_segments(self.path)}
+        gone = [
+            segment
+            for number, segment in list(self._segments.items())
+            if number not in found and segment is not self._tail
+        ]
+        self._forget_segments(gone)
+        for number, file in sorted(found.items()):
+            segment = self._segments.get(number)
+            if segment is self._tail and segment is not None:
+                continue
+            if segment is None or not segment.path.endswith(SEALED_SUFFIX):
+                self._read_index(file)
+        self._record_use()
+
+    def _read_index(self, file: SegmentFile) -> None:
+        """Add the records of a segment that are not known yet."""
+        number = _number(file.path)
+        segment = self._segments.get(number) or _Segment(number, file.path)
+        try:
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if segment.num_records:
+                size = os.fstat(fd).st_size
+                records = list(self._format.scan_records(fd, size, segment.num_records))
+            else:
+                records = self._format.read_records(fd) or []
+        finally:
+            os.close(fd)
+        segment.path = file.path
+        self._add_records(segment, records)
+
+    def _add_records(self, segment: _Segment, records: Sequence[Record]) -> None:
+        with self._mutex:
+            self._segments[segment.number] = segment
+            segment.num_records += len(records)
+            for record in records:
+                if record.key not in self._places:
+                    segment.keys.add(record.key)
+                    self._places[record.key] = _Place(segment, record)
+                    self._changed[record.key] = True
+
+    def _record_use(self) -> None:
+        """Let the time of change of each segment that was read since the last call be now."""
+        for segment in list(self._segments.values()):
+            if segment.is_used:
+                segment.is_used = False
+                with contextlib.suppress(OSError):
+                    os.utime(segment.path)
+
+    # writing
+
+    def append(self, key: bytes, data: memoryview) -> bool:
+        """Append a block. Return False if this process does not write, or there is no room.
+
+        Raises:
+            OSError: The disk is full or failing. The store must not be appended to any more.
+        """
+        if key in self._places:
+            return True
+        if self._tail is not None and len(self._tail_headers) == self._records_per_segment:
+            self._seal_tail()
+        if self._tail is None and not self._begin_segment():
+            return False
+        assert self._tail is not None
+        index = len(self._tail_headers)
+        checksum = self._format.checksum(key, (data,))
+        header = self._format.record_header(key, checksum, index)
+        offset = self._format.offset_of(index)
+        _write_all(self._tail_fd, (header, data), offset)
+        self._tail_headers.append(header)
+        self._add_records(self._tail, [Record(key, checksum, offset + HEADER_BYTES)])
+        return True
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Destroy blocks whose content may be wrong, so that no process finds them any more.
+
+        Raises:
+            OSError: A file cannot be written to.
+        """
+        for key in keys:
+            with self._mutex:
+                place = self._places.get(key)
+            if place is None:
+                continue
+            self._forget(key)
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(place.segment.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    self._destroy(fd, place.record)
+                finally:
+                    os.close(fd)
+
+    def _destroy(self, fd: int, record: Record) -> None:
+        """Change the bytes of a block so that they do not have its checksum."""
+        num_bytes = min(HEADER_BYTES, self._format.block_bytes)
+        os.pwrite(fd, bytes(num_bytes), record.offset)
+        if self._format.is_intact(fd, record):
+            # The block began with zeros.
+            os.pwrite(fd, b"\xff" * num_bytes, record.offset)
+
+    def clear(self) -> None:
+        """Delete all segments of this fingerprint, except what another process is writing.
+
+        Raises:
+            OSError: A file cannot be deleted.
+        """
+        if self._tail is not None:
+            self._seal_tail()
+        for file in list_segments(self.path):
+            if file.is_sealed:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.path)
+        self._forget_segments(list(self._segments.values()))
+
+    def close(self) -> None:
+        """Seal the segment that is being written, and release all files.
+
+        Raises:
+            OSError: The disk is full or failing.
+        """
+        try:
+            if self._tail is not None:
+                self._seal_tail()
+            self._record_use()
+        finally:
+            with self._mutex:
+                self._close_files(0)
+            if self._writer_lock is not None:
+                os.close(self._writer_lock)
+                self._writer_lock = None
+
+    def _become_writer(self) -> None:
+        """Take over from a writer that has ended, and seal what it was writing."""
+        if self._writer_lock is not None:
+            return
+        self._writer_lock = try_lock(self.path / "lock")
+        if self._writer_lock is None:
+            return
+        for file in list_segments(self.path):
+            if not file.is_sealed:
+                # Another process may delete it to make room.
+                with contextlib.suppress(FileNotFoundError):
+                    self._seal_abandoned(file.path)
+        with self._directory.making_room(0):
+            pass
+
+    def _seal_abandoned(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            records = self._format.read_records(fd)
+            # The last block may have been written in part.
+            if records and not self._format.is_intact(fd, records[-1]):
+                records.pop()
+            if not records:
+                os.unlink(path)
+                return
+            headers = [
+                os.pread(fd, HEADER_BYTES, record.offset - HEADER_BYTES) for record in records
+            ]
+            self._write_trailer(fd, headers)
+        finally:
+            os.close(fd)
+        os.rename(path, _sealed(path))
+
+    def _begin_segment(self) -> bool:
+        """Create the segment to append to, with all its space. Return False if there is no room for it."""
+        if self._writer_lock is None:
+            return False
+        with self._directory.making_room(self._segment_bytes) as has_room:
+            self.refresh()
+            if not has_room:
+                return False
+            # Never a number that was used before, which other processes may remember.
+            number = max(time.time_ns(), 1 + max(self._segments, default=0))
+            path = str(self.path / f"{number:016x}{OPEN_SUFFIX}")
+            fd = try_lock(Path(path))
+            if fd is None:
+                return False
+            try:
+                os.posix_fallocate(fd, 0, self._segment_bytes)
+                _write_all(fd, (self._format.header,), 0)
+            except OSError:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+        self._tail, self._tail_fd, self._tail_headers = _Segment(number, path), fd, []
+        with self._mutex:
+            self._segments[number] = self._tail
+        return True
+
+    def _seal_tail(self) -> None:
+        assert self._tail is not None
+        segment, fd = self._tail, self._tail_fd
+        self._tail = None
+        try:
+            if not self._tail_headers:
+                os.unlink(segment.path)
+                self._forget_segments([segment])
+                return
+            self._write_trailer(fd, self._tail_headers)
+            path = _sealed(segment.path)
+            os.rename(segment.path, path)
+            segment.path = path
+        finally:
+            os.close(fd)
+
+    def _write_trailer(self, fd: int, headers: Sequence[bytes]) -> None:
+        end = self._format.offset_of(len(headers))
+        # Shortened first: what is left of a longer file must not follow the trailer.
+        os.ftruncate(fd, end)
+        _write_all(fd, (self._format.trailer(headers),), end)
+
+
+def _number(path: str) -> int:
+    """Return the number of a segment by its name; -1 if it has none."""
+    with contextlib.suppress(ValueError):
+        return int(os.path.basename(path).partition(".")[0], 16)
+    return -1
+
+
+def _sealed(path: str) -> str:
+    return path.removesuffix(OPEN_SUFFIX) + SEALED_SUFFIX
+
+
+def _read_into(fd: int, parts: Sequence[memoryview], offset: int) -> bool:
+    """Fill buffers from a file. Return False if it ends before."""
+    left = sum(map(len, parts))
+    for start in range(0, len(parts), _MAX_PARTS):
+        some = parts[start : start + _MAX_PARTS]
+        wanted = sum(map(len, some))
+        if os.preadv(fd, some, offset) != wanted:
+            return False
+        offset += wanted
+        left -= wanted
+    return not left
+
+
+_MAX_PARTS: Final = 1024
+"""Maximum number of buffers in a call of preadv(2) or pwritev(2)."""
+
+
+def _write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write all parts one behind the other.
+
+    Raises:
+        OSError: The disk is full or failing.
+    """
+    data = [memoryview(part).cast("B") for part in parts]
+    while data:
+        written = os.pwritev(fd, data, offset)
+        offset += written
+        while data and written >= len(data[0]):
+            written -= len(data.pop(0))
+        if data:
+            data[0] = data[0][written:]

@@ -1,0 +1,89 @@
+"""The fingerprint of a worker's KV cache: a hash of all that determines a block's bytes beside its content key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import msgspec
+import torch
+
+from ...protocol.config import EngineConfig, LoadFormat
+from ..attention import PagedAttention
+from ..cpu.attention import NativeAttention
+from ..cpu.library import LIBRARY_PATH, instruction_set
+from ..layers.spec import ModelSpec
+
+NUMERICS_VERSION: Final = 1
+"""Raised whenever keys, values or states of the same tokens change by a bit, or are stored differently.
+
+Changes of the native library need none, because its bytes are part of the fingerprint.
+"""
+
+SAMPLES_PER_FILE: Final = 1024
+SAMPLE_BYTES: Final = 4096
+"""The parts of each file of weights that are hashed; a whole one would take seconds per gigabyte."""
+
+
+class FingerprintedModel(Protocol):
+    """The parts of a model on which the fingerprint depends."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model."""
+
+    @property
+    def attention(self) -> PagedAttention:
+        """The attention backend, which lays out the blocks."""
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden states."""
+
+
+def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int) -> bytes:
+    """Return the fingerprint of the blocks of one worker, 32 bytes.
+
+    Equal fingerprints mean that blocks with equal content keys have equal bytes, on whichever machine.
+    """
+    attention, parallel = model.attention, config.parallel
+    is_native = isinstance(attention, NativeAttention)
+    device = "cpu" if attention.device.type == "cpu" else torch.cuda.get_device_name()
+    facts = (
+        NUMERICS_VERSION,
+        hash_weights(file.path for file in config.model.weight_files),
+        config.model.seed if config.model.load_format is LoadFormat.DUMMY else None,
+        config.model.quantization,
+        repr(model.spec),
+        type(model).__name__,
+        type(attention).__name__,
+        (attention.kv_cache_shape(1), str(attention.dtype), config.cache.block_size),
+        str(model.hidden_dtype),
+        (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank),
+        config.cache.prefix_hash.value,
+        (device, config.device.batch_invariant),
+        (instruction_set(), _hash_file(os.fspath(LIBRARY_PATH)))
+        if is_native
+        else torch.__version__,
+    )
+    return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
+
+
+def hash_weights(paths: Iterable[str]) -> bytes:
+    """Return a hash of the sizes of files and of samples of their content, evenly spread."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
+            for offset in range(0, size, step):
+                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return digest.digest()
+
+
+def _hash_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
