@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import pytest
@@ -22,11 +23,17 @@ IS_FULL: Final = bool(os.environ.get("ENGINE_HOSTILE_FULL"))
 FIELDS_OF_BATCHES: Final = ("messages", "n", "stream", "tools")
 """Fields that batches read in their own way. The others are those of chat completions."""
 
-NUM_WRONG: Final = 4
-"""Number of wrong values of a field that another schema has as well, which change from field to field."""
+NUM_WRONG: Final = 24
+"""Number of wrong values of each field, which change from field to field."""
+
+NUM_WRONG_AGAIN: Final = 3
+"""Number of wrong values of a field that another schema has as well."""
 
 NUM_LARGE: Final = 1
 """Number of large values of each field, which change from field to field."""
+
+ATTACKS_AT_ONCE: Final = 200
+"""Number of attacks after which streams, processes and memory are looked at."""
 
 FIELDS_PER_LARGEST: Final = 28
 """One in so many fields gets one of the largest values."""
@@ -111,10 +118,17 @@ def assert_no_faults(faults: list[str]) -> None:
     assert not faults, f"{len(faults)} faults:\n{shown}"
 
 
-def find_faults_of_each(
-    target: Target, batches: Iterator[list[Attack]], num_threads: int
+def find_all_faults(
+    target: Target,
+    attacks: Iterable[Attack],
+    num_threads: int = 1,
+    at_once: int = ATTACKS_AT_ONCE,
 ) -> list[str]:
-    return [fault for batch in batches for fault in target.find_faults(batch, num_threads)]
+    remaining = iter(attacks)
+    faults = []
+    while batch := list(islice(remaining, at_once)):
+        faults += target.find_faults(batch, num_threads)
+    return faults
 
 
 def constant(value: bytes) -> Callable[[], bytes]:
@@ -129,22 +143,20 @@ def test_every_route_with_a_body_has_fields(target: Target) -> None:
 def test_wrong_values_in_every_field_get_a_clear_answer(target: Target) -> None:
     seen: set[str] = set()
 
-    def batches() -> Iterator[list[Attack]]:
+    def attacks() -> Iterator[Attack]:
         for number, (route, field) in enumerate(fields_of(target, once=True)):
-            count = NUM_WRONG if field in seen else len(SMALL)
+            count = NUM_WRONG_AGAIN if field in seen else NUM_WRONG
             seen.add(field)
-            yield [
-                route.attack(field, name, constant(value))
-                for name, value in in_turn(SMALL, number, count)
-            ]
+            for name, value in in_turn(SMALL, number, count):
+                yield route.attack(field, name, constant(value))
 
-    assert_no_faults(find_faults_of_each(target, batches(), NUM_THREADS))
+    assert_no_faults(find_all_faults(target, attacks(), NUM_THREADS))
 
 
 def test_wrong_values_inside_objects_and_lists_get_a_clear_answer(target: Target) -> None:
     seen: set[str] = set()
 
-    def batches() -> Iterator[list[Attack]]:
+    def attacks() -> Iterator[Attack]:
         for number, (route, field) in enumerate(fields_of(target, once=True)):
             if field not in SAMPLES:
                 continue
@@ -152,13 +164,11 @@ def test_wrong_values_inside_objects_and_lists_get_a_clear_answer(target: Target
             is_first = IS_FULL or field not in seen
             seen.add(field)
             names = NESTED if is_first else [NESTED[number % len(NESTED)]]
-            yield [
-                route.attack(field, f"{place} {name}", constant(text))
-                for sample in samples_of(route, field)
-                for place, name, text in mutations(sample, names)
-            ]
+            for sample in samples_of(route, field):
+                for place, name, text in mutations(sample, names):
+                    yield route.attack(field, f"{place} {name}", constant(text))
 
-    assert_no_faults(find_faults_of_each(target, batches(), NUM_THREADS))
+    assert_no_faults(find_all_faults(target, attacks(), NUM_THREADS))
 
 
 def samples_of(route: Route, field: str) -> list[Any]:
@@ -191,23 +201,22 @@ def _marked(value: Any, mark: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_large_values_in_every_field_get_a_clear_answer(target: Target) -> None:
-    batches = (
-        [route.attack(field, name, value) for name, value in in_turn(LARGE, number, NUM_LARGE)]
+    attacks = (
+        route.attack(field, name, value)
         for number, (route, field) in enumerate(fields_of(target, once=True))
+        for name, value in in_turn(LARGE, number, NUM_LARGE)
     )
-    assert_no_faults(find_faults_of_each(target, batches, 1))
+    assert_no_faults(find_all_faults(target, attacks, at_once=10))
 
 
 def test_the_largest_values_in_every_field_get_a_clear_answer(target: Target) -> None:
-    batches = (
-        [
-            route.attack(field, name, value)
-            for name, value in in_turn(LARGEST, number // FIELDS_PER_LARGEST)
-        ]
+    attacks = (
+        route.attack(field, name, value)
         for number, (route, field) in enumerate(fields_of(target, once=True))
         if IS_FULL or number % FIELDS_PER_LARGEST == 0
+        for name, value in in_turn(LARGEST, number // FIELDS_PER_LARGEST)
     )
-    assert_no_faults(find_faults_of_each(target, batches, 1))
+    assert_no_faults(find_all_faults(target, attacks, at_once=1))
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1", b'"', b"{", b"\xff", b"{}" * 2])

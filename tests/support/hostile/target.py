@@ -101,8 +101,9 @@ class Route:
         if self.is_batch:
             members["messages"] = b"[" + members["messages"] + b"]"
         for other in ("messages", "input"):
-            if other in members and "prompt" in members:
-                # A body may have only one of these two. Keep the one that the attack is on.
+            if other in members and "prompt" in members and self.path != "/api/embed":
+                # A body may have only one of these two. Keep the one that the attack is on. /api/embed reads only
+                # its input, and its schema has the prompt of /api/embeddings.
                 del members[other if field == "prompt" else "prompt"]
         members[field] = value
         pairs = (json.dumps(name).encode() + b": " + text for name, text in members.items())
