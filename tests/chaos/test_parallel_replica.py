@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,45 @@ from support.tiny_checkpoints import mixture_directory, qwen3_directory
 
 # No log-probabilities, because their last digits depend on the batch where torch multiplies.
 REQUESTS = [
-    {**body, "max_tokens": 300, "logprobs": None, "prompt_logprobs": None} for body in bodies(10)
+    {**body, "max_tokens": 200, "logprobs": None, "prompt_logprobs": None} for body in bodies(10)
 ]
 
 
 @pytest.fixture(scope="module")
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Run a replica divided by the option that a test names. Each crash is caused with one of the two."""
-    make = mixture_directory if request.param == "-tp" else qwen3_directory
-    path: Path = make(tmp_path_factory.mktemp("tiny"))[0]
-    args = ("--dtype", "float32", request.param, "2", "--heartbeat-timeout", "3")
-    with Server(str(path), *args, "--kv-host-gib", "0.01", env=ENVIRONMENT) as server:
-        yield server
-        assert server.stop() == 0, server.log
+def replicas(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], tuple[Server, list[dict[str, Any]]]]]:
+    """Give the server of a replica divided by an option, and its undisturbed answers."""
+    with ExitStack() as servers:
+
+        @functools.cache
+        def replica(option: str) -> tuple[Server, list[dict[str, Any]]]:
+            make = mixture_directory if option == "-tp" else qwen3_directory
+            path: Path = make(tmp_path_factory.mktemp("tiny"))[0]
+            args = ("--dtype", "float32", option, "2", "--heartbeat-timeout", "3")
+            server = Server(str(path), *args, "--kv-host-gib", "0.01", env=ENVIRONMENT)
+            servers.enter_context(server)
+            started.append(server)
+            return server, undisturbed_answers(server, REQUESTS)
+
+        started: list[Server] = []
+        yield replica
+        for server in started:
+            assert server.stop() == 0, server.log
 
 
-@pytest.fixture(scope="module")
-def undisturbed(server: Server) -> list[dict[str, Any]]:
-    return undisturbed_answers(server, REQUESTS)
+@pytest.fixture
+def server(request: pytest.FixtureRequest, replicas) -> Server:
+    """Return the replica divided by the option that a test names. Each crash is caused with one of the two."""
+    found: Server = replicas(request.param)[0]
+    return found
+
+
+@pytest.fixture
+def undisturbed(request: pytest.FixtureRequest, server: Server, replicas) -> list[dict[str, Any]]:
+    option = request.node.callspec.params["server"]
+    answers: list[dict[str, Any]] = replicas(option)[1]
+    return answers
 
 
 @pytest.mark.parametrize(

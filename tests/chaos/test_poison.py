@@ -67,10 +67,7 @@ RAISED = "core 0: RuntimeError: a test asked for this failure"
 
 
 def several_sequences(poison: int) -> list[dict[str, Any]]:
-    return [
-        {"prompt": [1, poison], "n": 5},
-        {"prompt": [[prompt, poison] for prompt in range(2, 7)]},
-    ]
+    return [{"prompt": [[prompt, poison] for prompt in range(2, 4)], "n": 3}]
 
 
 @pytest.mark.parametrize(

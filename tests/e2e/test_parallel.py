@@ -63,8 +63,6 @@ def tokens_of_one() -> dict[Any, list[list[int]]]:
     ("make", "flags"),
     [
         (gemma3_gguf, ["-tp", "2", "-pp", "2"]),
-        (gemma3_gguf, ["-pp", "3"]),
-        (qwen3_directory, ["-tp", "4"]),
         (qwen3_directory, ["-dp", "2", "-tp", "2"]),
     ],
 )

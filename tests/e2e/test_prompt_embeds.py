@@ -43,7 +43,6 @@ def tokens(server: Server, **body: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
         ("-tp", "2", "-pp", "2", "--inject-preemption", "0.1"),
         ("--cpu-backend", "torch", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
     ],

@@ -145,7 +145,7 @@ def test_answers_equal_those_of_transformers(
 
 
 # The second stage reads outputs of the tower as well, which are added after its first layer.
-@pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2"), ("--cpu-backend", "torch")])
+@pytest.mark.parametrize("flags", [("-pp", "2"), ("--cpu-backend", "torch", "-tp", "2")])
 def test_images_are_read_under_memory_pressure_and_crashes(
     qwen3: Model, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
