@@ -2,8 +2,9 @@
 
     python sentence_child.py MODEL BACKEND
 
-BACKEND is "torch", "onnx" or "openvino". It writes "ready", or "error: ..." and exits. Then each line of its input is a
-JSON list of lists of texts, which it embeds one list after the other, and it answers with the seconds.
+BACKEND is "torch", "onnx", "openvino", or "openvino-f32" for OpenVINO without bfloat16. It writes "ready", or
+"error: ..." and exits. Each line of its input is a JSON object with `batches`, lists of texts, which it embeds one
+after the other. It answers with an object: the `seconds`, and with `has_vectors` the `vectors` of the last list.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -18,18 +20,26 @@ def main() -> None:
     try:
         from sentence_transformers import SentenceTransformer
 
-        model = SentenceTransformer(path, backend=backend, device="cpu")
+        name, _, precision = backend.partition("-")
+        config = {"ov_config": {"INFERENCE_PRECISION_HINT": precision}} if precision else {}
+        model = SentenceTransformer(path, backend=name, device="cpu", model_kwargs=config)
         model.encode(["warm up"])
     except Exception as error:
         print(f"error: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
         return
     print("ready", flush=True)
     for line in sys.stdin:
-        batches = json.loads(line)
+        question = json.loads(line)
+        vectors: Any = []
         start = time.perf_counter()
-        for batch in batches:
-            model.encode(batch, batch_size=len(batch), show_progress_bar=False)
-        print(time.perf_counter() - start, flush=True)
+        for batch in question["batches"]:
+            vectors = model.encode(batch, batch_size=len(batch), show_progress_bar=False)
+        seconds = time.perf_counter() - start
+        answer = {
+            "seconds": seconds,
+            "vectors": vectors.tolist() if question["has_vectors"] else [],
+        }
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
