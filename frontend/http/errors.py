@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
-from .json_pieces import encode_pieces
+from .json_pieces import PIECE_BYTES, encode_pieces
 from .shown_values import cut
 from .shown_values import echo as echo
 
@@ -121,10 +121,10 @@ def json_response(
 ) -> Response:
     """Return a response with `content` as JSON. Large parts (`EncodedJSON`) are sent piece by piece."""
     pieces = encode_pieces(content)
-    if len(pieces) == 1:
-        return Response(pieces[0], status, headers, "application/json")
-    length = {"content-length": str(sum(map(len, pieces)))}
-    return _LongResponse(pieces, status, (headers or {}) | length)
+    size = sum(map(len, pieces))
+    if len(pieces) == 1 or size <= PIECE_BYTES:
+        return Response(b"".join(pieces), status, headers, "application/json")
+    return _LongResponse(pieces, status, (headers or {}) | {"content-length": str(size)})
 
 
 class _LongResponse(Response):

@@ -6,6 +6,7 @@ Shapes: T tokens of a step, R rows that end their prompt or sample, P pooled one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -93,13 +94,18 @@ class Pooling:
         """Read a step's hidden states. Return the vectors of the prompts that end, or None if there are none."""
         if not self._kinds:
             return None
+        slots_S = plan.slots_S.tolist()
         is_pooled_R = self.find(plan.slots_S[plan.sampling_rows])
         ending = set(plan.sampling_rows[is_pooled_R].tolist())
+        means_SD: torch.Tensor | None = None
+        if any(self._kinds.get(slot) is PoolingKind.MEAN for slot in slots_S):
+            means_SD = self._add_up(plan, slots_S, ending, hidden_TD)
         slots: list[int] = []
         vectors: list[torch.Tensor] = []
-        for row, slot in enumerate(plan.slots_S.tolist()):
+        bounds = plan.query_start_loc.tolist()
+        for row, slot in enumerate(slots_S):
             if slot in self._kinds:
-                start, stop = plan.query_start_loc[row : row + 2].tolist()
+                start, stop = bounds[row : row + 2]
                 is_first = plan.num_computed_S[row] == 0
                 if self._kinds[slot] is PoolingKind.ALIGNMENT:
                     if self.alignments is not None:
@@ -108,10 +114,14 @@ class Pooling:
                         slots.append(slot)
                         vectors.append(self._align(slot, int(plan.seq_lens_S[row])))
                     continue
-                vector_D = self._add_chunk(slot, hidden_TD[start:stop], is_first=is_first)
+                if self._kinds[slot] is PoolingKind.MEAN:
+                    assert means_SD is not None
+                    vector_D = means_SD[row]
+                else:
+                    vector_D = self._add_chunk(slot, hidden_TD[start:stop], is_first=is_first)
                 if row in ending:
                     slots.append(slot)
-                    vectors.append(self._finish(slot, vector_D, int(plan.seq_lens_S[row])))
+                    vectors.append(self._finish(slot, vector_D))
         if not slots:
             return None
         return Pooled(np.array(slots, np.int32), vectors, is_pooled_R)
@@ -123,24 +133,40 @@ class Pooling:
         return self.alignments.finish(slot, num_tokens)
 
     def _add_chunk(self, slot: int, hidden_TD: torch.Tensor, *, is_first: bool) -> torch.Tensor:
-        kind = self._kinds[slot]
-        if kind is PoolingKind.LAST:
+        if self._kinds[slot] is PoolingKind.LAST:
             return hidden_TD[-1]
-        if kind is PoolingKind.MEAN:
-            # In float64 the order of the sum, which depends on the chunks, is lost in the rounding.
-            part_D = hidden_TD.double().sum(0)
-            self._parts[slot] = part_D if is_first else self._parts[slot] + part_D
-        elif is_first:
+        if is_first:
             # The next step may overwrite the hidden states.
             self._parts[slot] = hidden_TD[0].clone()
         return self._parts[slot]
 
-    def _finish(self, slot: int, vector_D: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        if self._kinds[slot] is PoolingKind.MEAN:
-            vector_D = vector_D / num_tokens
+    def _add_up(
+        self, plan: StepPlan, slots_S: list[int], ending: set[int], hidden_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the means of all tokens so far, float32 [S, D]. Keep the sums of prompts that do not end."""
+        # In float64 the order of a sum, which depends on the chunks, is lost in the rounding.
+        sums_SD = _sum_chunks(hidden_TD.double(), plan.query_start_loc)
+        for row, slot in enumerate(slots_S):
+            if self._kinds.get(slot) is PoolingKind.MEAN:
+                if plan.num_computed_S[row]:
+                    sums_SD[row] += self._parts[slot]
+                if row not in ending:
+                    self._parts[slot] = sums_SD[row].clone()
+        lengths_S1 = torch.from_numpy(plan.seq_lens_S[:, None]).to(sums_SD.device)
+        return (sums_SD / lengths_S1).float()
+
+    def _finish(self, slot: int, vector_D: torch.Tensor) -> torch.Tensor:
         self._parts.pop(slot, None)
         vector_D = vector_D.float()
         return vector_D if self._head is None else self._head(vector_D, slot)
+
+
+def _sum_chunks(x_TD: torch.Tensor, query_start_loc: Int32Array) -> torch.Tensor:
+    """Return the sum of the tokens of each request of a step, [S, D]."""
+    bounds = query_start_loc.tolist()
+    if x_TD.device.type == "cpu":
+        return torch.from_numpy(np.add.reduceat(x_TD[: bounds[-1]].numpy(), query_start_loc[:-1]))
+    return torch.stack([x_TD[start:stop].sum(0) for start, stop in pairwise(bounds)])
 
 
 def mark_second_segments(new_requests: Sequence[NewRequestData], vocab_size: int) -> None:
