@@ -44,6 +44,12 @@ def count_kv_blocks(
         groups, config.model.max_model_len, max_step_tokens, cache.block_size
     )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
+    if config.model.is_encoder:
+        # A request has its blocks during one step, and at most one of them is not full.
+        num_steps = config.scheduler.max_steps_in_flight
+        full_blocks = num_steps * max_step_tokens // cache.block_size
+        in_flight = len(groups) * (full_blocks + config.scheduler.max_num_seqs) + 1
+        useful = max(min(useful, in_flight), blocks_per_request + 1)
     remedy: Callable[[int], str] = "--kv-cache-memory-bytes {}".format
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override

@@ -33,6 +33,23 @@ def test_cache_size_is_limited_by_what_requests_can_use() -> None:
     assert count_kv_blocks(CONFIG, block_bytes=1) == 4 * 4 + 1
 
 
+def test_an_encoder_gets_blocks_for_the_steps_in_flight() -> None:
+    longer = msgspec.structs.replace(CONFIG.model, max_model_len=10 * CONFIG.model.max_model_len)
+    encoder = msgspec.structs.replace(longer, is_encoder=True)
+    scheduler = msgspec.structs.replace(
+        CONFIG.scheduler, max_num_batched_tokens=longer.max_model_len
+    )
+    found = [
+        count_kv_blocks(
+            msgspec.structs.replace(CONFIG, model=model, scheduler=scheduler), block_bytes=1
+        )
+        for model in (longer, encoder)
+    ]
+    step_blocks = longer.max_model_len // CONFIG.cache.block_size
+    num_steps = scheduler.max_steps_in_flight
+    assert found == [4 * step_blocks + 1, num_steps * step_blocks + 4 + 1]
+
+
 def test_kv_cache_memory_bytes_limits_the_cache() -> None:
     assert count_kv_blocks(config(kv_cache_memory_bytes=1000), block_bytes=100) == 10
 
