@@ -65,6 +65,7 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
             2,
             r".*\.(q|v|o)_proj",
             use_rslora=True,
+            lora_bias=True,
             rank_pattern={r"layers\.1\.self_attn\.q_proj": 8},
         ),
         "mlp": write_adapter(
@@ -101,7 +102,7 @@ def test_a_batch_of_adapters_gives_the_tokens_of_merged_models(
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_prompts_of_one_call_may_use_different_adapters(tmp_path: Path, backend: str) -> None:
     path, model = qwen3_directory(tmp_path / "base")
-    merged = write_adapter(tmp_path / "adapter", model, 1)
+    merged = write_adapter(tmp_path / "adapter", model, 1, lora_bias=True)
     others = vocabulary_adapters(tmp_path, model)
     prompt = list(range(5, 25))
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -61,6 +61,10 @@ def write_adapter(
         else:
             tensors[f"{key}.lora_A.weight"] = down
             tensors[f"{key}.lora_B.weight"] = up
+            if config.get("lora_bias"):
+                tensors[f"{key}.lora_B.bias"] = bias = random(rows)
+                stored = 0 if module.bias is None else module.bias.data
+                module.bias = torch.nn.Parameter(stored + scale * bias)
         module.weight = weight
     save_file(tensors, directory / "adapter_model.safetensors")
     return merged

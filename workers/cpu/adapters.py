@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
@@ -39,6 +39,7 @@ class PackedFactor:
     data: Tensor
     rank: int
     format: FactorFormat
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,10 @@ class AdapterTable:
         for down, low in zip(downs, lows, strict=True):
             if low is not None:
                 down[: len(low.down_RI)] = low.down_RI
-        ups = [None if low is None else self._pack_up(low.up_OR, rank) for low in lows]
+        ups = [
+            None if low is None else replace(self._pack_up(low.up_OR, rank), bias=low.bias_O)
+            for low in lows
+        ]
         return PackedChange(self._pack_matrix(self._format, downs.flatten(0, 1)), ups)
 
     def install(self, number: int, packed: PackedChange | None) -> None:
@@ -108,7 +112,8 @@ class AdapterTable:
             entry.down = ctypes.addressof(packed.down)
             for part, up in enumerate(packed.ups):
                 if up is not None:
-                    entry.up[part] = LowRankFactor(up.data.data_ptr(), up.rank, up.format)
+                    bias = None if up.bias is None else up.bias.data_ptr()
+                    entry.up[part] = LowRankFactor(up.data.data_ptr(), up.rank, up.format, bias)
         self.entries[number] = entry
         # The memory of the adapter that had the number is free now.
         self._installed[number] = packed

@@ -17,6 +17,7 @@ from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
 from .abi import structs
+from .adapters import AdapterTable, NativeAdapters
 from .library import NotSupportedNatively
 from .packing import ActivationKind, PackedWeight
 from .weights import NativeWeightReader, intermediate_shares
@@ -110,8 +111,31 @@ class NativeExperts(structs.ExpertLayer):
             *map(_address, self._vectors),
         )
         self._matrices = matrices
+        self._has_gate = spec.has_gate
+        # Rows of other replicas come without their adapters.
+        self._is_exchanged = shard.expert_group is not None
+        self._tables: list[AdapterTable | None] = []
+        self._pointers: list[Any] = []
         self.input_kind = _common_kind(prefix, matrices[0]).for_whole_rows
         self.output_kind = _common_kind(prefix, matrices[2])
+
+    def adapt(self, adapters: NativeAdapters) -> None:
+        """Let LoRA adapters change the experts, unless replicas divide them."""
+        if self._is_exchanged:
+            return
+        first, second, down = self._matrices
+        gated = zip(first, second, strict=True) if self._has_gate else ((each,) for each in first)
+        self.gated_adapters = self._add_tables([adapters.table(parts) for parts in gated])
+        self.output_adapters = self._add_tables([adapters.table((each,)) for each in down])
+
+    def _add_tables(self, tables: list[AdapterTable | None]) -> int:
+        """Return the address of the entries of a table for each expert."""
+        pointers = (ctypes.c_void_p * len(tables))(
+            *(None if table is None else ctypes.addressof(table.entries) for table in tables)
+        )
+        self._tables += tables
+        self._pointers.append(pointers)
+        return ctypes.addressof(pointers)
 
 
 def _check(experts: ExpertsSpec) -> None:

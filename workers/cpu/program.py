@@ -92,6 +92,8 @@ class NativeProgram:
             altup: The alternating updates of the layer.
             fields: Values of `Op`'s other fields. By default `scale` is 1 and `eps` the model's.
         """
+        if kind == "gated_experts" and experts is not None and self._adapters is not None:
+            experts.adapt(self._adapters)
         table = None if self._adapters is None else self._table(self._adapters, kind, parts)
         if table is not None:
             self._kept.append(table)

@@ -164,7 +164,8 @@ class TritonLowRank:
         up_OR = torch.zeros(self._up_NOR.shape[1:], dtype=self._up_NOR.dtype)
         for part, (each, (start, end)) in enumerate(zip(changes, self._bounds, strict=True)):
             if each is not None:
-                down, up = each
+                down, up, bias_O = each
+                assert bias_O is None
                 first = part * self._rank
                 down_RI[first : first + len(down)] = down
                 up_OR[start:end, : up.shape[1]] = up

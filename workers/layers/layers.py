@@ -104,7 +104,7 @@ class LayerKernels:
     """True if products accept some quantized matrices without dequantizing them."""
 
     finds_rows = True
-    """True if the rows of each LoRA adapter are found on the host, as for the embedding, the head and experts."""
+    """True if the rows of each LoRA adapter are found on the host, as for embedding, head, experts and biases."""
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""
@@ -134,7 +134,11 @@ class LayerKernels:
             dtype: The dtype of their factors.
             device: Where the factors are.
         """
-        return TorchLowRank(heights, dtype, lambda weight_OI: self.linear(weight_OI.to(device)))
+
+        def multiply(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+            return self.linear(weight_OI.to(device), None if bias_O is None else bias_O.to(device))
+
+        return TorchLowRank(heights, dtype, multiply)
 
     def router_linear(self, weight_ED: Tensor) -> Linear:
         """Return x_TD -> x @ weight.T in float32; `weight_ED` is float32."""

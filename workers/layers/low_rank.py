@@ -6,15 +6,20 @@ Shapes: T tokens of a step, R rank, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 Linear: TypeAlias = Callable[[Any], Tensor]
 
-Factors: TypeAlias = tuple[Tensor, Tensor]
-"""(down_RI, up_OR): the output for x_TI grows by `x @ down.T @ up.T`."""
+
+class Factors(NamedTuple):
+    """The output for x_TI grows by `x @ down_RI.T @ up_OR.T`, and by `bias_O` unless it is None."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    bias_O: Tensor | None = None
 
 
 class StepAdapters(Protocol):
@@ -47,11 +52,14 @@ class TorchLowRank:
     Args:
         heights: The output features of each matrix.
         dtype: The dtype of the factors.
-        linear: Makes the product with a matrix.
+        linear: Makes the product with a matrix, and a bias or None.
     """
 
     def __init__(
-        self, heights: Sequence[int], dtype: torch.dtype, linear: Callable[[Tensor], Linear]
+        self,
+        heights: Sequence[int],
+        dtype: torch.dtype,
+        linear: Callable[[Tensor, Tensor | None], Linear],
     ) -> None:
         self._heights = heights
         self._dtype = dtype
@@ -60,18 +68,22 @@ class TorchLowRank:
 
     def pack(self, changes: Sequence[Factors | None]) -> tuple[Linear, Linear]:
         """Return the products with both factors. Each matrix has its own rows of the first."""
-        downs = [each[0] for each in changes if each is not None]
+        downs = [each.down_RI for each in changes if each is not None]
         up_OR = torch.zeros(sum(self._heights), sum(map(len, downs)))
+        bias_O = torch.zeros(len(up_OR))
         row = column = 0
         for each, height in zip(changes, self._heights, strict=True):
             if each is not None:
-                rank = each[1].shape[1]
-                up_OR[row : row + height, column : column + rank] = each[1]
+                rank = each.up_OR.shape[1]
+                up_OR[row : row + height, column : column + rank] = each.up_OR
                 column += rank
+                if each.bias_O is not None:
+                    bias_O[row : row + height] = each.bias_O
             row += height
+        has_bias = any(each is not None and each.bias_O is not None for each in changes)
         return (
-            self._linear(torch.cat(downs).to(self._dtype)),
-            self._linear(up_OR.to(self._dtype)),
+            self._linear(torch.cat(downs).to(self._dtype), None),
+            self._linear(up_OR.to(self._dtype), bias_O.to(self._dtype) if has_bias else None),
         )
 
     def install(self, number: int, packed: tuple[Linear, Linear] | None) -> None:

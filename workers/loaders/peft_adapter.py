@@ -20,15 +20,15 @@ from ...protocol.errors import CheckpointError
 
 _TENSOR: Final = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:(?!\.lora_).)+?)\."
-    r"(?P<part>lora_[AB]\.weight|lora_embedding_[AB]|(?:base_layer\.)?weight|bias)"
+    r"(?P<part>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]|(?:base_layer\.)?weight|bias)"
 )
 _FACTORS: Final = ("lora_A.weight", "lora_B.weight")
+_FACTOR_BIAS: Final = "lora_B.bias"
 _EMBEDDING_FACTORS: Final = ("lora_embedding_A", "lora_embedding_B")
 _WHOLE: Final = ("weight", "bias")
 _REFUSED: Final = (
     "use_dora",
     "use_qalora",
-    "lora_bias",
     "target_parameters",
     "trainable_token_indices",
     "layer_replication",
@@ -42,10 +42,11 @@ _CHANGES_BASE: Final = ("pissa", "olora", "corda")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The change of a module: its matrix grows by `up_OR @ down_RI`."""
+    """The change of a module: its matrix grows by `up_OR @ down_RI`, and its bias by `bias_O`, None for nothing."""
 
     down_RI: Tensor
     up_OR: Tensor
+    bias_O: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,11 @@ class PEFTAdapter:
         return self._tensors.keys()
 
     def read(self, module: str) -> Change:
-        """Return the change of a module in float32, with the adapter's scale in `up_OR`."""
-        parts = self._tensors[module].keys()
+        """Return the change of a module in float32, with the adapter's scale in `up_OR` and `bias_O`."""
+        parts = {*self._tensors[module]}
+        has_bias = _FACTOR_BIAS in parts
+        if has_bias and {*_FACTORS} <= parts:
+            parts = parts - {_FACTOR_BIAS}
         if not parts <= {*_FACTORS} and not parts <= {*_EMBEDDING_FACTORS}:
             if not parts <= {*_WHOLE} or "weight" not in parts:
                 raise self.error(
@@ -129,7 +133,13 @@ class PEFTAdapter:
             )
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         is_stabilized = self._fields.boolean("use_rslora", False)
-        return LowRank(down_RI, up_OR * (alpha / (math.sqrt(rank) if is_stabilized else rank)))
+        scale = alpha / (math.sqrt(rank) if is_stabilized else rank)
+        bias_O = self._tensor(module, _FACTOR_BIAS) * scale if has_bias else None
+        if bias_O is not None and bias_O.shape != up_OR.shape[:1]:
+            raise self.error(
+                f"the bias of lora_B of {module} has shape {list(bias_O.shape)}, but the matrix has {len(up_OR)} rows"
+            )
+        return LowRank(down_RI, up_OR * scale, bias_O)
 
     def _tensor(self, module: str, part: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(self._tensors[module][part])

@@ -90,6 +90,9 @@ class ScoreHead:
         for name, change in zip(names, changes, strict=True):
             weight, bias = layers[name]
             if isinstance(change, LowRank):
+                if change.bias_O is not None:
+                    grown = change.bias_O.to(weight.device)
+                    bias = grown if bias is None else bias + grown
                 layers[name] = weight + (change.up_OR @ change.down_RI).to(weight.device), bias
             elif change is not None:
                 new_bias = bias if change.bias is None else change.bias.to(weight.device)

@@ -50,6 +50,9 @@ def write_adapters(directory: Path, checkpoint: Checkpoint) -> dict[str, str]:
             for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
                 values = torch.randn(shape, generator=generator) * 0.3
                 tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
+            if name == "small":
+                bias = torch.randn(rows, generator=generator) * 0.1
+                tensors[f"base_model.model.{module}.lora_B.bias"] = bias
         embedding = "base_model.model.model.embed_tokens"
         size, width = checkpoint.shape("model.embed_tokens.weight")
 

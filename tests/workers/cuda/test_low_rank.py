@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine.workers.layers.low_rank import TorchLowRank
+from engine.workers.layers.low_rank import Factors, TorchLowRank
 from support.triton_interpreter import interpret_without_gpu
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def test_adapters_of_all_tokens_at_once(
     arguments = (HEIGHTS, NUM_INPUTS, len(RANKS), max(RANKS), dtype, DEVICE)
     changes = low_rank.TritonLowRank(*arguments)
 
-    def linear(weight_OI: torch.Tensor):
+    def linear(weight_OI: torch.Tensor, bias_O: None):
         return lambda x_TI: x_TI.float() @ weight_OI.float().T
 
     exact = TorchLowRank(HEIGHTS, dtype, linear)
@@ -48,7 +48,7 @@ def test_adapters_of_all_tokens_at_once(
         factors = [
             None
             if (number, part) == (1, 1)
-            else (torch.randn(rank, NUM_INPUTS) / 14, torch.randn(height, rank) / 4)
+            else Factors(torch.randn(rank, NUM_INPUTS) / 14, torch.randn(height, rank) / 4)
             for part, height in enumerate(HEIGHTS)
         ]
         changes.install(number, changes.pack(factors))

@@ -53,7 +53,6 @@ def test_the_scale_is_that_of_the_module(
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"bias": "all"}, "bias 'all' is not supported"),
-        ({"lora_bias": True}, "lora_bias True is not supported"),
         (
             {"target_parameters": ["mlp.experts.gate_up_proj"]},
             "target_parameters .* is not supported",
@@ -67,7 +66,7 @@ def test_the_scale_is_that_of_the_module(
             "lora_B.weight, lora_embedding_A of .* do not fit each other",
         ),
         ({"suffix": "bias"}, "bias, lora_B.weight of .* do not fit each other"),
-        ({"suffix": "lora_B.bias"}, "lora_B.bias' is not supported"),
+        ({"suffix": "lora_B.bias"}, "lora_B.bias, lora_B.weight of .* do not fit each other"),
         ({"suffix": "lora_magnitude_vector"}, "lora_magnitude_vector' is not supported"),
     ],
 )
@@ -76,6 +75,20 @@ def test_other_adapters_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         PEFTAdapter(write(tmp_path, **config), 16).read(MODULE)
+
+
+def test_a_bias_has_the_scale_of_the_factors(tmp_path: Path) -> None:
+    write(tmp_path, lora_bias=True)
+    name = f"base_model.model.{MODULE}"
+    tensors = {f"{name}.lora_A.weight": torch.ones(4, 6), f"{name}.lora_B.weight": torch.ones(5, 4)}
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({**tensors, f"{name}.lora_B.bias": torch.arange(5.0)}, file)
+    low = PEFTAdapter(tmp_path, 16).read(MODULE)
+    assert isinstance(low, LowRank) and low.bias_O is not None
+    assert torch.equal(low.bias_O, 2 * torch.arange(5.0))
+    save_file({**tensors, f"{name}.lora_B.bias": torch.ones(6)}, file)
+    with pytest.raises(CheckpointError, match=r"has shape \[6\], but the matrix has 5 rows"):
+        PEFTAdapter(tmp_path, 16).read(MODULE)
 
 
 def test_factors_of_an_embedding_are_those_of_its_matrix(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ class ExpertLayer(ctypes.Structure):
         ("gate_biases", c_void_p),
         ("up_biases", c_void_p),
         ("down_biases", c_void_p),
+        ("gated_adapters", c_void_p),
+        ("output_adapters", c_void_p),
     )
 
 
@@ -207,6 +209,7 @@ class LowRankFactor(ctypes.Structure):
         ("data", c_void_p),
         ("rank", c_int32),
         ("format", c_int32),
+        ("bias", c_void_p),
     )
 
 

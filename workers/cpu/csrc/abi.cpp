@@ -80,11 +80,11 @@ std::string describe() {
          scale, mixer_noise, correction, scales)
   STRUCT(ExpertExchange, num_ranks, begin_round, dispatch, collect)
   STRUCT(ExpertLayer, router, size, first, count, adds_block, has_shared_gate, scales_inputs, gate, up, down,
-         gate_biases, up_biases, down_biases)
+         gate_biases, up_biases, down_biases, gated_adapters, output_adapters)
   STRUCT(Mixer, kind, channels, num_convolved, kernel, segment, num_heads, num_groups, key_dim, value_dim,
          norm_groups, gates_before_norm, has_tiled_heads, min_step, max_step, strength, taps, bias, multipliers, decay, skip,
          step_bias, norm)
-  STRUCT(LowRankFactor, data, rank, format)
+  STRUCT(LowRankFactor, data, rank, format, bias)
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,

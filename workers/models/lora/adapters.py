@@ -155,8 +155,8 @@ class LoraAdapters:
             if name not in self._modules:
                 raise file.error(
                     f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
-                    "layers and of dense MLPs can; on a CPU the embedding and the output head as well, and experts with "
-                    "--cpu-backend torch"
+                    "layers and of dense MLPs can; on a CPU the embedding, the output head, and experts that replicas do "
+                    "not divide as well"
                 )
         return own
 
@@ -200,9 +200,13 @@ class LoraAdapters:
             if change.bias is not None and list(change.bias.shape) != [part.rows.total]:
                 found = list(change.bias.shape)
         else:
+            if change.bias_O is not None and not self.kernels.finds_rows:
+                raise file.error(
+                    f"{module} has a bias (lora_bias), which is not supported on a GPU; merge the adapter into the model"
+                )
             found, tensors = (
                 [len(change.up_OR), change.down_RI.shape[1]],
-                [change.up_OR, change.down_RI],
+                [change.up_OR, change.down_RI, change.bias_O],
             )
         if found != part.shape:
             raise file.error(

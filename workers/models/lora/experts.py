@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ...layers.low_rank import Linear, TorchLowRank
+from ...layers.low_rank import Factors, Linear, TorchLowRank
 from ...loaders.peft_adapter import Change, LowRank
 from .adapters import LoraAdapters
 from .matrices import AdaptedMatrix
@@ -37,7 +37,7 @@ class ExpertChanges:
         packed = {}
         for expert, start in enumerate(range(0, len(changes), self._size)):
             own = [
-                (low.down_RI, low.up_OR) if isinstance(low, LowRank) else None
+                Factors(low.down_RI, low.up_OR, low.bias_O) if isinstance(low, LowRank) else None
                 for low in changes[start : start + self._size]
             ]
             if any(own):

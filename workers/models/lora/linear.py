@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...layers.layers import Linear
-from ...layers.low_rank import LowRankChanges
+from ...layers.low_rank import Factors, LowRankChanges
 from ...loaders.peft_adapter import Change, LowRank
 from .adapters import LoraAdapters
 from .matrices import AdaptedMatrix
@@ -42,7 +42,8 @@ class AdaptedLinear:
     def pack(self, changes: Sequence[Change | None]) -> Any:
         """Return the changes of an adapter."""
         factors = [
-            (low.down_RI, low.up_OR) if isinstance(low, LowRank) else None for low in changes
+            Factors(low.down_RI, low.up_OR, low.bias_O) if isinstance(low, LowRank) else None
+            for low in changes
         ]
         return self._changes.pack(factors)
 

@@ -53,10 +53,14 @@ class AdaptedMatrix:
         """Return the part of the change of the whole module that falls on this matrix."""
         if isinstance(change, Replacement):
             return Replacement(self.rows.select(change.weight), change.bias)
-        down_RI = change.down_RI
+        down_RI, bias_O = change.down_RI, change.bias_O
         if self.columns is not None:
             down_RI = down_RI[:, self.columns.start : self.columns.stop]
-        return LowRank(down_RI.contiguous(), self.rows.select(change.up_OR))
+            # The ranks' parts of the product are summed. One of them adds the bias.
+            bias_O = None if self.columns.start else bias_O
+        if bias_O is not None:
+            bias_O = self.rows.select(bias_O[:, None])[:, 0].contiguous()
+        return LowRank(down_RI.contiguous(), self.rows.select(change.up_OR), bias_O)
 
 
 class AdaptedProduct(Protocol):

@@ -108,5 +108,7 @@ def _change_head(
     if isinstance(change, Replacement):
         replaced = kernels.linear(change.weight.to(dtype), bias_v)
         return lambda _, x_TD: replaced(x_TD)
-    down, up = (kernels.linear(each.to(dtype)) for each in (change.down_RI, change.up_OR))
+    down = kernels.linear(change.down_RI.to(dtype))
+    bias_O = None if change.bias_O is None else change.bias_O.to(dtype)
+    up = kernels.linear(change.up_OR.to(dtype), bias_O)
     return lambda y_Tv, x_TD: y_Tv + up(down(x_TD))

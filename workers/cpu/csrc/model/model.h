@@ -174,6 +174,8 @@ struct ExpertLayer {
   int32_t scales_inputs;  // weights multiply the experts' inputs instead of their outputs; there are no biases then
   const PackedWeight *gate, *up, *down;                // `up` is null if MLPs have no gate
   const float *gate_biases, *up_biases, *down_biases;  // one after the other, or null
+  // For each expert, what adapters add to its first products and to its output, by their numbers; or null.
+  const Adapter *const *gated_adapters, *const *output_adapters;
 };
 
 // The factor on the queries at position p: 1 + beta * log(1 + floor((p + offset) / length)).

@@ -279,7 +279,8 @@ void Experts::run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scr
                                 layer.scales_inputs ? division_of(op).factors.data() + at.first : nullptr};
   scratch.readahead.next_weights = weights_after(op, tile);
   const uint8_t* x = gathered_rows(op, at, rows, scratch);
-  float* elements = products_.gated_sums(weights, op.input_kind, x, at.num_rows, at.begin, at.end, scratch);
+  float* elements = products_.gated_sums(weights, op.input_kind, x, at.num_rows, at.begin, at.end, scratch,
+                                         changes(op, at, layer.gated_adapters));
   scratch.readahead.next_weights = nullptr;
   if (!tile.commit()) return;
   const int size = at.end - at.begin;
@@ -296,7 +297,8 @@ void Experts::run_output(const Op& op, Tile& tile, Scratch& scratch) const {
   const float* bias = layer.down_biases ? layer.down_biases + size_t(at.expert) * weight.n : nullptr;
   const uint8_t* x = activations_.bytes() + at.first * activation_row_bytes(op.input_kind, weight.k);
   scratch.readahead.next_weights = weights_after(op, tile);
-  const float* sums = products_.sums(weight, bias, op.input_kind, x, at.num_rows, at.begin, at.end, scratch);
+  const float* sums = products_.sums(weight, bias, op.input_kind, x, at.num_rows, at.begin, at.end, scratch,
+                                     changes(op, at, layer.output_adapters));
   scratch.readahead.next_weights = nullptr;
   if (!tile.commit()) return;
   const int size = at.end - at.begin;

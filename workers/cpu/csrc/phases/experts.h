@@ -76,6 +76,10 @@ class Experts {
   const uint8_t* input_of(const Op& op, int index, const Rows& rows) const;
   const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
   size_t message_bytes(const Op& op) const;
+  // Returns what adapters add to a product of a tile, if `adapters` are those of the layer's experts.
+  RowChanges changes(const Op& op, const ExpertTile& at, const Adapter* const* adapters) const {
+    return {adapters ? adapters[at.expert] : nullptr, division_of(op).rows.data() + at.first};
+  }
   float* output_of(int index) const { return outputs_.floats() + size_t(index) * largest_output_; }
 
   const Model& model_;

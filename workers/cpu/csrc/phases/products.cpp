@@ -109,11 +109,12 @@ const uint8_t* Products::weights_from(const Op* op, int index) const {
 }
 
 float* Products::sums(const PackedWeight& weight, const float* bias, ActivationKind kind, const uint8_t* x,
-                      int num_rows, int begin, int end, Scratch& scratch) const {
+                      int num_rows, int begin, int end, Scratch& scratch, const RowChanges& changes) const {
   const int size = end - begin;
   float* sums = scratch.tile.get();
   if (size) linear_rows(weight, kind, x, num_rows, begin, end, sums, size, scratch.readahead);
   for (int r = 0; bias && r < num_rows; r++) model_.rows.add_scaled(sums + r * size, bias + begin, 1.0f, size);
+  add(changes, kind, x, num_rows, 1, begin, end, scratch);
   return sums;
 }
 
@@ -221,9 +222,31 @@ void Products::add_changes(const Op& op, int part, const Rows& rows, const Colum
   });
 }
 
+void Products::add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts,
+                   int begin, int end, Scratch& scratch) const {
+  if (!changes.adapters || !adapters_ || begin == end) return;
+  for (int row = 0; row < num_rows;) {
+    const int number = adapters_[changes.rows[row]], first = row++;
+    while (row < num_rows && adapters_[changes.rows[row]] == number) row++;
+    if (number < 0 || !changes.adapters[number].down) continue;
+    const Adapter& adapter = changes.adapters[number];
+    const PackedWeight& down = *adapter.down;
+    scratch.low_rank.reserve(sizeof(float) * (row - first) * down.n);
+    float* const low = scratch.low_rank.floats();
+    Readahead none;
+    linear_rows(down, kind, x + first * activation_row_bytes(kind, down.k), row - first, 0, down.n, low, down.n, none);
+    for (int part = 0; part < num_parts; part++) {
+      const LowRankFactor& up = adapter.up[part];
+      float* const sums = scratch.tile.get() + part * kTileFloats + first * (end - begin);
+      if (up.rank) model_.rows.add_low_rank(up, low + part * up.rank, down.n, row - first, begin, end, sums);
+    }
+  }
+}
+
 float* Products::gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows,
-                            int begin, int end, Scratch& scratch) const {
+                            int begin, int end, Scratch& scratch, const RowChanges& changes) const {
   multiply_gated(weights, kind, x, num_rows, begin, end, scratch);
+  add(changes, kind, x, num_rows, weights.up ? 2 : 1, begin, end, scratch);
   return activate(weights, num_rows, begin, end, scratch);
 }
 

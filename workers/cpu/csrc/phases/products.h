@@ -37,6 +37,12 @@ struct GatedWeights {
   const float* row_factors = nullptr;
 };
 
+// What adapters add to a product: theirs by their numbers, or null, and the slice's row of each row of the product.
+struct RowChanges {
+  const Adapter* adapters = nullptr;
+  const int* rows = nullptr;
+};
+
 class Products {
  public:
   Products(const Model& model, const Ranks& ranks, int num_threads)
@@ -63,9 +69,9 @@ class Products {
   // Return columns [begin, end) of the sums, without gaps, in the thread's memory: of a product with its bias or null,
   // and of a gated one with its activation.
   float* sums(const PackedWeight& weight, const float* bias, ActivationKind kind, const uint8_t* x, int num_rows,
-              int begin, int end, Scratch& scratch) const;
+              int begin, int end, Scratch& scratch, const RowChanges& changes = {}) const;
   float* gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
-                    int end, Scratch& scratch) const;
+                    int end, Scratch& scratch, const RowChanges& changes = {}) const;
 
   void run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   void run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
@@ -96,6 +102,10 @@ class Products {
   // Returns what fetches the second factors of adapters for columns of parts [part, end_part) during their products, which
   // read them in one short run for each adapter.
   Readahead factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const;
+  // Adds these changes to sums of `num_parts` parts in the thread's memory. Every tile of columns multiplies by the first
+  // factors again.
+  void add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts, int begin,
+           int end, Scratch& scratch) const;
   // Adds what adapters change to sums of a part.
   void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
   void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,

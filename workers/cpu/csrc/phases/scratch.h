@@ -30,6 +30,7 @@ struct Scratch {
   TokenChooser chooser;
   Buffer results;   // of the attention tasks of a tile
   Buffer mixing;    // what a tile of a recurrent layer computes with
+  Buffer low_rank;  // by which second factors of adapters of an expert are multiplied
   Buffer gathered;  // the activations of rows that an expert has
   int64_t gathered_serial = -1;  // which they are
   Rows rows;       // of a piece

@@ -326,6 +326,8 @@ void add_low_rank(const LowRankFactor& factor, const float* x, int x_stride, int
                    : factor.format == FactorFormat::bf16 ? add_low_rank_of<FactorFormat::bf16>
                                                          : add_low_rank_of<FactorFormat::f32>;
   add(factor, x, x_stride, rows, begin, end, out);
+  for (int r = 0; factor.bias && r < rows; r++)
+    add_scaled(out + ptrdiff_t(r) * (end - begin), factor.bias + begin, 1.0f, end - begin);
 }
 
 }  // namespace

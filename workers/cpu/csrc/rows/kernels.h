@@ -39,6 +39,7 @@ struct LowRankFactor {
   const void* data;
   int32_t rank;
   FactorFormat format;
+  const float* bias;  // of the columns, added to each row; or null
 };
 constexpr int kLowRankColumns = 32;
 
@@ -83,8 +84,8 @@ struct RowKernels {
   // out += factors * matrix. An element's sum runs over the matrix's rows in order, however many rows `out` has.
   void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                        float* out, ptrdiff_t out_stride);
-  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, for columns [begin, end). Rows of x are
-  // `x_stride` apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
+  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, + its bias, for columns [begin, end). Rows of
+  // x are `x_stride` apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
   void (*add_low_rank)(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
                        float* out);
 };
