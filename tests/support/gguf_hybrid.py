@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "mamba2": "mamba2",
     "nemotron_h": "nemotron_h",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_5_text": "qwen35",
@@ -96,6 +97,7 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors, named as modules and parameters, with gate and up projections apart."""
     for name, weight in model.state_dict().items():
         name = name.replace("shared_mlp.output_linear", "shared_mlp.down_proj")
+        name = name.replace("backbone.", "model.")
         if name.endswith("in_proj_qkvz.weight"):
             config = model.config
             key_size, num_key_heads = config.linear_key_head_dim, config.linear_num_key_heads
@@ -220,6 +222,14 @@ def falcon_factor(name: str, config: Any) -> Tensor | float:
 
 
 def add_hyperparameters(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "mamba2":
+        writer.add_context_length(2**20)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(0)
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        return add_mamba2(writer, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
@@ -338,6 +348,9 @@ def add_mamba2(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "nemotron_h":
         num_heads, head_dim = config.mamba_num_heads, config.mamba_head_dim
         values = (config.conv_kernel, config.ssm_state_size, config.n_groups)
+    elif config.model_type == "mamba2":
+        num_heads, head_dim = config.num_heads, config.head_dim
+        values = (config.conv_kernel, config.state_size, config.n_groups)
     else:
         num_heads, head_dim = config.mamba_n_heads, config.mamba_d_head
         values = (config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups)

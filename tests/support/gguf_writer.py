@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import (
-    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     RopeScalingType,
@@ -17,6 +16,7 @@ from gguf import (
 )
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from support import gguf_gemma, gguf_hybrid
+from support.gguf_experts import LATENT, add_experts, add_latent
 from support.gguf_tokenizer import add_tokenizer
 from support.quantizers import quantize
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -50,6 +50,11 @@ ARCHITECTURES = {
     "minicpm3": "minicpm3",
     "phimoe": "phimoe",
     "llama4_text": "llama4",
+    "afmoe": "afmoe",
+    "deepseek_v32": "deepseek32",
+    "exaone_moe": "exaone-moe",
+    "glm_moe_dsa": "glm-dsa",
+    "mistral4": "mistral4",
 }
 DENSE = {
     "apertus": "apertus",
@@ -71,6 +76,7 @@ DENSE = {
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "jais2": "jais2",
     "mpt": "mpt",
     "nemotron": "nemotron",
     "phi": "phi2",
@@ -100,6 +106,11 @@ MODULES = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
     "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.gate_proj": "attn_gate",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -108,6 +119,8 @@ MODULES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "pre_feedforward_layernorm": "ffn_norm",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
@@ -130,7 +143,9 @@ RENAMED = {
     "mlp.shared_mlp.": "mlp.shared_experts.",
     ".shared_mlp.": ".mlp.shared_experts.",
     "shared_experts.input_linear": "shared_experts.gate_up_proj",
+    "mlp.router.gate.": "mlp.gate.",
     "mlp.router.": "mlp.gate.",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.gate.wg.": "mlp.gate.",
     "moe_statics.": "",
     "_proj_bias": "_proj.bias",
@@ -176,12 +191,12 @@ def write_gguf(
         add_hyperparameters(writer, config, architecture)
         add_rope(writer, config)
         if hasattr(config, "kv_lora_rank"):
-            add_latent(writer, config, splits_heads and architecture == "deepseek2")
+            add_latent(writer, config, splits_heads and architecture in LATENT)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, config.vocab_size, pre_tokenizer)
     check_expressible(config, architecture)
     is_tied = config.tie_word_embeddings
-    for name, weight in tensors_of(model, splits_heads and architecture == "deepseek2"):
+    for name, weight in tensors_of(model, splits_heads and architecture in LATENT):
         if (name == "lm_head.weight" and is_tied) or ".act_fn." in name:
             continue
         if is_dense:
@@ -332,7 +347,7 @@ def gguf_name(name: str, architecture: str) -> str:
         return f"blk.{match[1]}.exp_probs_b.bias"
     if match := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.sinks", name):
         return f"blk.{match[1]}.attn_sinks.weight"
-    if architecture in ("glm4moe", "gpt-oss"):
+    if architecture in ("afmoe", "glm4moe", "gpt-oss"):
         modules = POST_NORMED
     module, kind = name.rsplit(".", 1)
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module):
@@ -379,7 +394,9 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if architecture in GEMMA and config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture in (*GEMMA, "phi3", "gpt-oss"):
+    if architecture == "exaone-moe":
+        writer.add_sliding_window_pattern([x == "sliding_attention" for x in config.layer_types])
+    if architecture in (*GEMMA, "afmoe", "exaone-moe", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next((x for name in names if (x := getattr(config, name, None))), None):
@@ -392,59 +409,6 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-
-
-def add_latent(writer: GGUFWriter, config: Any, splits_heads: bool) -> None:
-    """Add the keys of latent attention, after those of attention with a key for each head."""
-    if config.q_lora_rank is not None:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    key_length = config.qk_nope_head_dim + config.qk_rope_head_dim
-    if splits_heads:
-        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-        writer.add_value_length(config.kv_lora_rank)
-        writer.add_key_length_mla(key_length)
-        writer.add_value_length_mla(config.v_head_dim)
-    else:
-        writer.add_key_length(key_length)
-        writer.add_value_length(config.v_head_dim)
-    if weight := config.rope_parameters.get("mscale_all_dim"):
-        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
-
-
-def add_experts(writer: GGUFWriter, config: Any, num_experts: int) -> None:
-    writer.add_expert_count(num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
-    writer.add_expert_feed_forward_length(size)
-    shared = getattr(config, "shared_expert_intermediate_size", 0) or getattr(
-        config, "shared_intermediate_size", 0
-    )
-    if shared:
-        writer.add_expert_shared_feed_forward_length(shared)
-    if config.model_type == "ernie4_5_moe":
-        writer.add_expert_shared_count(config.moe_num_shared_experts)
-        writer.add_leading_dense_block_count(config.moe_layer_start_index)
-        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if config.model_type == "hunyuan_v1_moe":
-        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
-    if config.model_type == "llama4_text":
-        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if config.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
-        is_softmax = config.model_type == "deepseek_v2"
-        kinds = ExpertGatingFuncType
-        writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
-    if hasattr(config, "n_shared_experts"):
-        writer.add_expert_shared_count(config.n_shared_experts)
-        is_dense = getattr(config, "mlp_layer_types", None)
-        first = is_dense.count("dense") if is_dense else config.first_k_dense_replace
-        writer.add_leading_dense_block_count(first)
-        if config.n_group:
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
 
 
 def add_rope(writer: GGUFWriter, config: Any) -> None:

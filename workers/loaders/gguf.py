@@ -65,6 +65,10 @@ _LAYER_MODULES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_latent_down": "mlp.to_latent",
     "ffn_latent_up": "mlp.from_latent",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
     "shortconv.in_proj": "mixer.in_proj",
     "shortconv.conv": "mixer.conv1d",
     "shortconv.out_proj": "mixer.out_proj",
@@ -120,6 +124,12 @@ _KIMI_LINEAR_MODULES = _LAYER_MODULES | {
 _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
 # By architecture, or "bamba", which shares the architecture "granitehybrid".
 _LAYER_MODULES_OF_ARCHITECTURE = {
+    "afmoe": _LAYER_MODULES
+    | {
+        "attn_gate": "self_attn.gate_proj",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "bert": _BERT_MODULES,
@@ -142,6 +152,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     "kimi-linear": _KIMI_LINEAR_MODULES,
     "lfm2": _LFM2_MODULES,
     "lfm2moe": _LFM2_MODULES,
+    "mamba2": _NEMOTRON_H_MODULES,
     "nemotron_h": _NEMOTRON_H_MODULES,
     "nemotron_h_moe": _NEMOTRON_H_MODULES,
     "phi3": _FUSED_MLP,
@@ -201,7 +212,7 @@ _PLAIN_NAMES = {
     "ssm_d": "mixer.D",
     "ssm_dt": "mixer.dt_bias",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 _STORED_DTYPES = {

@@ -76,10 +76,14 @@ def _common_config(fields: ModelFields) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
-        "intermediate_size": size("feed_forward_length", expert_size),
+        "intermediate_size": fields.integer("ssm.inner_size")
+        if fields.is_purely_recurrent
+        else size("feed_forward_length", expert_size),
         "num_hidden_layers": fields.num_layers,
         "num_attention_heads": fields.num_heads,
-        "num_key_value_heads": size("attention.head_count_kv", fields.num_heads),
+        "num_key_value_heads": fields.num_heads
+        if fields.is_purely_recurrent
+        else size("attention.head_count_kv", fields.num_heads),
         "head_dim": fields.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.integer("context_length"),

@@ -99,6 +99,10 @@ def _nemotron(fields: ModelFields) -> dict[str, Any]:
     return family(fields, "nemotron", "NemotronForCausalLM", hidden_act="relu2")
 
 
+def _jais2(fields: ModelFields) -> dict[str, Any]:
+    return family(fields, "jais2", "Jais2ForCausalLM", hidden_act="relu2")
+
+
 def _phi2(fields: ModelFields) -> dict[str, Any]:
     return family(fields, "phi", "PhiForCausalLM", hidden_act="gelu_new")
 
@@ -266,6 +270,7 @@ DENSE: dict[str, Translate] = {
     "gptneox": _gptneox,
     "granite": granite,
     "hunyuan-dense": _hunyuan_dense,
+    "jais2": _jais2,
     "llama": _llama,
     "minicpm3": _minicpm3,
     "mistral3": _mistral3,

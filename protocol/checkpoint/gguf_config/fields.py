@@ -83,8 +83,14 @@ class ModelFields(GGUFFields):
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads."""
-        return self.integer("attention.head_count")
+        """The number of query heads, or of those of a Mamba-2, in which no layer attends."""
+        name = "ssm.time_step_rank" if self.is_purely_recurrent else "attention.head_count"
+        return self.integer(name)
+
+    @property
+    def is_purely_recurrent(self) -> bool:
+        """True if no layer attends or has an MLP, whose sizes are 0."""
+        return self.prefix == "mamba2."
 
     @property
     def head_dim(self) -> int:

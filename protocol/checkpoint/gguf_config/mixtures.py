@@ -3,7 +3,15 @@
 from typing import Any
 
 from .fields import ModelFields, Translate
-from .parts import expert_fields, granite, latent_attention, mixture, rope_scaling, yarn_weight
+from .parts import (
+    expert_fields,
+    granite,
+    latent_attention,
+    layer_types,
+    mixture,
+    rope_scaling,
+    yarn_weight,
+)
 
 # The scores of experts are sigmoids of the router's logits.
 _SIGMOID = 2
@@ -139,16 +147,83 @@ def _deepseek2(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "DeepseekV2", "deepseek_v2", topk_method=method, **differences)
 
 
+def _glm_dsa(fields: ModelFields) -> dict[str, Any]:
+    return _sparse_latent(fields, "GlmMoeDsa", "glm_moe_dsa")
+
+
+def _deepseek32(fields: ModelFields) -> dict[str, Any]:
+    return _sparse_latent(fields, "DeepseekV32", "deepseek_v32")
+
+
+def _mistral4(fields: ModelFields) -> dict[str, Any]:
+    config = _deepseek2(fields)
+    beta = fields.optional_positive("attention.temperature_scale")
+    if config["rope_scaling"] is not None and beta is not None:
+        config["rope_scaling"] |= {"llama_4_scaling_beta": beta}
+    return config | {"model_type": "mistral4", "architectures": ["Mistral4ForCausalLM"]}
+
+
+def _sparse_latent(fields: ModelFields, architecture: str, model_type: str) -> dict[str, Any]:
+    """Return the fields of latent attention with indexers, which not every layer has."""
+    config = _deepseek2(fields)
+    indexers = [
+        fields.has_tensor(f"blk.{i}.indexer.attn_k.weight")
+        for i in range(config["num_hidden_layers"])
+    ]
+    return config | {
+        "model_type": model_type,
+        "architectures": [f"{architecture}ForCausalLM"],
+        "index_n_heads": fields.integer("attention.indexer.head_count"),
+        "index_head_dim": fields.integer("attention.indexer.key_length"),
+        "index_topk": fields.integer("attention.indexer.top_k"),
+        "indexer_types": ["full" if has_indexer else "shared" for has_indexer in indexers],
+    }
+
+
+def _exaone_moe(fields: ModelFields) -> dict[str, Any]:
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    return mixture(
+        fields,
+        "ExaoneMoe",
+        "exaone_moe",
+        num_hidden_layers=num_layers,
+        num_nextn_predict_layers=fields.num_layers - num_layers,
+        layer_types=layer_types(fields, default_period=4)[:num_layers],
+        sliding_window=fields.integer("attention.sliding_window"),
+    )
+
+
+def _afmoe(fields: ModelFields) -> dict[str, Any]:
+    experts = expert_fields(fields)
+    return mixture(
+        fields,
+        "Afmoe",
+        "afmoe",
+        num_dense_layers=experts["first_k_dense_replace"],
+        num_shared_experts=experts["n_shared_experts"],
+        route_scale=experts["routed_scaling_factor"],
+        layer_types=layer_types(fields, default_period=4),
+        sliding_window=fields.integer("attention.sliding_window"),
+        # Files of this architecture always scale embeddings.
+        mup_enabled=True,
+    )
+
+
 MIXTURES: dict[str, Translate] = {
+    "afmoe": _afmoe,
     "deepseek2": _deepseek2,
+    "deepseek32": _deepseek32,
     "dots1": _dots1,
     "ernie4_5-moe": _ernie4_5_moe,
+    "exaone-moe": _exaone_moe,
+    "glm-dsa": _glm_dsa,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granitemoe": _granite_moe,
     "hunyuan-moe": _hunyuan_moe,
     "llama4": _llama4,
     "minimax-m2": _minimax_m2,
+    "mistral4": _mistral4,
     "olmoe": _olmoe,
     "phimoe": _phimoe,
     "qwen2moe": _qwen2_moe,

@@ -54,6 +54,23 @@ def _mamba2(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def _pure_mamba2(fields: ModelFields) -> dict[str, Any]:
+    layers = _mamba2(fields)
+    return {
+        "model_type": "mamba2",
+        "architectures": ["Mamba2ForCausalLM"],
+        "num_heads": layers["mamba_n_heads"],
+        "head_dim": layers["mamba_d_head"],
+        "n_groups": layers["mamba_n_groups"],
+        "state_size": layers["mamba_d_state"],
+        "conv_kernel": layers["mamba_d_conv"],
+        "use_conv_bias": layers["mamba_conv_bias"],
+        "use_bias": layers["mamba_proj_bias"],
+        # The file says a million, for want of a limit.
+        "max_position_embeddings": None,
+    }
+
+
 def _bamba(fields: ModelFields, attends: list[bool]) -> dict[str, Any]:
     rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return _mamba2(fields) | {
@@ -215,6 +232,7 @@ RECURRENT: dict[str, Translate] = {
     "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
+    "mamba2": _pure_mamba2,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "qwen35": _qwen3_5,

@@ -225,10 +225,13 @@ def test_native_logits_from_a_quantized_gguf_file_of_gemma_are_close(tmp_path):
         assert torch.linalg.norm(logits - expected) < 0.05 * torch.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-moe", "gemma4-shared", "glm5"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_native_states_of_gemma_do_not_depend_on_the_batch(name, dtype, tmp_path):
-    """In a cache of layers with different heads, no bits that a block had before may matter."""
+def test_native_states_do_not_depend_on_the_batch(name, dtype, tmp_path):
+    """In a cache of layers with different heads, no bits that a block had before may matter.
+
+    The keys that a token attends to may not depend on the batch, either.
+    """
     make_reference(name).save_pretrained(tmp_path)
     decoders = [
         load_native_decoder(
@@ -239,7 +242,7 @@ def test_native_states_of_gemma_do_not_depend_on_the_batch(name, dtype, tmp_path
     prompts = [prompt(length, length) for length in (60, 33, 47)]
     expected = [Runner(decoders[0]).hidden({0: tokens}) for tokens in prompts]
     rng, runner = random.Random(2), Runner(decoders[1], len(prompts))
-    for cache in runner.kv_caches if name != "gemma3n" else []:
+    for cache in runner.kv_caches if name.startswith("gemma4") else []:
         cache.view(torch.uint8).fill_(255)
     while unfinished := [i for i, p in enumerate(prompts) if runner.computed[i] < len(p)]:
         chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
@@ -307,6 +310,11 @@ IN_GGUF = [
     "gemma4-dense",
     "gemma4-shared",
     "gemma4-moe",
+    "afmoe",
+    "exaone-moe",
+    "glm5",
+    "jais2",
+    "mamba2",
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {
@@ -316,6 +324,8 @@ DIFFERENCES_IN_GGUF = {
     },
     "deepseek-v2": {"rope_parameters": YARN, "q_lora_rank": 20},
     "deepseek-v3": {"rope_parameters": YARN, "attention_bias": False},
+    "deepseek-v3.2": {"rope_parameters": YARN},
+    "mistral4": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192},
     "phi-moe": {"router_jitter_noise": 0.01},
     "granite-hybrid-experts": {"position_embedding_type": "nope"},

@@ -18,9 +18,11 @@ def _purely_recurrent(fields: ConfigFields) -> ModelSpec:
     num_heads, size = nominal_heads(recurrent)
     layer = LayerSpec(None, recurrent=recurrent, attends=False, has_mlp=False)
     is_tied = fields.text("model_type") != "mamba2"
+    length = fields.optional_integer("max_position_embeddings") or DEFAULT_LENGTH
     return base_spec(
         fields.with_values(
             {
+                "max_position_embeddings": length,
                 "num_attention_heads": num_heads,
                 "num_key_value_heads": num_heads,
                 "head_dim": size,
@@ -28,7 +30,6 @@ def _purely_recurrent(fields: ConfigFields) -> ModelSpec:
                 "intermediate_size": recurrent.num_units,
             }
         ).with_defaults(
-            max_position_embeddings=DEFAULT_LENGTH,
             tie_word_embeddings=is_tied,
             rms_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         ),
