@@ -18,6 +18,7 @@ from ...protocol.config.images import (
     PanScanProcessor,
     ResizeProcessor,
     SquareProcessor,
+    TilesProcessor,
 )
 from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
@@ -26,6 +27,7 @@ from .layouts.resized import resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
+from .layouts.tiles import tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     BudgetProcessor: fit_budget,
@@ -36,6 +38,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     PanScanProcessor: pan_and_scan,
     ResizeProcessor: resized,
     SquareProcessor: square,
+    TilesProcessor: tiles,
 }
 
 

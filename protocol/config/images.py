@@ -139,6 +139,21 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
     pads_several: bool = False
 
 
+class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles"):
+    """Puts an image on the canvas of up to `max_tiles` tiles that shrinks it least, splits that, and adds the whole.
+
+    The image is at the top left. Tiles have `side` pixels in each direction. If the processor `fills` canvases, images
+    are enlarged as far as possible. Tiles of a row are separated by `column_end`, and each row ends with `row_end`.
+    `mark` comes before the whole image.
+    """
+
+    side: int
+    max_tiles: int
+    fills: bool = False
+    column_end: str = ""
+    row_end: str = ""
+
+
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
     """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
 
@@ -162,4 +177,5 @@ AnyImageProcessor: TypeAlias = (
     | BudgetProcessor
     | AnyresProcessor
     | ResizeProcessor
+    | TilesProcessor
 )

@@ -43,6 +43,14 @@ MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl")
 GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
 SIZED_MODELS = ("pixtral", "mistral3")
 ANYRES_MODELS = ("llava_next", "llava_onevision")
+LLAMA4_MARKS = {
+    "image": "<|image|>",
+    "patch": "<|patch|>",
+    "start_of_image": "<|image_start|>",
+    "end_of_image": "<|image_end|>",
+    "tile_x_separator": "<|tile_x_separator|>",
+    "tile_y_separator": "<|tile_y_separator|>",
+}
 GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image>"}
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
@@ -337,7 +345,34 @@ def _anyres(
     return config, processor, others
 
 
+def _llama4(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile, size = tower["image_size"], tower["hidden_size"]
+    text = text | {"model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 40}
+    text |= {"num_local_experts": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 64}
+    config = transformers.Llama4Config(
+        vision_config=dict(tower)
+        | {"intermediate_size": 4 * size, "projector_input_dim": 56, "projector_output_dim": 56}
+        | {"vision_output_dim": 56},
+        text_config=text,
+        image_token_index=tokenizer.convert_tokens_to_ids(LLAMA4_MARKS["patch"]),
+        boi_token_index=1,
+        eoi_token_index=1,
+        tie_word_embeddings=False,
+    )
+    processor = {
+        "image_processor_type": "Llama4ImageProcessor",
+        "max_patches": 6,
+        "resize_to_max_canvas": False,
+        "size": {"height": tile, "width": tile},
+    }
+    others = {"processor_class": "Llama4Processor", "patch_size": tower["patch_size"]}
+    return config, processor, others
+
+
 _PARTS_BY_FAMILY = {
+    "llama4": _llama4,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "internvl": _internvl,
@@ -371,13 +406,15 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 def image_mark(kind: str) -> str:
     """Return the token that stands for an image."""
     marks = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
-    marks |= dict.fromkeys(SIZED_MODELS, "[IMG]")
+    marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}
     return marks.get(kind.split("-")[0], "<image>")
 
 
 def _family_marks(kind: str) -> list[str]:
     if kind.startswith("internvl"):
         return [*MARKS, *INTERNVL_MARKS.values()]
+    if kind == "llama4":
+        return [*MARKS, *LLAMA4_MARKS.values()]
     if kind in SIZED_MODELS:
         return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
     return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
@@ -386,6 +423,6 @@ def _family_marks(kind: str) -> list[str]:
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
-    names |= {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
+    names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")
     return names[kind.split("-")[0]] + "ForConditionalGeneration"

@@ -14,7 +14,9 @@ def layers_spec(spec: VisionSpec) -> LayersSpec:
     """Return the layers of a tower, as far as features need them."""
     rotary: PatchRotary | None = None
     if spec.rope_theta:
-        rotary = PatchRotary(spec.rotary, spec.rope_theta, spec.size_of_heads)
+        rotary = PatchRotary(
+            spec.rotary, spec.rope_theta, spec.size_of_heads, in_float32=spec.rotary == "pairs"
+        )
     return LayersSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,

@@ -84,6 +84,17 @@ def _mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection
     )
 
 
+def _adapter(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, size = read(f"{_MLP}fc1.weight"), spec.adapter_size
+    activation = find_activation(checkpoint, spec.projection_activation)
+    first = weights.read_linear(f"{_MLP}fc1", size, _merged_size(spec), has_bias=False)
+    second = weights.read_linear(f"{_MLP}fc2", size, size, has_bias=False)
+    last = weights.read_linear(f"{_MLP}linear_1", spec.output_size, size, has_bias=False)
+    return lambda x_PD, num_columns: last(
+        activation(second(activation(first(_side_by_side(x_PD, num_columns, spec.merge_factor)))))
+    )
+
+
 def _standardized_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     size = spec.hidden_size
     product = read(f"{_MATRIX}.weight").read_linear(_MATRIX, spec.output_size, size, has_bias=False)
@@ -136,6 +147,7 @@ def _means(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
 
 _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]] = {
     "matrix": _matrix,
+    "adapter": _adapter,
     "mlp": _mlp,
     "merged mlp": _merged_mlp,
     "mean": _mean,

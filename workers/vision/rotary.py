@@ -18,14 +18,15 @@ ROW, COLUMN = range(2)
 class PatchRotary:
     """The rotation of queries and keys of `head_dim` elements.
 
-    A head is one part, or two with the order "halves" (Gemma 4), of which the first is rotated by the column and the
-    second by the row. In a part, element i is rotated with the one half a part behind it. With "mixed" frequencies
-    (Pixtral, arXiv 2410.07073) the first half of the pairs has every other frequency, by the row, and the second half
-    has the others, by the column. "joined" ones are equal for row and column (Qwen2-VL, arXiv 2409.12191). Rotations
-    are in the tower's dtype, or in float32.
+    A head is one part. With the order "halves" (Gemma 4) it is two, of which the first is rotated by the column and the
+    second by the row; with "pairs" (Llama 4) it is as many as it has pairs, of which the first half is rotated by the
+    column. In a part, element i is rotated with the one half a part behind it. With "mixed" frequencies (Pixtral, arXiv
+    2410.07073) the first half of the pairs has every other frequency, by the row, and the second half has the others,
+    by the column. "joined" ones are equal for row and column (Qwen2-VL, arXiv 2409.12191). Rotations are in the tower's
+    dtype, or in float32.
     """
 
-    order: Literal["mixed", "halves", "joined"]
+    order: Literal["mixed", "halves", "pairs", "joined"]
     theta: float
     head_dim: int
     in_float32: bool = False
@@ -33,14 +34,14 @@ class PatchRotary:
     @property
     def num_parts(self) -> int:
         """The parts of a head."""
-        return 2 if self.order == "halves" else 1
+        return {"halves": 2, "pairs": self.head_dim // 2}.get(self.order, 1)
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The axis that each of the K / 2 angles follows: the row or the column."""
         half = self.head_dim // 2
         first = -(-half // 2)
-        axes = (COLUMN, ROW) if self.order == "halves" else (ROW, COLUMN)
+        axes = (COLUMN, ROW) if self.num_parts > 1 else (ROW, COLUMN)
         return (axes[0],) * first + (axes[1],) * (half - first)
 
     def frequencies(self) -> Tensor:

@@ -55,6 +55,8 @@ class VisionTower:
         if spec.has_channels_last:
             patches = tensors.read(name, size, patch_size**2 * 3)
             patches = patches.unflatten(1, (-1, 3)).transpose(1, 2)
+        elif spec.has_flat_patches:
+            patches = tensors.read(name, size, 3 * patch_size**2)
         else:
             patches = tensors.read(name, size, 3, patch_size, patch_size)
         self._patches = patches.flatten(1)
@@ -69,6 +71,8 @@ class VisionTower:
         if spec.positions == "patches":
             num_positions = spec.num_patches + spec.has_class_token
             self._positions = tensors.read(name, num_positions, size)
+            if spec.has_class_last:
+                self._positions = self._positions.roll(1, 0)
         elif spec.positions == "axes":
             self._positions = tensors.read(name, 2, spec.num_positions, size)
         # The name is misspelled in all checkpoints.
@@ -171,8 +175,12 @@ class VisionTower:
             x_PD = x_PD + self._positions
         if self._pre_norm is not None:
             x_PD = self._pre_norm(x_PD)
-        patches = Patches(grid_places(num_rows, num_columns, self._device))
-        features = self._layers(x_PD, patches if spec.rope_theta else Patches())
+        places_P2: Tensor | None = None
+        if spec.rope_theta:
+            places_P2 = grid_places(num_rows, num_columns, self._device)
+            if self._class_D is not None:
+                places_P2 = F.pad(places_P2 + 1, (0, 0, 1, 0))
+        features = self._layers(x_PD, Patches(places_P2))
         x_PD = torch.cat([features[number] for number in spec.feature_layers], -1)
         if self._post_norm is not None:
             x_PD = self._post_norm(x_PD)
@@ -183,7 +191,9 @@ class VisionTower:
     def _split_patches(self, image: ImagePayload) -> Tensor:
         """Return the normalized pixels of each patch, [P, 3 * patch size ** 2]."""
         patch_size = self.spec.patch_size
-        channels = normalized_pixels(image, self._device, self._dtype)[0]
+        channels = normalized_pixels(
+            image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
+        )[0]
         # Like a convolution, whose stride is its size, pixels beyond the last whole patch are not read.
         num_rows, num_columns = image.height // patch_size, image.width // patch_size
         whole = channels[:, : num_rows * patch_size, : num_columns * patch_size]

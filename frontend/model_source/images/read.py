@@ -15,6 +15,7 @@ from .anyres import anyres
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
+from .llama4 import tiles
 from .pixtral import pixtral
 from .qwen import resize, resize_pairs
 from .single import single
@@ -92,6 +93,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "glm46v": resize_pairs,
     "idefics3": grid,
     "internvl": canvas,
+    "llama4": tiles,
     "llava": single,
     "llava_next": anyres,
     "llava_onevision": anyres,

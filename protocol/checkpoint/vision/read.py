@@ -10,6 +10,7 @@ from .gemma import gemma3, gemma4, paligemma
 from .grid import GridVisionSpec, glm4v, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .idefics3 import idefics3
 from .internvl import internvl
+from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision
 from .pixtral import pixtral
 from .spec import VisionSpec
@@ -45,6 +46,7 @@ _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionS
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
+    "llama4": llama4,
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,

@@ -17,13 +17,16 @@ class VisionSpec:
 
     It reads square images of `image_size` pixels in patches of `patch_size`, each side by itself. With `max_outputs` it
     reads images of any size whose sides are multiples of `side_factor`, with up to as many embeddings. The pixels of a
-    patch are stored channel by channel, or pixel by pixel with `has_channels_last`.
+    patch are stored channel by channel, or pixel by pixel with `has_channels_last`; `has_flat_patches` says that the
+    tensor has two dimensions. With `normalizes_in_bfloat16` pixels are scaled and normalized in that precision.
 
     The features are the hidden states after each of `feature_layers`, side by side; later layers are not computed. CLIP
-    (arXiv 2103.00020) has a class token and a norm before the layers, SigLIP (arXiv 2303.15343) a norm after them and a
-    bias on patches. `positions` are learned for each patch ("patches"), or for each column and row ("axes"), or none.
-    With `rope_theta` queries and keys are rotated by the column and the row: with alternating frequencies ("mixed",
-    Pixtral, arXiv 2410.07073), or one half of a head by each ("halves", Gemma 4).
+    (arXiv 2103.00020) has a class token, whose position is stored last with `has_class_last`, and a norm before the
+    layers; SigLIP (arXiv 2303.15343) has a norm after them and a bias on patches. `positions` are learned for each
+    patch ("patches"), or for each column and row ("axes"), or none. With `rope_theta` queries and keys are rotated by
+    the column and the row: with alternating frequencies ("mixed", Pixtral, arXiv 2410.07073), or one half of a head by
+    each, where elements are rotated with those a quarter of a head behind them ("halves", Gemma 4) or with their
+    neighbors ("pairs", Llama 4). Beside a class token, which is not rotated, rows and columns are counted from 1.
 
     InternVL (arXiv 2504.10479) has stored factors on the output of each block. Norms of queries and keys are over all
     heads together ("full") or over each head ("head"). With `has_value_norm` values are divided by their root mean
@@ -38,6 +41,8 @@ class VisionSpec:
       with `has_projection_norm`
     * "merged mlp": the same after a norm of the patches and a product with the merged rows (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
+    * "adapter": two products of `adapter_size` outputs without biases, each with an activation behind it, then a matrix
+      (Llama 4)
     * "standardized mean": as before, but the means are first scaled by the root of the hidden size and, with
       `standardizes`, by stored factors after the subtraction of a stored mean; the norm has no weights (Gemma 4)
 
@@ -59,7 +64,7 @@ class VisionSpec:
     activation: str
     norm_eps: float
     output_size: int
-    projection: Literal["matrix", "mlp", "merged mlp", "mean", "standardized mean"]
+    projection: Literal["matrix", "mlp", "merged mlp", "mean", "standardized mean", "adapter"]
     max_outputs: int = 0
     head_dim: int = 0
     attention_scale: float = 0.0
@@ -68,15 +73,19 @@ class VisionSpec:
     projection_bias: bool = True
     projection_eps: float = 1e-5
     has_projection_norm: bool = False
+    adapter_size: int = 0
+    normalizes_in_bfloat16: bool = False
     standardizes: bool = False
     has_class_token: bool = False
     keeps_class_token: bool = False
+    has_class_last: bool = False
     has_patch_bias: bool = True
+    has_flat_patches: bool = False
     has_channels_last: bool = False
     positions: Literal["patches", "axes"] | None = "patches"
     num_positions: int = 0
     rope_theta: float = 0.0
-    rotary: Literal["mixed", "halves"] = "mixed"
+    rotary: Literal["mixed", "halves", "pairs"] = "mixed"
     has_pre_norm: bool = False
     has_post_norm: bool = False
     norm_kind: Literal["layer", "rms"] = "layer"

@@ -1,0 +1,71 @@
+"""Images that are read as a grid of tiles with separators, whose margins are at the right and at the bottom."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from PIL import Image
+
+from ....protocol.config.images import TilesProcessor
+from .pixels import Parts, make_tile, resize
+
+
+def tiles(image: Image.Image, config: TilesProcessor) -> Parts:
+    """Return the rows of a grid one after the other, then the whole image."""
+    side = config.side
+    columns, rows = _best_grid(image.width, image.height, config)
+    canvas = _on_canvas(image, columns * side, rows * side, config)
+    if columns * rows == 1:
+        return [config.start, config.mark, make_tile(canvas, config), config.end]
+    parts: Parts = [config.start]
+    for y in range(0, canvas.height, side):
+        for x in range(0, canvas.width, side):
+            parts += [config.column_end] * (x > 0)
+            parts.append(make_tile(canvas.crop((x, y, x + side, y + side)), config))
+        parts.append(config.row_end)
+    whole = make_tile(resize(image, side, side, config), config)
+    return [*parts, config.mark, whole, config.end]
+
+
+def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, int]:
+    """Return the columns and rows of the grid that shrinks the image least.
+
+    Of those that do not shrink it, it is the one that enlarges it least, or most if the processor `fills` grids.
+    """
+    grids = [
+        (columns, rows)
+        for columns in range(1, config.max_tiles + 1)
+        for rows in range(1, config.max_tiles // columns + 1)
+    ]
+    # Scales are compared in float32, as transformers does it.
+    sides_G2 = np.array(grids, np.float32) * np.float32(config.side)
+    scale_G = (sides_G2 / np.array((width, height), np.float32)).min(1)
+    enlarging = scale_G[scale_G >= 1]
+    if not len(enlarging):
+        best = scale_G.max()
+    else:
+        best = enlarging.max() if config.fills else enlarging.min()
+    found = [grid for grid, scale in zip(grids, scale_G, strict=True) if scale == best]
+    return min(found, key=lambda grid: grid[0] * grid[1])
+
+
+def _on_canvas(image: Image.Image, width: int, height: int, config: TilesProcessor) -> Image.Image:
+    """Return the image at the top left of a black canvas, as large as it fits.
+
+    Unless the processor `fills` grids, sides are not enlarged beyond that of a tile.
+    """
+    most = width, height
+    if not config.fills:
+        most = (
+            min(max(image.width, config.side), width),
+            min(max(image.height, config.side), height),
+        )
+    scale_x, scale_y = most[0] / image.width, most[1] / image.height
+    if scale_x < scale_y:
+        size = most[0], min(math.floor(image.height * scale_x), most[1])
+    else:
+        size = min(math.floor(image.width * scale_y), most[0]), most[1]
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(resize(image, max(size[0], 1), max(size[1], 1), config))
+    return canvas
