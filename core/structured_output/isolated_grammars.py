@@ -14,17 +14,15 @@ import msgspec
 
 from ...protocol.errors import EngineError
 from ...protocol.grammars.messages import (
-    LENGTH_BYTES,
     Advance,
     Compile,
-    Exited,
     Failed,
     Mask,
     decode_reply,
-    frame,
 )
 from ...protocol.grammars.messages import Request as Message
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
+from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
 from ...protocol.sampling_params import StructuredOutput
 
 MAX_ISOLATED: Final = 4

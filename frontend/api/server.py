@@ -174,7 +174,7 @@ class Frontend:
             self._engine.fail("the server has stopped")
             http.should_exit = True
             await http_task
-            self._serving.grammar_checks.close()
+            self._serving.close()
             self._engine.close()
             self._store.close()
 
@@ -200,6 +200,7 @@ class Frontend:
         self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
         self._app.recovery.start()
+        self._serving.start_decoders()
         if self._config.model.has_tokenizer:
             await self._serving.grammar_checks.warm_up()
         for work in self._serving.when_ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -111,6 +112,20 @@ class Serving:
             GrammarProcesses(model.verified_tokenizer_path, model.vocab_size, model.eos_token_ids),
             engine.executor.create_separate(),
         )
+
+    def start_decoders(self) -> None:
+        """Start to load what decodes media, so that the first file does not wait for it."""
+        for part in (self.media, self.transcriber):
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.start()
+
+    def close(self) -> None:
+        """Stop the processes and threads for grammars and media."""
+        self.grammar_checks.close()
+        for part in (self.media, self.transcriber):
+            if part is not None:
+                part.close()
 
     def _own_marks(self) -> set[str]:
         """Return the texts with which the model marks reasoning and tool calls."""

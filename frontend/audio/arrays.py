@@ -57,3 +57,6 @@ class ArraySound:
         """Return so many of the next samples; fewer only at the end."""
         read, self._left = self._left[:num_samples], self._left[num_samples:]
         return read
+
+    def close(self) -> None:
+        """Do nothing, because nothing but memory is held."""

@@ -116,6 +116,8 @@ class AudioReader:
         source = self._source
         try:
             frames = source.read(max(1, _BLOCK // source.num_channels))
+        except MemoryError:
+            raise
         # Decoders raise many kinds of errors for damaged files.
         except Exception as error:
             raise _unreadable(self._where, error) from None
@@ -178,7 +180,7 @@ def _open(data: bytes, where: str) -> _Source:
                 where, f"is of the format {file.format}, but must be one of {_NAMES}"
             )
         return _SoundFile(file, has_index=any(mark in data[:_INDEX_BYTES] for mark in _INDEXES))
-    except ParameterError:
+    except (ParameterError, MemoryError):
         raise
     except Exception as error:
         raise _unreadable(where, error, data) from None

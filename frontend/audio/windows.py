@@ -24,6 +24,9 @@ class Samples(Protocol):
     def read(self, num_samples: int) -> Float32Array:
         """Return at least so many of the next samples; fewer only at the end."""
 
+    def close(self) -> None:
+        """Release what is held for the rest of the sound."""
+
 
 class Window(NamedTuple):
     """A part of a sound: its samples, and its first sample's position in the sound."""

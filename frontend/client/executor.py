@@ -35,10 +35,12 @@ class ThreadExecutor:
         num_waiting_characters: Total size of unfinished long work.
     """
 
-    def __init__(self, journal: ParseJournal | None = None) -> None:
+    def __init__(
+        self, journal: ParseJournal | None = None, num_short_threads: int = NUM_THREADS
+    ) -> None:
         self._journal = journal
-        self._short = _start_threads("short")
-        self._long = _start_threads("long")
+        self._short = _start_threads("short", num_short_threads)
+        self._long = _start_threads("long", NUM_THREADS)
         self.num_waiting_characters = 0
 
     def close(self) -> None:
@@ -46,9 +48,9 @@ class ThreadExecutor:
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def create_separate(self) -> ThreadExecutor:
+    def create_separate(self, num_short_threads: int = NUM_THREADS) -> ThreadExecutor:
         """Return further threads with the same journal, for work that must not delay the work in these."""
-        return ThreadExecutor(self._journal)
+        return ThreadExecutor(self._journal, num_short_threads)
 
     async def run(self, size: int, function: Callable[..., T], *args: object) -> T:
         """Call `function`, in a thread if processing `size` characters would block the event loop."""
@@ -88,10 +90,10 @@ class ThreadExecutor:
             self._journal.end_parsing(slot)
 
 
-def _start_threads(kind: str) -> ThreadPoolExecutor:
+def _start_threads(kind: str, number: int) -> ThreadPoolExecutor:
     """Start all threads immediately, because none may be available later if memory is limited."""
-    threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"{kind} work")
-    all_run = threading.Barrier(NUM_THREADS)
-    for _ in range(NUM_THREADS):
+    threads = ThreadPoolExecutor(number, thread_name_prefix=f"{kind} work")
+    all_run = threading.Barrier(number)
+    for _ in range(number):
         threads.submit(all_run.wait)
     return threads

@@ -15,15 +15,14 @@ import msgspec
 from ...protocol.errors import EngineError
 from ...protocol.grammars.grammar import MAX_SPEC_LENGTH
 from ...protocol.grammars.messages import (
-    LENGTH_BYTES,
     MAX_WALL_S,
     Check,
-    Exited,
     Verdict,
     decode_reply,
-    frame,
 )
 from ...protocol.grammars.process import GrammarProcesses, describe_exit
+from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
+from ...protocol.isolation.processes import is_idle
 from ...protocol.sampling_params import GrammarKind, StructuredOutput
 from .executor import ThreadExecutor
 
@@ -134,12 +133,8 @@ class _Checker:
     @property
     def is_alive(self) -> bool:
         """True if the process waits for a grammar. A message without one means that it has exited."""
-        try:
-            self._process.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+        if is_idle(self._process):
             return True
-        except OSError:
-            pass
         self.close()
         return False
 

@@ -18,14 +18,14 @@ from ..chat.messages import IMAGE_PART, VIDEO_PART
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
-from .data_urls import is_data_url, read_data_url
-from .decode import decode_image, to_rgb
+from .data_urls import is_data_url
+from .decoding.processes import MAX_PROCESSES, MediaProcesses
 from .downloads import Downloader
 from .embeddings import check_embeddings, read_embeddings, read_grid
-from .layouts.frames import fit_frames
+from .frame_sampling import Sampling
+from .media_reader import MediaReader, PreparedImage
 from .message_parts import replace_parts, verify_count
-from .prompt_images import PreparedImage, PromptImages
-from .video_files import Sampling, open_video
+from .prompt_images import PromptImages
 
 _EMBEDDINGS: Final = "image_embeds"
 _KINDS: Final = ("image_url", "input_image", "image_pil", "image", _EMBEDDINGS)
@@ -175,27 +175,45 @@ def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) 
 
 
 class ChatImages:
-    """Takes images and videos out of conversations and prepares them for the model, in threads of their own."""
+    """Takes images and videos out of conversations and prepares them for the model.
+
+    Files are decoded in processes, because a crash of a decoder must not end this one.
+    """
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
     ) -> None:
         assert config.model.images is not None, "the model reads no images"
         self._videos = config.model.videos
-        self._places = PromptImages(config.model.images, tokenizer, self._videos)
+        self._max_model_len = config.model.max_model_len
+        self._places = PromptImages(
+            config.model.images, tokenizer, self._videos, self._max_model_len
+        )
+        self._reader = MediaReader(self._places.reader_config)
+        self._processes = MediaProcesses(self._places.reader_config)
         self._limits = MediaLimits(
             config.frontend.max_images,
             None if self._videos is None else config.frontend.max_videos,
         )
         self._reads_embeddings = config.frontend.enable_mm_embeds
         self._size = config.model.images.output_size
-        self._max_model_len = config.model.max_model_len
-        self._executor = executor.create_separate()
+        self._executor = executor.create_separate(MAX_PROCESSES)
         self._downloader: Downloader | None = None
         if config.frontend.allowed_media_domains:
             self._downloader = Downloader(config.frontend.allowed_media_domains)
             # A slow host must not delay images that are here already.
             self._downloads = executor.create_separate()
+
+    def start(self) -> None:
+        """Start to load what decodes files, so that the first of them does not wait for it."""
+        self._processes.start()
+
+    def close(self) -> None:
+        """Stop the processes and threads."""
+        self._processes.close()
+        self._executor.close()
+        if self._downloader is not None:
+            self._downloads.close()
 
     async def take(
         self, messages: Sequence[Any], body_size: int
@@ -264,18 +282,20 @@ class ChatImages:
 
     async def _prepare_one(self, image: ChatItem, num_images: int) -> PreparedImage:
         source: Any = image.source
-        prepare: Callable[[Any, str], PreparedImage]
-        if isinstance(image, ChatVideo):
-            prepare = partial(self._prepare_video, sampling=image.sampling)
-        elif isinstance(image, EmbeddedImage):
+        where = image.where
+        if isinstance(image, EmbeddedImage):
             place = partial(self._place_embeddings, fields=image.fields)
-            return await self._executor.in_thread(place, source, image.where)
-        else:
-            prepare = partial(self._prepare, num_images=num_images)
-        is_url = isinstance(source, str) and not is_data_url(source)
-        if is_url and self._downloader is not None:
-            source = await self._downloads.in_thread(self._downloader.download, source, image.where)
-        return await self._executor.in_thread(prepare, source, image.where)
+            return await self._executor.in_thread(place, source, where)
+        if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
+            source = await self._downloads.in_thread(self._downloader.download, source, where)
+        # Pillow's images come from a caller in this process, who has decoded them.
+        is_decoded = isinstance(source, Image.Image) or (
+            isinstance(source, list) and any(isinstance(part, Image.Image) for part in source)
+        )
+        reader = self._reader if is_decoded else self._processes
+        if isinstance(image, ChatVideo):
+            return await self._executor.in_thread(reader.read_video, source, image.sampling, where)
+        return await self._executor.in_thread(reader.read_image, source, where, num_images)
 
     def _place_embeddings(
         self, source: str | NDArray[Any], where: str, fields: Mapping[str, Any]
@@ -288,28 +308,6 @@ class ChatImages:
         checked = check_embeddings(values, where, self._size)
         grid = read_grid(fields, where.removesuffix(f".{_EMBEDDINGS}"), len(checked))
         try:
-            return self._places.place_embeddings(checked, grid)
+            return self._reader.place_embeddings(checked, grid)
         except ValueError as error:
             raise ParameterError(where, f"cannot be read by this model: {error}") from None
-
-    def _prepare(
-        self, source: str | bytes | Image.Image, where: str, num_images: int
-    ) -> PreparedImage:
-        if isinstance(source, str):
-            source = read_data_url(source, where)
-        image = to_rgb(source) if isinstance(source, Image.Image) else decode_image(source, where)
-        try:
-            return self._places.prepare(image, num_images)
-        except ValueError as error:
-            raise ParameterError(where, f"cannot be read by this model: {error}") from None
-
-    def _prepare_video(
-        self, source: str | bytes | list[str | Image.Image], where: str, sampling: Sampling
-    ) -> PreparedImage:
-        assert self._videos is not None, "the model reads no videos"
-        config, max_outputs = self._videos, self._max_model_len
-
-        def fit(width: int, height: int, num_frames: int) -> tuple[int, int]:
-            return fit_frames(width, height, num_frames, config, max_outputs)
-
-        return self._places.prepare_video(open_video(source, sampling, where, config, fit))

@@ -14,6 +14,12 @@ from ..tokenizer import Tokenizer
 class ChatMedia(Protocol):
     """Takes images or sounds out of conversations, and puts what the model reads into prompts."""
 
+    def start(self) -> None:
+        """Start to load what decodes files, so that the first of them does not wait for it."""
+
+    def close(self) -> None:
+        """Stop the processes and threads."""
+
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
         """Return the messages with parts in their place, and the prepared images or sounds.
 

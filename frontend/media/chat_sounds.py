@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -20,13 +21,14 @@ from ...protocol.config.sounds import SoundProcessorConfig
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import AudioPayload, EncoderInput
 from ..audio.arrays import mono_samples
-from ..audio.decode import AudioReader
 from ..audio.log_mel import HOP, RATE, log_mel
 from ..chat.messages import AUDIO_PART, MEDIA_MARK
 from ..client.executor import ThreadExecutor
 from ..http.shown_values import echo
 from ..tokenizer import Tokenizer
 from .data_urls import is_data_url, read_data_url
+from .decoding.messages import OpenSound
+from .decoding.processes import MAX_PROCESSES, MediaProcesses
 from .downloads import Downloader
 from .message_parts import replace_parts, verify_count
 
@@ -86,7 +88,10 @@ def _take(part: Any, where: str, sounds: list[ChatSound]) -> Any:
 
 
 class ChatSounds:
-    """Takes sounds out of conversations and prepares them for the model, in threads of their own."""
+    """Takes sounds out of conversations and prepares them for the model.
+
+    Files are decoded in processes, because a crash of a decoder must not end this one.
+    """
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
@@ -104,12 +109,24 @@ class ChatSounds:
         self._max_sounds = config.frontend.max_sounds
         self._max_model_len = config.model.max_model_len
         self._max_seconds, self._limit = self._find_limit(config)
-        self._executor = executor.create_separate()
+        self._processes = MediaProcesses()
+        self._executor = executor.create_separate(MAX_PROCESSES)
         self._downloader: Downloader | None = None
         if config.frontend.allowed_media_domains:
             self._downloader = Downloader(config.frontend.allowed_media_domains)
             # A slow host must not delay sounds that are here already.
             self._downloads = executor.create_separate()
+
+    def start(self) -> None:
+        """Start to load what decodes files, so that the first of them does not wait for it."""
+        self._processes.start()
+
+    def close(self) -> None:
+        """Stop the processes and threads."""
+        self._processes.close()
+        self._executor.close()
+        if self._downloader is not None:
+            self._downloads.close()
 
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
         """Return the maximum length of a sound in seconds, and what sets it."""
@@ -235,9 +252,10 @@ class ChatSounds:
             samples = mono_samples(*source, RATE, where, self._max_seconds, self._limit)
         else:
             data = _decode_base64(source, where) if isinstance(source, str) else source
-            reader = AudioReader(data, where, RATE, self._max_seconds, self._limit)
-            # One more sample than allowed cannot come: the reader would have refused it.
-            samples = reader.read(int(self._max_seconds * RATE) + RATE)
+            opening = OpenSound(where, RATE, self._max_seconds, self._limit)
+            with closing(self._processes.open_sound(data, opening)) as sound:
+                # One more sample than allowed cannot come: the process would have refused it.
+                samples = sound.read(int(self._max_seconds * RATE) + RATE)
         return PreparedSound(self._split(samples, where))
 
     def _split(self, samples: Float32Array, where: str) -> list[EncoderInput]:

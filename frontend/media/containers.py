@@ -118,7 +118,7 @@ def _errors(av: Any, where: str) -> Iterator[None]:
     """Raise what FFmpeg finds wrong as errors of the request."""
     try:
         yield
-    except ParameterError:
+    except (ParameterError, MemoryError):
         raise
     # It raises errors of the operating system and of its own kinds for damaged files.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, LookupError) as error:

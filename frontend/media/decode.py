@@ -37,7 +37,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
             raise _too_large(where, f"{image.width} x {image.height} pixels")
         image.load()
         return to_rgb(image)
-    except ParameterError:
+    except (ParameterError, MemoryError):
         raise
     except Image.DecompressionBombError:
         raise _too_large(where, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels") from None

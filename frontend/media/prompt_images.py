@@ -4,66 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from hashlib import sha256
 from itertools import accumulate
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from ...protocol.config.images import AnyImageProcessor
 from ...protocol.config.videos import VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
-from ...protocol.messages import EmbeddingPayload, EncoderInput
+from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
 from ..tokenizer import Tokenizer
-from .layouts.embedded import Grid, embedded
-from .layouts.frames import frames
-from .layouts.pixels import Parts, Tile, Video
-from .processor import process_image
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-class PreparedImage:
-    """An image or a video as the model reads it.
-
-    Attributes:
-        text: What replaces the image's token in the text of the prompt.
-        num_outputs: The number of its embeddings, each of which takes the place of a token.
-        is_video: Whether it is a video.
-    """
-
-    def __init__(self, parts: Parts, token: str, *, is_video: bool = False) -> None:
-        self.is_video = is_video
-        self.text = "".join(part if isinstance(part, str) else _text(part, token) for part in parts)
-        tiles = [part for part in parts if isinstance(part, Tile)]
-        self.num_outputs = sum(tile.num_outputs for tile in tiles)
-        self.inputs = [_encoder_input(tile) for tile in tiles]
-
-
-def _text(tile: Tile, token: str) -> str:
-    if not tile.row_length:
-        return token * tile.num_outputs
-    return tile.separator.join([token * tile.row_length] * (tile.num_outputs // tile.row_length))
-
-
-def _encoder_input(tile: Tile) -> EncoderInput:
-    """Return the input of a tile at position 0."""
-    data = _encoder.encode(tile.payload)
-    num_tokens = tile.num_outputs
-    if tile.row_length:
-        num_tokens += num_tokens // tile.row_length - 1
-    # Frames of a video that are equal have equal embeddings, but other positions. The grid of pixels follows from their
-    # size, that of a client's embeddings does not.
-    has_other_grid = tile.grid is not None and (
-        tile.grid.continues or isinstance(tile.payload, EmbeddingPayload)
-    )
-    content_hash = sha256(data + (_encoder.encode(tile.grid) if has_other_grid else b"")).digest()
-    return EncoderInput(
-        0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length, tile.grid
-    )
+from .media_reader import PreparedImage, ReaderConfig
 
 
 def _token(tokenizer: Tokenizer, token_id: int) -> str:
@@ -81,54 +33,45 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 class PromptImages:
-    """Places images and videos in the prompts of one model. It is thread-safe."""
+    """Places images and videos in the prompts of one model. It is thread-safe.
+
+    Attributes:
+        reader_config: How images and videos are read for these prompts.
+    """
 
     def __init__(
         self,
         config: AnyImageProcessor,
         tokenizer: Tokenizer,
         videos: VideoProcessor | None = None,
+        max_outputs: int = 1 << 30,
     ) -> None:
         self._config = config
         self._videos = videos
         token = _token(tokenizer, config.token_id)
-        self._token = token
         self._mark = config.mark or token
         self._start_id = tokenizer.token_to_id(config.after_images) if config.after_images else None
         patterns = [re.escape(self._mark), MEDIA_MARK]
         self._token_ids = [config.token_id]
-        self._video_token, self._around = "", ("", "")
+        self._video_token = token_of_video = ""
+        around = "", ""
         if videos is not None:
             self._token_ids.append(videos.token_id)
-            self._video_token = _token(tokenizer, videos.token_id)
+            token_of_video = _token(tokenizer, videos.token_id)
+            self._video_token = token_of_video
+            if videos.mark_id is not None:
+                self._video_token = _token(tokenizer, videos.mark_id)
             patterns.insert(0, re.escape(self._video_token))
             if videos.start_token_id is not None and videos.end_token_id is not None:
                 start = _token(tokenizer, videos.start_token_id)
                 end = _token(tokenizer, videos.end_token_id)
-                self._around = start, end
+                around = start, end
                 # Every grid of a video has these tokens of its own.
                 patterns.insert(0, re.escape(f"{start}{self._video_token}{end}"))
         self._place = re.compile("|".join(patterns))
-
-    def prepare(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
-        """Return one of a prompt's images in RGB as the model reads it."""
-        return PreparedImage(process_image(image, self._config, num_images), self._token)
-
-    def place_embeddings(
-        self, values: NDArray[np.float32], grid: Grid | None = None
-    ) -> PreparedImage:
-        """Return an image whose embeddings [K, `output_size`] a client sent, with their grid if it is known.
-
-        Raises:
-            ValueError: The model needs a grid, or it does not fit the embeddings.
-        """
-        return PreparedImage(embedded(values, grid, self._config), self._token)
-
-    def prepare_video(self, video: Video) -> PreparedImage:
-        """Return a video as the model reads it."""
-        assert self._videos is not None, "the model reads no videos"
-        parts = frames(video, self._videos, self._around)
-        return PreparedImage(parts, self._video_token, is_video=True)
+        self.reader_config = ReaderConfig(
+            config, videos, token, token_of_video, around, max_outputs
+        )
 
     def in_order(self, text: str, images: Sequence[PreparedImage]) -> Sequence[PreparedImage]:
         """Return images and videos in the order of their places in a prompt.

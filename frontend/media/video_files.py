@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from ...protocol.config.videos import VideoProcessor
@@ -19,6 +17,7 @@ from ...protocol.errors import ParameterError
 from .containers import VideoTrack, container_format, read_container
 from .data_urls import read_data_url
 from .decode import decode_image, to_rgb
+from .frame_sampling import Sampling, sample_frames
 from .layouts.pixels import Video
 
 MAX_FILE_FRAMES: Final = 4096
@@ -29,21 +28,6 @@ MAX_VIDEO_PIXELS: Final = 1 << 27
 
 TIMEOUT_S: Final = 20.0
 """Seconds that the frames of a video may take to decode."""
-
-
-class Sampling(NamedTuple):
-    """The settings of a request for the frames of a video.
-
-    Attributes:
-        fps: The frames of a second that are read of a file, or that given frames have.
-        num_frames: The number of frames that are read of a file.
-    """
-
-    fps: float | None = None
-    num_frames: int | None = None
-
-
-DEFAULT_SAMPLING: Final = Sampling()
 
 
 Fit: TypeAlias = Callable[[int, int, int], tuple[int, int]]
@@ -170,7 +154,7 @@ def _animation(
             frames.append(to_rgb(image).resize(size, Image.Resampling(config.resample)))
             budget.check_time()
         return Video(frames, numbers, fps, len(frames) / num_frames * fps)
-    except ParameterError:
+    except (ParameterError, MemoryError):
         raise
     # The decoders raise many kinds of errors for damaged files.
     except Exception as error:
@@ -207,37 +191,6 @@ def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> tuple[
         return fit(*size, num_frames)
     except ValueError as error:
         raise ParameterError(where, f"cannot be read by this model: {error}") from None
-
-
-def sample_frames(
-    num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
-) -> list[int]:
-    """Return the numbers of the frames to read of a file, as transformers' processors choose them.
-
-    Args:
-        num_frames: The frames of the file.
-        fps: How many of them a second has.
-        config: How the model reads videos.
-        sampling: What the request says.
-    """
-    wanted = num_frames / fps * (sampling.fps or config.fps)
-    if config.rounds_indices:
-        count = min(max(int(wanted), config.min_frames), config.max_frames, num_frames)
-        if sampling.num_frames is not None:
-            count = min(sampling.num_frames, config.max_frames, num_frames)
-        numbers: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
-        return numbers
-    unit = config.frames_per_patch
-    most = min(config.max_frames, num_frames) // unit * unit
-    count = math.floor(min(max(wanted, config.min_frames), most, num_frames) / unit) * unit
-    if sampling.num_frames is not None:
-        count = min(round(sampling.num_frames / unit) * unit, most)
-    # A file with fewer frames than a patch is read as it is.
-    count = count or num_frames
-    step = num_frames / count
-    # Rounding may make one more of them, as in a range of numbers with a fraction.
-    last = num_frames - 1
-    return [min(int(np.float32(i * step)), last) for i in range(math.ceil(num_frames / step))]
 
 
 class _Budget:

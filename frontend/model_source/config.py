@@ -47,8 +47,8 @@ from ...protocol.file_identity import identify_files
 from ...protocol.sampling_params import SamplingParams
 from ..supervisor.console import Console
 from ..tokenizer import TokenizerConfig, load_tokenizer
-from .images.qwen import read_video_processor
 from .images.read import read_image_processor
+from .images.videos import read_video_processor
 from .lora import find_loras
 from .options import CHECKPOINT_QUANTIZATIONS, ModelOptions, ResolvedModel
 from .sounds import read_sound_processor

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
@@ -70,6 +70,10 @@ class LocalEngine:
         except BaseException:
             future.cancel()
             raise
+
+    def close_together(self, close: Callable[[], None]) -> None:
+        """Call `close` when the engine is closed, before its processes are stopped."""
+        self._resources.callback(close)
 
     def close(self) -> None:
         """Stop every process. Unfinished requests fail. Later calls do nothing."""

@@ -39,6 +39,7 @@ class LocalTranscriber:
         self.audio = verify_transcribes(model)
         self._engine = engine
         self._transcriber = Transcriber(model, self.audio, engine.tokenizer, engine.client.executor)
+        engine.close_together(self._transcriber.close)
 
     def transcribe(
         self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Iterable[int]

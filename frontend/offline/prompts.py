@@ -38,6 +38,8 @@ class PromptEncoder:
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._media = find_chat_media(engine.config, engine.tokenizer, engine.client.executor)
+        if self._media is not None:
+            engine.close_together(self._media.close)
 
     def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return a conversation without its images or sounds, and these."""

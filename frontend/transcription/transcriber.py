@@ -15,11 +15,12 @@ from ...protocol.arrays import Float32Array, float32_bytes
 from ...protocol.config import ModelConfig
 from ...protocol.config.model import AudioProcessorConfig
 from ...protocol.messages import AudioPayload, EncoderInput
-from ..audio.decode import AudioReader
 from ..audio.log_mel import HOP, log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..client.engine_client import PositionLogprobs
 from ..client.executor import ThreadExecutor
+from ..media.decoding.messages import OpenSound
+from ..media.decoding.processes import MediaProcesses
 from ..tokenizer import Tokenizer
 from .decoder_prompt import DecoderPrompts
 from .decoding import Deltas, Submission, WindowDecoder
@@ -31,6 +32,9 @@ WINDOWS_AT_ONCE: Final = 8
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Receives a piece of text with the log-probabilities of its tokens."""
+
+PROCESS_BYTES: Final = 16 << 20
+"""Memory of a process that decodes a file, beside the file."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -66,7 +70,7 @@ class _Job:
 
 
 class Transcriber:
-    """Transcribes sounds with one model. Files are decoded in threads of its own."""
+    """Transcribes sounds with one model. Files are decoded in processes."""
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Transcriber:
         self._audio = audio
         self._tokenizer = tokenizer
         self._prompts = DecoderPrompts(model, audio, tokenizer)
+        self._processes = MediaProcesses()
         self._executor = executor.create_separate()
 
     @property
@@ -86,16 +91,25 @@ class Transcriber:
         audio = self._audio
         num_samples = int(audio.chunk_seconds * audio.sampling_rate)
         num_values = num_samples // HOP * audio.num_mel_bins or num_samples
-        return 4 * (num_samples + num_values) * WINDOWS_AT_ONCE
+        return 4 * (num_samples + num_values) * WINDOWS_AT_ONCE + PROCESS_BYTES
 
-    async def open(self, data: bytes, where: str, max_seconds: float) -> AudioReader:
-        """Return an audio file, opened in a thread.
+    def start(self) -> None:
+        """Start to load what decodes files, so that the first of them does not wait for it."""
+        self._processes.start()
+
+    def close(self) -> None:
+        """Stop the processes and threads."""
+        self._processes.close()
+        self._executor.close()
+
+    async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
+        """Return an audio file, opened in a process of its own.
 
         Raises:
             ParameterError: It cannot be read, or is too long; `where` names the field.
         """
-        rate = self._audio.sampling_rate
-        return await self._executor.in_thread(AudioReader, data, where, rate, max_seconds)
+        opening = OpenSound(where, self._audio.sampling_rate, max_seconds)
+        return await self._executor.in_thread(self._processes.open_sound, data, opening)
 
     async def transcribe(
         self,
@@ -107,7 +121,7 @@ class Transcriber:
         """Return the transcript of a sound.
 
         Args:
-            sound: The sound.
+            sound: The sound, which is closed afterwards.
             options: What is wanted.
             submission: How sequences are run.
             on_text: Receives the text as it is written.
@@ -166,6 +180,7 @@ class Transcriber:
             for task in (producer, *tasks):
                 task.cancel()
             await asyncio.gather(producer, *tasks, return_exceptions=True)
+            sound.close()
 
     def _encode(self, samples: Float32Array) -> EncoderInput:
         """Return a window as the model's encoder reads it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -18,11 +20,17 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
         fps: The frames per second that are read of a file.
         min_frames: The minimum number of these, unless the file has fewer.
         max_frames: The maximum number of frames.
-        rounds_indices: Whether the first and the last frame of a file are read. Otherwise the numbers of frames are
-            multiples of their distance, and rounded down.
+        sampling: Which frames of a file are read: multiples of their distance, rounded down ("steps"), from the first
+            to the last ("ends"), those at or after equal steps of time ("seconds"), or those whose number of a second
+            depends on the length of the file ("dynamic", GLM-4.6V).
+        max_seconds: The length of a file in seconds from which on "seconds" are farther apart.
         steps_per_second: How far apart the grids of a second are in rotary positions; 0 for one step a grid.
-        start_token_id: The token before each grid, after a text with its time; None if grids follow one another.
-        end_token_id: The token after each grid.
+        times: The time in seconds that is beside each grid as text: the mean of its frames before it ("mean"), or that
+            of the first one after it, as a number ("whole", GLM-4.1V) or with a fraction ("first"); None if grids
+            follow one another.
+        start_token_id: The token before each grid that has a time.
+        end_token_id: The token after it.
+        mark_id: The token that stands for a video in prompts; None for `token_id`.
         resample: The filter, by Pillow's number.
         scale: The factor on values from 0 to 255.
         mean: The mean of each channel, which is subtracted from these products.
@@ -38,10 +46,13 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
-    rounds_indices: bool = False
+    sampling: Literal["steps", "ends", "seconds", "dynamic"] = "steps"
+    max_seconds: float = 300.0
     steps_per_second: float = 0.0
+    times: Literal["mean", "whole", "first"] | None = None
     start_token_id: int | None = None
     end_token_id: int | None = None
+    mark_id: int | None = None
     resample: int = 3
     scale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

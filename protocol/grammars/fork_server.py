@@ -1,9 +1,7 @@
 """`python -m engine.protocol.grammars.fork_server FD TOKENIZER VOCAB_SIZE EOS…`: forks grammar processes.
 
 A grammar can overflow the stack of the library that compiles it, or take unlimited time and memory. Each grammar is
-therefore handled in its own process, so that a crash costs one request. This program loads the tokenizer once. For
-each socket that arrives at FD it forks a child that serves the socket. If a child was killed, the program sends the
-signal to the client. It ends with the process that started it, and so do its children.
+therefore handled in its own process, so that a crash costs one request. This program loads the tokenizer once.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import contextlib
 import itertools
 import os
 import queue
-import resource
-import select
 import signal
 import socket
 import sys
@@ -23,7 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from ..errors import EngineError, ParameterError
-from ..process import name_process
+from ..isolation.fork_server import Serve, run_fork_server
+from ..isolation.limits import limit_time
+from ..isolation.messages import LENGTH_BYTES, frame
 from ..sampling_params import StructuredOutput
 from .grammar import shorten_error
 from .json_schema import drop_bad_patterns
@@ -40,21 +38,18 @@ from .messages import (
     CHECK_STACK_BYTES,
     ISOLATED_CPU_S,
     ISOLATED_STACK_BYTES,
-    LENGTH_BYTES,
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_WALL_S,
     Advance,
     Check,
     Compile,
-    Exited,
     Failed,
     Mask,
     Reply,
     Request,
     Verdict,
     decode_request,
-    frame,
 )
 from .special_tokens import special_tokens_of
 
@@ -108,13 +103,9 @@ class _Child:
     def _work(self) -> None:
         while True:
             request = self._requests.get()
-            # The kernel kills a process that takes longer, even inside the library.
             limit_s = MAX_CPU_S if isinstance(request, Check) else ISOLATED_CPU_S
-            signal.setitimer(signal.ITIMER_PROF, limit_s)
-            signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
-            reply = self._answer(request)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            with limit_time(limit_s, MAX_WALL_S):
+                reply = self._answer(request)
             self._client.sendall(frame(reply))
 
     def _answer(self, request: Request) -> Reply:
@@ -241,85 +232,24 @@ def _allowed_token(bits: bytes, seed: int) -> int:
     return 0
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        with open("/proc/self/status") as status:
-            size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-        limit = size + MAX_MEMORY_BYTES + ISOLATED_STACK_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _fork(
-    client: socket.socket,
-    clients: dict[int, socket.socket],
-    control: socket.socket,
-    tokenizer: LLTokenizer | str,
-    eos: list[int],
-) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
+def _load(path: str, vocab_size: int, eos: list[int]) -> Serve:
+    tokenizer: LLTokenizer | str
     try:
-        for other in (control, *clients.values()):
-            other.close()
-        signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
-        name_process("grammar")
-        # Discard what the library prints before it aborts.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        _limit_memory()
-        _Child(client, tokenizer, eos).run()
-    finally:
-        os._exit(1)
-
-
-def _reap(clients: dict[int, socket.socket]) -> None:
-    """Report ended children to their clients."""
-    while clients:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        client = clients.pop(pid)
-        with contextlib.suppress(OSError):
-            client.setblocking(False)
-            client.sendall(frame(Exited(max(-os.waitstatus_to_exitcode(status), 0))))
-        client.close()
+        tokenizer = load_grammar_tokenizer(path, vocab_size, eos)
+    except Exception as error:
+        tokenizer = str(error)
+    return lambda client: _Child(client, tokenizer, eos).run()
 
 
 def main() -> None:
     """Serve sockets until the process that started this one ends."""
     fd, path, vocab_size, *eos = sys.argv[1:]
-    name_process("grammar fork server")
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    eos_token_ids = list(map(int, eos))
-    tokenizer: LLTokenizer | str
-    try:
-        tokenizer = load_grammar_tokenizer(path, int(vocab_size), eos_token_ids)
-    except Exception as error:
-        tokenizer = str(error)
-    control = socket.socket(fileno=int(fd))
-    woken, waker = socket.socketpair()
-    for end in (woken, waker):
-        end.setblocking(False)
-    signal.set_wakeup_fd(waker.fileno())
-    signal.signal(signal.SIGCHLD, lambda signum, stack: None)
-    clients: dict[int, socket.socket] = {}
-    while True:
-        readable, _, _ = select.select([control, woken], [], [])
-        if woken in readable:
-            with contextlib.suppress(BlockingIOError):
-                woken.recv(4096)
-            _reap(clients)
-        if control in readable:
-            data, fds, _, _ = socket.recv_fds(control, 1, 1)
-            if not data:
-                return
-            for client_fd in fds:
-                client = socket.socket(fileno=client_fd)
-                clients[_fork(client, clients, control, tokenizer, eos_token_ids)] = client
+    run_fork_server(
+        socket.socket(fileno=int(fd)),
+        "grammar",
+        lambda: _load(path, int(vocab_size), list(map(int, eos))),
+        MAX_MEMORY_BYTES + ISOLATED_STACK_BYTES,
+    )
 
 
 if __name__ == "__main__":

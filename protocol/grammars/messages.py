@@ -6,10 +6,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from ..isolation.messages import Exited
 from ..sampling_params import StructuredOutput
-
-LENGTH_BYTES: Final = 4
-"""Size of the big-endian length before each message, in bytes."""
 
 MAX_CPU_S: Final = 5
 """Maximum processor time of a check, in seconds."""
@@ -36,7 +34,7 @@ SHARED_STACK_BYTES: Final = 64 << 20
 """Stack for compiling a grammar in the core."""
 
 
-class Check(msgspec.Struct, tag=0, array_like=True):
+class Check(msgspec.Struct, tag=6, array_like=True):
     """Compile a grammar and measure the cost of its tokens. Answered by a Verdict.
 
     Its `parts` are compiled first, so that an error can name the part.
@@ -83,21 +81,8 @@ class Failed(msgspec.Struct, tag=5, array_like=True):
     reason: str
 
 
-class Exited(msgspec.Struct, tag=6, array_like=True):
-    """The process ended by this signal, or by none (0). Its parent sends this message."""
-
-    signal: int
-
-
 Request: TypeAlias = Check | Compile | Advance
 Reply: TypeAlias = Verdict | Mask | Failed | Exited
 
-_encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
-
-
-def frame(message: Request | Reply) -> bytes:
-    """Encode a message with its length before it."""
-    body = _encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 
-from .messages import (
-    CHECK_STACK_BYTES,
-    MAX_CPU_S,
-    MAX_MEMORY_BYTES,
-    MAX_WALL_S,
-    Exited,
-)
+from ..isolation.messages import Exited
+from ..isolation.processes import IsolatedProcesses
+from .messages import CHECK_STACK_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, MAX_WALL_S
 
 _MIB = 1 << 20
 
 
-class GrammarProcesses:
+class GrammarProcesses(IsolatedProcesses):
     """Starts grammar processes through a fork server that has the tokenizer loaded. Thread-safe.
 
-    The tokenizer's path may be a function that returns it. The fork server starts with the first process, or by
-    `start`.
+    The tokenizer's path may be a function that returns it.
     """
 
     def __init__(
@@ -33,70 +24,11 @@ class GrammarProcesses:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._tokenizer_path = tokenizer_path
-        self._numbers = [str(vocab_size), *map(str, eos_token_ids)]
-        self._lock = threading.Lock()
-        self._fork_server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._is_closed = False
+        def arguments() -> list[str]:
+            path = tokenizer_path() if callable(tokenizer_path) else tokenizer_path
+            return [path, str(vocab_size), *map(str, eos_token_ids)]
 
-    def start(self) -> None:
-        """Start the fork server if it is not running. Raise OSError if the system refuses."""
-        with self._lock:
-            self._start()
-
-    def spawn(self) -> socket.socket:
-        """Return a socket to a new process, which ends when the socket is closed. Raise OSError on failure."""
-        own, other = socket.socketpair()
-        with other:
-            try:
-                with self._lock:
-                    try:
-                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
-                    except (BrokenPipeError, ConnectionResetError):
-                        self._stop()
-                        socket.send_fds(self._start(), [b"+"], [other.fileno()])
-            except BaseException:
-                own.close()
-                raise
-        return own
-
-    def close(self) -> None:
-        """End the fork server and every grammar process."""
-        with self._lock:
-            self._is_closed = True
-            self._stop()
-
-    def _start(self) -> socket.socket:
-        if self._is_closed:
-            raise BrokenPipeError("the fork server is closed")
-        if self._control is None:
-            path = self._tokenizer_path
-            control, other = socket.socketpair()
-            with other:
-                self._fork_server = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        f"{__package__}.fork_server",
-                        str(other.fileno()),
-                        path() if callable(path) else path,
-                        *self._numbers,
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[other.fileno()],
-                )
-            self._control = control
-        return self._control
-
-    def _stop(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._fork_server is not None:
-            self._fork_server.kill()
-            self._fork_server.wait()
-            self._fork_server = None
+        super().__init__(f"{__package__}.fork_server", arguments)
 
 
 def describe_exit(exited: Exited | None) -> str:

@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import io
 import json
+import signal
 import struct
 import zlib
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from PIL import Image
 from support.gguf_writer import write_gguf
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.mmproj_writer import write_mmproj
-from support.server import Server, assert_nothing_is_held
+from support.server import Server, assert_nothing_is_held, title_of
 from support.vision_checkpoints import image_processor, vision_directory
 
 torch.set_num_threads(1)
@@ -318,6 +319,26 @@ def test_bad_images_are_refused_by_name(server: Server, url: str | None, message
     assert status == 400
     assert answer["error"]["param"] == "messages[0].content[1].image_url.url"
     assert message in answer["error"]["message"]
+
+
+def test_an_image_that_crashes_its_decoder_is_refused_and_others_go_on(server: Server) -> None:
+    image, texts = chat("a", picture(1, 64, 64)), [chat("the quick"), chat("brew tea")]
+    *expected, first = [each["choices"] for each in ask_together(server, [*texts, image])]
+    decoders = [each for each in server.find_children() if title_of(each) == "media decoder"]
+    for decoder in decoders:
+        decoder.suspend()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        crashed = pool.submit(server.post, "/v1/chat/completions", image)
+        assert [each["choices"] for each in ask_together(server, texts)] == expected
+        for decoder in decoders:
+            decoder.send_signal(signal.SIGSEGV)
+            decoder.resume()
+        assert crashed.result()[0] == 400
+    error = crashed.result()[1]["error"]
+    assert error["param"] == "messages[0].content[1].image_url.url"
+    assert "crashes the decoder (SIGSEGV)" in error["message"]
+    assert [each["choices"] for each in ask_together(server, [image])] == [first]
+    assert_nothing_is_held(server)
 
 
 def _saved(image: Image.Image, file_format: str, **options: Any) -> str:

@@ -141,6 +141,9 @@ def qwen_directory(
             ("vision_end", END),
         )
     }
+    if kind in GLM_MODELS:
+        tokens["image_start_token_id"] = tokens["vision_start_token_id"]
+        tokens["image_end_token_id"] = tokens["vision_end_token_id"]
     config = getattr(transformers, f"{_NAMES[kind]}Config")(
         vision_config=vision, text_config=text, tie_word_embeddings=False, **tokens, **ids
     )

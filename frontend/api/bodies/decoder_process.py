@@ -8,13 +8,12 @@ happens when its frontend exits.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import sys
 from typing import Any
 
+from ....protocol.isolation.limits import limit_memory, limit_time
 from ....protocol.process import configure_logging, name_process
 from ...http.errors import APIError
 from ..schema import GenerationRequest
@@ -43,14 +42,6 @@ def _decode(decoder: BodyDecoder[Any], body: bytes, num_values: int) -> Reply:
     return decoded
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        with open("/proc/self/status") as status:
-            size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (size + MAX_MEMORY_BYTES,) * 2)
-
-
 def main() -> None:
     """Decode bodies until standard input ends."""
     is_strict, log_level = sys.argv[1:]
@@ -63,19 +54,18 @@ def main() -> None:
         InvocationDecoder(strict) if schema is GenerationRequest else BodyDecoder(schema, strict)
         for schema in SCHEMAS
     ]
-    _limit_memory()
+    limit_memory(MAX_MEMORY_BYTES)
     bodies, replies = sys.stdin.buffer, sys.stdout.buffer
     while head := bodies.read(HEAD.size):
         index, num_values, size = HEAD.unpack(head)
         body = bodies.read(size)
         if len(body) < size:
             return
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        try:
-            reply = encode_reply(_decode(decoders[index], body, num_values))
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limit_time(MAX_CPU_S):
+            try:
+                reply = encode_reply(_decode(decoders[index], body, num_values))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
         replies.write(LENGTH.pack(len(reply)))
         replies.write(reply)
         replies.flush()

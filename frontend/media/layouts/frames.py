@@ -67,12 +67,20 @@ def frames(video: Video, config: VideoProcessor, around: tuple[str, str]) -> Par
             num_frames=per_patch,
         )
         rows, columns = size[1] // unit, size[0] // unit
-        if config.start_token_id is None:
+        if config.times is None:
             step = config.steps_per_second * seconds_per_grid or 1.0
             grid = EncoderGrid(rows, columns, int(index * step), continues=index > 0)
             parts.append(Tile(payload, rows * columns, grid=grid))
         else:
-            time = (numbers[start] + numbers[start + per_patch - 1]) / video.fps / 2
+            before, after = _times(numbers[start : start + per_patch], video.fps, config)
             tile = Tile(payload, rows * columns, grid=EncoderGrid(rows, columns))
-            parts += [f"<{time:.1f} seconds>{around[0]}", tile, around[1]]
+            parts += [before + around[0], tile, around[1] + after]
     return parts
+
+
+def _times(numbers: list[int], fps: float, config: VideoProcessor) -> tuple[str, str]:
+    """Return the texts before and after a grid of frames with these numbers."""
+    if config.times == "mean":
+        return f"<{(numbers[0] + numbers[-1]) / fps / 2:.1f} seconds>", ""
+    first = numbers[0] / fps
+    return "", str(int(first)) if config.times == "whole" else f"{first:.1f} seconds"

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 from engine.frontend.media import containers, video_files
-from engine.frontend.media.video_files import Sampling, open_video
+from engine.frontend.media.frame_sampling import Sampling
+from engine.frontend.media.video_files import open_video
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError
 from support.video_files import FPS, brightness, write_video
@@ -17,7 +18,7 @@ av = pytest.importorskip("av")
 
 QWEN2 = VideoProcessor(token_id=1, unit=28, frames_per_patch=2, min_pixels=1, max_pixels=1 << 20)
 QWEN3 = VideoProcessor(
-    token_id=1, unit=32, frames_per_patch=2, min_pixels=1, max_pixels=1 << 20, rounds_indices=True
+    token_id=1, unit=32, frames_per_patch=2, min_pixels=1, max_pixels=1 << 20, sampling="ends"
 )
 FILES = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("matroska", "mpeg4"))
 

@@ -1,28 +1,37 @@
 """Videos are sampled, resized and put into prompts as by transformers, and bad ones are refused."""
 
+import ast
 import base64
 import io
 import math
 import random
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 from engine.frontend.media import video_files
 from engine.frontend.media.chat_images import ChatVideo, MediaLimits, make_video, take_media
+from engine.frontend.media.frame_sampling import Sampling, sample_frames
 from engine.frontend.media.layouts.frames import fit_frames, frames
 from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.media_reader import MediaReader
 from engine.frontend.media.prompt_images import PromptImages
-from engine.frontend.media.video_files import Sampling, open_video, sample_frames
-from engine.frontend.model_source.images.qwen import read_video_processor
+from engine.frontend.media.video_files import open_video
 from engine.frontend.model_source.images.read import read_image_processor
+from engine.frontend.model_source.images.videos import read_video_processor
 from engine.frontend.tokenizer import load_tokenizer
 from engine.protocol.checkpoint.config_fields import ConfigFields
 from engine.protocol.config.videos import VideoProcessor
 from engine.protocol.errors import ParameterError
 from PIL import Image
 from support.qwen_checkpoints import END, IMAGE, START, UNIT, VIDEO, qwen_directory
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -37,7 +46,7 @@ QWEN3 = VideoProcessor(
     min_pixels=4096,
     max_pixels=25165824,
     limits_whole=True,
-    rounds_indices=True,
+    sampling="ends",
 )
 
 
@@ -66,6 +75,52 @@ def _jpegs(count, **size):
 
 def _same_size(width, height, num_frames):
     return width, height
+
+
+GLM = {
+    kind: msgspec.structs.replace(QWEN3, sampling=sampling, unit=28, max_frames=1024)
+    for kind, sampling in (("glm4v", "seconds"), ("glm46v", "dynamic"))
+}
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "glm46v"])
+def test_sampled_frames_equal_those_of_transformers_glm(kind):
+    sample = _glm_sampler(kind)
+    rng = random.Random(1)
+    lengths = [*range(1, 40), *(rng.randrange(40, 4000) for _ in range(100))]
+    for count in lengths:
+        fps = rng.choice([0.5, 1.0, 7.5, 10.0, 24.0, 29.97])
+        metadata = SimpleNamespace(total_num_frames=count, fps=fps, duration=count / fps)
+        # Transformers cannot read less than half a second.
+        expected = sample(metadata).tolist() or [0, 0]
+        assert sample_frames(count, fps, GLM[kind]) == expected, (count, fps)
+
+
+def _glm_text(kind, video, num_outputs):
+    """Return what takes the place of a video of three grids in a prompt of GLM."""
+    processor = Glm4vProcessor if kind == "glm4v" else Glm46VProcessor
+    state = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2), image_token=IMAGE)
+    state.replace_frame_token_id = partial(processor.replace_frame_token_id, state)
+    timestamps = [number / video.fps for number in video.numbers]
+    inputs = {
+        "video_grid_thw": np.array([[3, 2, 2 * num_outputs]]),
+        "video_metadata": [SimpleNamespace(fps=video.fps, timestamps=timestamps)],
+    }
+    text = processor.replace_video_token(state, inputs, 0)
+    return text.replace("<|begin_of_image|>", START).replace("<|end_of_image|>", END)
+
+
+def _glm_sampler(kind):
+    """Return the method of a processor whose class needs torchvision."""
+    directory = Path(transformers.__file__).parent / "models" / kind
+    source = (directory / f"video_processing_{kind}.py").read_text()
+    methods = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    [method] = [node for node in methods if node.name == "sample_frames"]
+    method.args.args[1].annotation = None
+    names = {"np": np, "math": math}
+    exec(ast.unparse(method), names)
+    settings = SimpleNamespace(fps=2, max_duration=300, temporal_patch_size=2)
+    return partial(names["sample_frames"], settings)
 
 
 @pytest.mark.parametrize("config", [QWEN2, QWEN3])
@@ -110,7 +165,7 @@ def _qwen3(width, height, count, fps, config):
     return tuple(sides), numbers
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v"])
 def test_prompts_equal_those_of_transformers(kind, tmp_path):
     path, _ = qwen_directory(tmp_path, kind)
     config = ConfigFields.read(path / "config.json")
@@ -126,7 +181,8 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
         videos,
         lambda width, height, count: fit_frames(width, height, count, videos, 1000),
     )
-    prepared = [places.prepare(_frames(1, 40, 24)[0]), places.prepare_video(video)]
+    reader = MediaReader(places.reader_config)
+    prepared = [reader.prepare_image(_frames(1, 40, 24)[0]), reader.prepare_video(video)]
     width, height = video.frames[0].size
     outputs = width * height // UNIT**2
     expected = VIDEO * (3 * outputs)
@@ -144,10 +200,13 @@ def test_prompts_equal_those_of_transformers(kind, tmp_path):
         metadata = SimpleNamespace(fps=3.0, frames_indices=video.numbers)
         inputs = {"video_grid_thw": grid, "video_metadata": [metadata]}
         expected = Qwen3VLProcessor.replace_video_token(state, inputs, 0)
+    elif kind.startswith("glm"):
+        expected = _glm_text(kind, video, outputs)
     else:
         expected = f"{START}{expected}{END}"
     image = f"{START}{IMAGE * prepared[0].num_outputs}{END}"
-    prompt = f"a {START}{IMAGE}{END} b {START}{VIDEO}{END} c"
+    mark = VIDEO if kind.startswith("glm") else f"{START}{VIDEO}{END}"
+    prompt = f"a {START}{IMAGE}{END} b {mark} c"
     found = places.expand(prompt, prepared)
     assert found == f"a {image} b {expected} c"
     token_ids = load_tokenizer(path).encode(found)

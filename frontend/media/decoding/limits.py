@@ -1,0 +1,42 @@
+"""Limits on what a file may take to decode."""
+
+from __future__ import annotations
+
+import signal
+
+import msgspec
+
+
+class DecoderLimits(msgspec.Struct, frozen=True):
+    """Limits on an image, a video or a part of a sound.
+
+    Attributes:
+        cpu_s: The maximum processor time in seconds.
+        wall_s: The seconds after which a process that makes no progress is killed.
+        memory_bytes: The maximum memory of a process, not counting what it has loaded.
+    """
+
+    cpu_s: float = 20.0
+    wall_s: float = 60.0
+    memory_bytes: int = 2 << 30
+
+    def describe_exit(self, signum: int | None) -> str:
+        """Return the problem of a file whose process ended by this signal, or for an unknown reason."""
+        match signum:
+            case signal.SIGPROF:
+                return f"takes more than {self.cpu_s:g} s of processor time to decode; send a smaller file"
+            case signal.SIGALRM:
+                return f"takes more than {self.wall_s:g} s to decode; send a smaller file"
+            case signal.SIGKILL:
+                return "cannot be decoded: its process was killed, perhaps because memory is short; send a smaller file"
+            case None | 0:
+                return "cannot be decoded: its process was lost; send another file"
+            case _:
+                name = signal.Signals(signum).name
+                return f"cannot be decoded: it crashes the decoder ({name}); send another file"
+
+    @property
+    def memory_problem(self) -> str:
+        """The problem of a file that takes too much memory."""
+        mib = self.memory_bytes >> 20
+        return f"needs more than {mib} MiB of memory to decode; send a smaller file"

@@ -1,0 +1,301 @@
+"""The processes that decode media for a frontend."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ....protocol.arrays import Float32Array
+from ....protocol.errors import ParameterError
+from ....protocol.isolation.channel import SharedContent, receive, send
+from ....protocol.isolation.messages import Exited
+from ....protocol.isolation.processes import IsolatedProcesses, is_idle
+from ..frame_sampling import Sampling
+from ..media_reader import PreparedImage, ReaderConfig
+from .limits import DecoderLimits
+from .messages import (
+    Opened,
+    OpenSound,
+    Prepared,
+    ReadImage,
+    ReadSamples,
+    ReadVideo,
+    Refused,
+    Reply,
+    Request,
+    Setup,
+    Source,
+    decode_reply,
+)
+
+MAX_PROCESSES: Final = 4
+"""Files that are decoded at the same time, apart from long sounds, and the processes that wait for others."""
+
+MAX_FILES: Final = 100
+"""Files after which a process is replaced, which bounds the memory that it keeps."""
+
+DEFAULT_LIMITS: Final = DecoderLimits()
+
+_GRACE_S: Final = 5.0
+
+
+class _Lost(Exception):
+    """A process ended before it replied. `is_early` if that may have been before it received the request."""
+
+    def __init__(self, problem: str, *, is_early: bool) -> None:
+        super().__init__(problem)
+        self.is_early = is_early
+
+
+class _Process:
+    """One process, which decodes one file after another."""
+
+    def __init__(self, connection: socket.socket, limits: DecoderLimits) -> None:
+        self._connection = connection
+        self._limits = limits
+        self._num_files = 0
+
+    @property
+    def is_reusable(self) -> bool:
+        return self._num_files < MAX_FILES and is_idle(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def exchange(
+        self, request: Request, content: Sequence[bytes | memoryview]
+    ) -> tuple[Reply, SharedContent]:
+        """Return the reply to a request and its content.
+
+        Raises:
+            _Lost: The process ended.
+        """
+        is_new = self._num_files == 0
+        self._num_files += not isinstance(request, ReadSamples)
+        # The kernel ends the process before this, unless it was stopped.
+        self._connection.settimeout(self._limits.wall_s + _GRACE_S)
+        signum = None
+        with contextlib.suppress(OSError):
+            # If it has ended, its signal can be received nevertheless.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send(self._connection, request, content)
+            received = receive(self._connection)
+            if received is not None:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    reply = decode_reply(received[0])
+                    if not isinstance(reply, Exited):
+                        return reply, received[1]
+                    signum = reply.signal
+                received[1].close()
+        is_unknown = signum in (None, 0, signal.SIGKILL)
+        raise _Lost(self._limits.describe_exit(signum), is_early=is_unknown and not is_new)
+
+
+class IsolatedSound:
+    """A sound that a process of its own decodes, until its end or until it is closed."""
+
+    def __init__(self, pool: MediaProcesses, process: _Process, where: str) -> None:
+        self._pool, self._where = pool, where
+        self._process: _Process | None = process
+
+    def read(self, num_samples: int) -> Float32Array:
+        """Return at least so many of the next samples, float32 [N]; fewer only at the end.
+
+        Raises:
+            ParameterError: The file is damaged, or longer than its header says and than allowed.
+        """
+        if self._process is None:
+            return np.zeros(0, np.float32)
+        is_done = False
+        try:
+            reply, content = self._process.exchange(ReadSamples(self._where, num_samples), ())
+            with content:
+                opened = _expect(reply, Opened)
+                samples = np.frombuffer(content.read(opened.size), np.float32)
+            is_done = len(samples) < num_samples
+            return samples
+        except (_Lost, EOFError) as error:
+            raise ParameterError(self._where, str(error)) from None
+        finally:
+            if is_done:
+                self._pool.put_back(self._process)
+                self._process = None
+
+    def close(self) -> None:
+        """End the process if it has not come to the end of the sound."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+class MediaProcesses:
+    """A pool of processes that decode media. It is thread-safe.
+
+    A file that crashes its process, or takes too long or too much memory, fails only its own request. A process that
+    waits for a file may be killed, too. So if one that has decoded files before ends for no known reason, the file goes
+    once to a new process.
+
+    Args:
+        reader: How the model reads images; None if it reads only sounds.
+        limits: What a file may take.
+    """
+
+    def __init__(
+        self, reader: ReaderConfig | None = None, limits: DecoderLimits = DEFAULT_LIMITS
+    ) -> None:
+        self._limits = limits
+        setup = msgspec.json.encode(Setup(reader, limits)).decode()
+        self._processes = IsolatedProcesses(f"{__package__}.decoder_process", lambda: [setup])
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+
+    def start(self) -> None:
+        """Start to load what the processes need. Raise OSError if the system refuses."""
+        self._processes.start()
+
+    def close(self) -> None:
+        """End all processes. No file can be decoded afterwards."""
+        self._processes.close()
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+    def read_image(self, source: str | bytes, where: str, num_images: int) -> PreparedImage:
+        """Return one of a prompt's images as the model reads it.
+
+        Args:
+            source: A data URL, or the content of a file.
+            where: The name of the field in errors.
+            num_images: The number of the prompt's images.
+
+        Raises:
+            ParameterError: It cannot be read.
+        """
+        parts = [_bytes(source)]
+        request = ReadImage(where, _describe(source, parts), num_images)
+        return self._prepare(request, parts)
+
+    def read_video(
+        self, source: str | bytes | Sequence[str], sampling: Sampling, where: str
+    ) -> PreparedImage:
+        """Return a video as the model reads it.
+
+        Args:
+            source: A data URL, the content of a file, or the data URLs of frames.
+            sampling: Which frames are read.
+            where: The name of the field in errors.
+
+        Raises:
+            ParameterError: It cannot be read.
+        """
+        parts = [_bytes(part) for part in ([source] if isinstance(source, str | bytes) else source)]
+        request = ReadVideo(where, _describe(source, parts), sampling)
+        return self._prepare(request, parts)
+
+    def open_sound(self, data: bytes, opening: OpenSound) -> IsolatedSound:
+        """Return a sound, which occupies a process until it is closed.
+
+        Raises:
+            ParameterError: It cannot be read, or is too long.
+        """
+        opening = msgspec.structs.replace(opening, size=len(data))
+        process, reply, content = self._exchange(opening, [data])
+        content.close()
+        try:
+            _expect(reply, Opened)
+        except BaseException:
+            self.put_back(process)
+            raise
+        return IsolatedSound(self, process, opening.where)
+
+    def put_back(self, process: _Process) -> None:
+        """Keep a process that waits for its next file, or end it."""
+        if process.is_reusable:
+            with self._lock:
+                if len(self._idle) < MAX_PROCESSES:
+                    self._idle.append(process)
+                    return
+        process.close()
+
+    def _prepare(self, request: ReadImage | ReadVideo, parts: list[bytes]) -> PreparedImage:
+        process, reply, content = self._exchange(request, parts)
+        try:
+            with content:
+                prepared = _expect(reply, Prepared)
+                inputs = [
+                    msgspec.structs.replace(item, data=content.read(size))
+                    for item, size in zip(prepared.inputs, prepared.sizes, strict=True)
+                ]
+        except EOFError as error:
+            process.close()
+            raise ParameterError(request.where, f"cannot be decoded: {error}") from None
+        finally:
+            self.put_back(process)
+        return PreparedImage(prepared.text, inputs, prepared.is_video)
+
+    def _exchange(
+        self, request: ReadImage | ReadVideo | OpenSound, parts: Sequence[bytes | memoryview]
+    ) -> tuple[_Process, Reply, SharedContent]:
+        """Return a process, its reply and the content of that.
+
+        Raises:
+            ParameterError: The process was lost.
+        """
+        process = self._take_idle() or self._start(request.where)
+        while True:
+            try:
+                return process, *process.exchange(request, parts)
+            except _Lost as error:
+                process.close()
+                if not error.is_early:
+                    raise ParameterError(request.where, str(error)) from None
+                process = self._start(request.where)
+            except BaseException:
+                process.close()
+                raise
+
+    def _take_idle(self) -> _Process | None:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_reusable:
+                    return process
+                process.close()
+        return None
+
+    def _start(self, where: str) -> _Process:
+        try:
+            return _Process(self._processes.spawn(), self._limits)
+        except OSError as error:
+            raise ParameterError(
+                where, f"cannot be decoded: no process can be started: {error.strerror or error}"
+            ) from None
+
+
+def _describe(source: str | bytes | Sequence[str], parts: Sequence[bytes]) -> Source:
+    is_one = isinstance(source, str | bytes)
+    return Source([len(part) for part in parts], not isinstance(source, bytes), not is_one)
+
+
+def _bytes(source: str | bytes) -> bytes:
+    return source.encode(errors="surrogatepass") if isinstance(source, str) else source
+
+
+def _expect(reply: Reply, kind: type[Any]) -> Any:
+    """Return the reply if it is of this kind.
+
+    Raises:
+        ParameterError: It is the rejection of the request.
+    """
+    if isinstance(reply, Refused):
+        raise ParameterError(reply.param, reply.problem)
+    if not isinstance(reply, kind):
+        raise TypeError(f"a media process sent {type(reply).__name__}, not {kind.__name__}")
+    return reply

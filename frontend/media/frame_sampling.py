@@ -1,0 +1,122 @@
+"""Chooses the frames of a video file that a model reads, as transformers' video processors do."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...protocol.config.videos import VideoProcessor
+
+_DYNAMIC_RATES: Final = ((30.0, 3.0), (300.0, 1.0), (math.inf, 0.5))
+"""The pairs of frames a second of videos of up to so many seconds."""
+
+_DYNAMIC_SECONDS: Final = 2400
+_DYNAMIC_FRAMES: Final = 640
+
+
+class Sampling(NamedTuple):
+    """The settings of a request for the frames of a video.
+
+    Attributes:
+        fps: The frames of a second that are read of a file, or that given frames have.
+        num_frames: The number of frames that are read of a file.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+DEFAULT_SAMPLING: Final = Sampling()
+
+
+def sample_frames(
+    num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
+) -> list[int]:
+    """Return the numbers of the frames to read of a file, in ascending order.
+
+    Args:
+        num_frames: The frames of the file.
+        fps: How many of them a second has.
+        config: How the model reads videos.
+        sampling: What the request says.
+    """
+    if config.sampling == "steps":
+        return _steps(num_frames, fps, config, sampling)
+    if config.sampling == "ends":
+        return _ends(num_frames, fps, config, sampling)
+    if sampling.num_frames is not None:
+        numbers = _evenly(num_frames, min(sampling.num_frames, config.max_frames, num_frames))
+    elif config.sampling == "dynamic" and sampling.fps is None:
+        numbers = _dynamic(num_frames, fps, config)
+    else:
+        numbers = _seconds(num_frames, fps, config, sampling)
+    numbers = sorted(set(numbers))
+    return numbers + numbers[-1:] * (-len(numbers) % config.frames_per_patch)
+
+
+def _evenly(num_frames: int, count: int) -> list[int]:
+    numbers: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+    return numbers
+
+
+def _ends(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+    wanted = num_frames / fps * (sampling.fps or config.fps)
+    count = min(max(int(wanted), config.min_frames), config.max_frames, num_frames)
+    if sampling.num_frames is not None:
+        count = min(sampling.num_frames, config.max_frames, num_frames)
+    return _evenly(num_frames, count)
+
+
+def _steps(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+    wanted = num_frames / fps * (sampling.fps or config.fps)
+    unit = config.frames_per_patch
+    most = min(config.max_frames, num_frames) // unit * unit
+    count = math.floor(min(max(wanted, config.min_frames), most, num_frames) / unit) * unit
+    if sampling.num_frames is not None:
+        count = min(round(sampling.num_frames / unit) * unit, most)
+    # A file with fewer frames than a patch is read as it is.
+    count = count or num_frames
+    step = num_frames / count
+    # Rounding may make one more of them, as in a range of numbers with a fraction.
+    last = num_frames - 1
+    return [min(int(np.float32(i * step)), last) for i in range(math.ceil(num_frames / step))]
+
+
+def _seconds(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+    """Return the frames at or after equal steps of time, which are longer in long videos."""
+    seconds, wanted = num_frames / fps, sampling.fps or config.fps
+    count = max(int(seconds * wanted), 1)
+    if seconds <= config.max_seconds and count <= config.max_frames:
+        times = np.arange(count) * fps / wanted
+    else:
+        count = min(int(config.max_seconds * wanted), config.max_frames)
+        if count >= num_frames:
+            return list(range(num_frames))
+        times = np.linspace(0, seconds, count) * fps
+    numbers: list[int] = np.minimum(np.ceil(times).astype(int), num_frames - 1).tolist()
+    return numbers
+
+
+def _dynamic(num_frames: int, fps: float, config: VideoProcessor) -> list[int]:
+    """Return frames whose number of a second depends on the length of the video (GLM-4.6V)."""
+    seconds = min(num_frames / fps, _DYNAMIC_SECONDS)
+    rate = next(rate for most, rate in _DYNAMIC_RATES if seconds <= most)
+    rate *= config.frames_per_patch
+    count = min(int(seconds * rate), _DYNAMIC_FRAMES)
+    numbers: list[int] = []
+    last = num_frames - 1
+    if num_frames >= count:
+        second, duration = 0.0, 1 / fps
+        for number in range(num_frames):
+            if number * duration >= second:
+                second += 1 / rate
+                numbers.append(number)
+                if second >= int(num_frames / fps):
+                    break
+        if len(numbers) == count:
+            return numbers
+    bounds = (numbers[0], numbers[-1]) if 0 < len(numbers) < count else (0, last)
+    even: list[int] = np.linspace(*bounds, count, dtype=int).tolist()
+    return even or [0]

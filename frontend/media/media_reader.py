@@ -1,0 +1,168 @@
+"""Reads images and videos as a model does, in the process of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ...protocol.config.images import AnyImageProcessor
+from ...protocol.config.videos import VideoProcessor
+from ...protocol.errors import ParameterError
+from ...protocol.messages import EmbeddingPayload, EncoderInput
+from .data_urls import read_data_url
+from .decode import decode_image, to_rgb
+from .frame_sampling import Sampling
+from .layouts.embedded import Grid, embedded
+from .layouts.frames import fit_frames, frames
+from .layouts.pixels import Parts, Tile, Video
+from .processor import process_image
+from .video_files import open_video
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class ReaderConfig(msgspec.Struct, frozen=True):
+    """How a model reads images and videos.
+
+    Attributes:
+        images: Its image processor.
+        videos: Its video processor; None if it reads no videos.
+        token: The text of the token that stands for an embedding of an image.
+        video_token: The same for videos.
+        around: The texts before and after each grid of a video that has a time.
+        max_outputs: The maximum number of embeddings of a video.
+    """
+
+    images: AnyImageProcessor
+    videos: VideoProcessor | None
+    token: str
+    video_token: str
+    around: tuple[str, str]
+    max_outputs: int
+
+
+class PreparedImage(NamedTuple):
+    """An image or a video as the model reads it.
+
+    Attributes:
+        text: What replaces the image's token in the text of the prompt.
+        inputs: Its encoder inputs at position 0.
+        is_video: Whether it is a video.
+    """
+
+    text: str
+    inputs: list[EncoderInput]
+    is_video: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of its embeddings, each of which takes the place of a token."""
+        return sum(item.size for item in self.inputs)
+
+
+class MediaReader:
+    """Reads images and videos for one model. It is thread-safe."""
+
+    def __init__(self, config: ReaderConfig) -> None:
+        self._config = config
+
+    def read_image(
+        self, source: str | bytes | Image.Image, where: str, num_images: int
+    ) -> PreparedImage:
+        """Return one of a prompt's images as the model reads it.
+
+        Args:
+            source: A data URL, the content of a file, or one of Pillow's images.
+            where: The name of the field in errors.
+            num_images: The number of the prompt's images.
+
+        Raises:
+            ParameterError: It cannot be read.
+        """
+        if isinstance(source, str):
+            source = read_data_url(source, where)
+        image = to_rgb(source) if isinstance(source, Image.Image) else decode_image(source, where)
+        try:
+            return self.prepare_image(image, num_images)
+        except ValueError as error:
+            raise ParameterError(where, f"cannot be read by this model: {error}") from None
+
+    def read_video(
+        self,
+        source: str | bytes | Sequence[str | Image.Image],
+        sampling: Sampling,
+        where: str,
+    ) -> PreparedImage:
+        """Return a video as the model reads it. See `open_video` for the arguments.
+
+        Raises:
+            ParameterError: It cannot be read.
+        """
+        config, max_outputs = self._config.videos, self._config.max_outputs
+        assert config is not None, "the model reads no videos"
+
+        def fit(width: int, height: int, num_frames: int) -> tuple[int, int]:
+            return fit_frames(width, height, num_frames, config, max_outputs)
+
+        return self.prepare_video(open_video(source, sampling, where, config, fit))
+
+    def prepare_image(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
+        """Return one of a prompt's images in RGB as the model reads it.
+
+        Raises:
+            ValueError: The model cannot read it.
+        """
+        config = self._config
+        return _prepared(process_image(image, config.images, num_images), config.token)
+
+    def prepare_video(self, video: Video) -> PreparedImage:
+        """Return a video as the model reads it."""
+        config = self._config
+        assert config.videos is not None, "the model reads no videos"
+        parts = frames(video, config.videos, config.around)
+        return _prepared(parts, config.video_token, is_video=True)
+
+    def place_embeddings(
+        self, values: NDArray[np.float32], grid: Grid | None = None
+    ) -> PreparedImage:
+        """Return an image whose embeddings [K, `output_size`] a client sent, with their grid if it is known.
+
+        Raises:
+            ValueError: The model needs a grid, or it does not fit the embeddings.
+        """
+        return _prepared(embedded(values, grid, self._config.images), self._config.token)
+
+
+def _prepared(parts: Parts, token: str, *, is_video: bool = False) -> PreparedImage:
+    text = "".join(part if isinstance(part, str) else _text(part, token) for part in parts)
+    inputs = [_encoder_input(part) for part in parts if isinstance(part, Tile)]
+    return PreparedImage(text, inputs, is_video)
+
+
+def _text(tile: Tile, token: str) -> str:
+    if not tile.row_length:
+        return token * tile.num_outputs
+    return tile.separator.join([token * tile.row_length] * (tile.num_outputs // tile.row_length))
+
+
+def _encoder_input(tile: Tile) -> EncoderInput:
+    """Return the input of a tile at position 0."""
+    data = _encoder.encode(tile.payload)
+    num_tokens = tile.num_outputs
+    if tile.row_length:
+        num_tokens += num_tokens // tile.row_length - 1
+    # Frames of a video that are equal have equal embeddings, but other positions. The grid of pixels follows from their
+    # size, that of a client's embeddings does not.
+    has_other_grid = tile.grid is not None and (
+        tile.grid.continues or isinstance(tile.payload, EmbeddingPayload)
+    )
+    content_hash = sha256(data + (_encoder.encode(tile.grid) if has_other_grid else b"")).digest()
+    return EncoderInput(
+        0, num_tokens, content_hash, tile.num_outputs, data, tile.row_length, tile.grid
+    )

@@ -1,0 +1,125 @@
+"""Reads the video processors of Qwen-VL and GLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.grid import GridVisionSpec
+from ....protocol.checkpoint.vision.read import has_vision, vision_spec
+from ....protocol.config.videos import VideoProcessor
+from .fields import BICUBIC, CLIP_VALUES, pixel_values
+from .qwen import check_patches, pixel_limits
+
+_MAX_FRAMES: Final = 1024
+_GLM_MAX_PIXELS: Final = 28 * 28 * 2 * 30000
+
+
+class _Family(NamedTuple):
+    """The differences between families: those of the video processor, and the names of tokens around a grid."""
+
+    values: Mapping[str, Any] = MappingProxyType({})
+    around: str = ""
+    around_ids: tuple[int, int] = (0, 0)
+
+
+_QWEN: Final = _Family()
+_QWEN3: Final = _Family(
+    {"limits_whole": True, "sampling": "ends", "times": "mean"}, "vision", (151652, 151653)
+)
+_GLM41: Final = _Family(
+    {"limits_whole": True, "sampling": "seconds", "times": "whole"}, "image", (151339, 151340)
+)
+_GLM46: Final = _Family({**_GLM41.values, "sampling": "dynamic", "times": "first"}, *_GLM41[1:])
+
+_FAMILIES: Final = {
+    "glm4v": _GLM41,
+    "glm4v_moe": _GLM41,
+    "glm46v": _GLM46,
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+}
+
+
+def read_video_processor(
+    path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
+) -> VideoProcessor | None:
+    """Return how the model reads videos; None if it reads none, or without the processor's file.
+
+    Args:
+        path: The checkpoint.
+        config: Its config.
+        text: The text decoder's part of it.
+        overrides: Fields that replace those of the processor.
+
+    Raises:
+        CheckpointError: A field is missing or invalid.
+    """
+    model_type = config.text("model_type", "")
+    family = _FAMILIES.get(model_type)
+    if family is None or not (has_vision(config) and path.is_dir()):
+        return None
+    if config.get("video_token_id") is None:
+        return None
+    vision = vision_spec(config, text.integer("hidden_size"))
+    found = _video_fields(path)
+    if not isinstance(vision, GridVisionSpec) or found is None:
+        return None
+    fields = found.with_values(dict(overrides))
+    check_patches(fields, vision)
+    unit, highest = vision.unit, text.integer("vocab_size") - 1
+
+    def token(name: str, *default: int) -> int:
+        return config.integer(f"{name}_token_id", *default, minimum=0, maximum=highest)
+
+    values = dict(family.values)
+    is_glm = model_type.startswith("glm")
+    if is_glm:
+        # Its frames have the embeddings' token of images.
+        token_id, values["mark_id"] = token("image"), token("video")
+        least, most = pixel_limits(fields, 112 * 112, _GLM_MAX_PIXELS)
+    else:
+        token_id = token("video")
+        least, most = pixel_limits(fields, 128 * unit**2, 768 * unit**2)
+    if most < unit**2:
+        raise fields.error(f"max_pixels {most} must be at least {unit**2}")
+    if model_type == "qwen2_5_vl":
+        seconds = config.required_section("vision_config")
+        values["steps_per_second"] = seconds.positive("tokens_per_second", 4.0)
+    if family.around:
+        ids = zip(("start", "end"), family.around_ids, strict=True)
+        values |= {f"{end}_token_id": token(f"{family.around}_{end}", each) for end, each in ids}
+    return VideoProcessor(
+        **CLIP_VALUES | pixel_values(fields, token_id, BICUBIC),
+        **values,
+        unit=unit,
+        frames_per_patch=vision.frames_per_patch,
+        min_pixels=least,
+        max_pixels=most,
+        max_seconds=fields.positive("max_duration", 300.0),
+        fps=fields.positive("fps", 2.0),
+        min_frames=fields.integer("min_frames", 4),
+        max_frames=fields.integer("max_frames", 768, maximum=_MAX_FRAMES),
+    )
+
+
+def _video_fields(path: Path) -> ConfigFields | None:
+    """Return the fields of the video processor, which are those of the image processor in older checkpoints."""
+    for name, section in (
+        ("video_preprocessor_config.json", None),
+        ("processor_config.json", "video_processor"),
+        ("preprocessor_config.json", None),
+    ):
+        if (path / name).is_file():
+            fields = ConfigFields.read(path / name)
+            found = fields if section is None else fields.section(section)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,99 @@
+"""A program that forks disposable processes, each of which serves one socket.
+
+It loads what the processes need once, so that a fork takes milliseconds. For each socket that arrives it forks a child.
+If a child ends, it sends the signal to the child's client. It ends with the process that started it, and so do its
+children, as soon as they see the end of their socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ..process import name_process
+from .limits import limit_memory
+from .messages import Exited, frame
+
+Serve: TypeAlias = Callable[[socket.socket], None]
+"""Serves one socket until its client closes it."""
+
+
+def run_fork_server(
+    control: socket.socket, name: str, load: Callable[[], Serve], max_memory_bytes: int
+) -> None:
+    """Serve sockets until the process that started this one ends.
+
+    Args:
+        control: The socket on which the sockets arrive.
+        name: The name of the children in the process table.
+        load: Prepares this process, and returns what each child does.
+        max_memory_bytes: The memory that a child may take in addition to what is loaded.
+    """
+    name_process(f"{name} fork server")
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    _ForkServer(control, name, load(), max_memory_bytes).run()
+
+
+class _ForkServer:
+    def __init__(
+        self, control: socket.socket, name: str, serve: Serve, max_memory_bytes: int
+    ) -> None:
+        self._control = control
+        self._name, self._serve, self._max_memory_bytes = name, serve, max_memory_bytes
+        self._clients: dict[int, socket.socket] = {}
+
+    def run(self) -> None:
+        woken, waker = socket.socketpair()
+        for end in (woken, waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda signum, stack: None)
+        while True:
+            readable, _, _ = select.select([self._control, woken], [], [])
+            if woken in readable:
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(4096)
+                self._reap()
+            if self._control in readable:
+                data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                if not data:
+                    return
+                for fd in fds:
+                    client = socket.socket(fileno=fd)
+                    self._clients[self._fork(client)] = client
+
+    def _fork(self, client: socket.socket) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            for other in (self._control, *self._clients.values()):
+                other.close()
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(signum, signal.SIG_DFL)
+            name_process(self._name)
+            # Discard what libraries print before they abort.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            limit_memory(self._max_memory_bytes)
+            self._serve(client)
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Report ended children to their clients."""
+        while self._clients:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            client = self._clients.pop(pid)
+            with contextlib.suppress(OSError):
+                client.setblocking(False)
+                client.sendall(frame(Exited(max(-os.waitstatus_to_exitcode(status), 0))))
+            client.close()

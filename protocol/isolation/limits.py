@@ -1,0 +1,32 @@
+"""Limits on what a process may take for one piece of work."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
+
+
+def limit_memory(max_bytes: int) -> None:
+    """Let this process take so many more bytes of memory, and write no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/self/status") as status:
+            size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (size + max_bytes,) * 2)
+
+
+@contextlib.contextmanager
+def limit_time(cpu_s: float, wall_s: float = 0.0) -> Iterator[None]:
+    """Let the kernel end this process if the block takes longer, even inside a library.
+
+    The signal is SIGPROF for processor time and SIGALRM for time by the clock, which 0 does not limit.
+    """
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)

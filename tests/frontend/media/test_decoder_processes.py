@@ -1,0 +1,240 @@
+"""Media are decoded in processes that may be lost, with the same results as in the caller's."""
+
+from __future__ import annotations
+
+import base64
+import io
+import signal
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import soundfile
+from engine.frontend.audio.decode import AudioReader
+from engine.frontend.media.decoding.limits import DecoderLimits
+from engine.frontend.media.decoding.messages import OpenSound
+from engine.frontend.media.decoding.processes import MediaProcesses
+from engine.frontend.media.frame_sampling import Sampling
+from engine.frontend.media.media_reader import MediaReader, ReaderConfig
+from engine.protocol.config.images import ResizeProcessor
+from engine.protocol.config.videos import VideoProcessor
+from engine.protocol.errors import ParameterError
+from PIL import Image
+from support.image_requests import data_url, picture
+from support.processes import eventually, is_running
+from support.video_files import write_video
+
+WHERE = "messages[0].content[1].image_url.url"
+CONFIG = ReaderConfig(
+    ResizeProcessor(
+        token_id=1,
+        output_size=8,
+        num_outputs=64,
+        resample=3,
+        unit=28,
+        min_pixels=784,
+        max_pixels=78400,
+    ),
+    VideoProcessor(token_id=2, unit=28, frames_per_patch=2, min_pixels=784, max_pixels=78400),
+    "<image>",
+    "<video>",
+    ("", ""),
+    1024,
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MediaProcesses]:
+    with closing(MediaProcesses(CONFIG)) as pool:
+        yield pool
+
+
+@contextmanager
+def limited(**limits: Any) -> Iterator[MediaProcesses]:
+    with closing(MediaProcesses(CONFIG, DecoderLimits(**limits))) as pool:
+        yield pool
+
+
+def file_of(image: Image.Image, file_format: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, file_format)
+    return file.getvalue()
+
+
+def slow_file() -> bytes:
+    """Return an image that takes some tenths of a second to decode."""
+    return file_of(Image.new("L", (8000, 6000), 7).convert("RGB"))
+
+
+def bomb() -> bytes:
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def decoders(others: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return the processes that decode, except `others` and those that fork them."""
+    return [
+        child
+        for server in psutil.Process().children()
+        for child in server.children()
+        if child not in others
+    ]
+
+
+def outcome(read: Any, *args: Any) -> Any:
+    try:
+        return read(*args)
+    except ParameterError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        file_of(picture(1, 90, 60)),
+        data_url(picture(2, 60, 90), "JPEG"),
+        file_of(picture(3, 90, 60))[:900],
+        b"",
+        "data:image/png;base64,\ud800",
+        "https://example.com/a.png",
+        bomb(),
+    ],
+    ids=["png", "data URL", "truncated", "empty", "no base64", "no data", "bomb"],
+)
+def test_images_are_read_or_refused_as_in_the_same_process(
+    pool: MediaProcesses, source: str | bytes
+) -> None:
+    expected = outcome(MediaReader(CONFIG).read_image, source, WHERE, 1)
+    assert outcome(pool.read_image, source, WHERE, 1) == expected
+    assert not isinstance(expected, str) or expected.startswith(WHERE)
+
+
+def test_videos_are_read_or_refused_as_in_the_same_process(pool: MediaProcesses) -> None:
+    film = write_video("mp4", "mpeg4", 12)
+    jpegs = [base64.b64encode(file_of(picture(i, 60, 60), "JPEG")).decode() for i in range(3)]
+    for source in (
+        film,
+        film[: len(film) // 2],
+        film[:60],
+        [f"data:image/jpeg;base64,{jpeg}" for jpeg in jpegs],
+        "data:video/jpeg;base64," + ",".join(jpegs),
+        [],
+    ):
+        for sampling in (Sampling(), Sampling(num_frames=2)):
+            expected = outcome(MediaReader(CONFIG).read_video, source, sampling, WHERE)
+            assert outcome(pool.read_video, source, sampling, WHERE) == expected
+
+
+def test_sounds_are_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.sin(np.arange(30_000) / 9), 22_050, format="FLAC")
+    data = file.getvalue()
+
+    def read(open_sound: Any) -> Any:
+        sound = open_sound()
+        pieces = [sound.read(9000)]
+        while len(pieces[-1]) >= 9000:
+            pieces.append(sound.read(9000))
+        return [piece.tobytes() for piece in pieces]
+
+    for given, seconds in ((data, 60.0), (data[:3000], 60.0), (data, 1.0), (b"RIFF", 60.0)):
+        expected = outcome(read, lambda g=given, s=seconds: AudioReader(g, "file", 16_000, s))
+        opening = OpenSound("file", 16_000, seconds)
+        assert outcome(read, lambda g=given, o=opening: pool.open_sound(g, o)) == expected
+    [process] = decoders()
+    with closing(pool.open_sound(data, OpenSound("file", 16_000, 60.0))) as sound:
+        sound.read(10)
+    assert eventually(lambda: not is_running(process.pid))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+def test_a_crash_fails_its_own_request_and_no_other(
+    pool: MediaProcesses, signum: signal.Signals
+) -> None:
+    source = file_of(picture(1, 90, 60))
+    expected = pool.read_image(source, WHERE, 1)
+    [process] = decoders()
+    process.suspend()
+    with ThreadPoolExecutor(2) as threads:
+        crashed = threads.submit(pool.read_image, source, WHERE, 1)
+        # The stopped process has the first image, so the second one goes to another.
+        assert eventually(
+            lambda: threads.submit(pool.read_image, source, WHERE, 1).result() == expected
+        )
+        process.send_signal(signum)
+        process.resume()
+        with pytest.raises(ParameterError) as caught:
+            crashed.result()
+    assert str(caught.value) == (
+        f"{WHERE} cannot be decoded: it crashes the decoder ({signum.name}); send another file"
+    )
+    assert caught.value.param == WHERE
+    assert pool.read_image(source, WHERE, 1) == expected
+    assert eventually(lambda: not is_running(process.pid))
+
+
+def test_an_image_outlives_a_process_that_was_killed_between_images(pool: MediaProcesses) -> None:
+    source = file_of(picture(1, 90, 60))
+    expected = pool.read_image(source, WHERE, 1)
+    for process in decoders():
+        process.suspend()
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(pool.read_image, source, WHERE, 1)
+        for process in decoders():
+            process.kill()
+        assert read.result() == expected
+
+
+def test_a_killed_decoder_or_fork_server_is_replaced() -> None:
+    others = decoders()
+    with limited() as pool:
+        source = slow_file()
+        with ThreadPoolExecutor(1) as threads:
+            read = threads.submit(pool.read_image, source, WHERE, 1)
+            assert eventually(lambda: bool(decoders(others)))
+            decoders(others)[0].kill()
+            with pytest.raises(ParameterError, match="its process was killed, perhaps because"):
+                read.result()
+        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
+        [child] = decoders(others)
+        parent = child.parent()
+        assert parent is not None
+        parent.kill()
+        child.kill()
+        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
+        last = decoders(others)
+    for process in last:
+        assert eventually(lambda pid=process.pid: not is_running(pid))
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (
+            {"cpu_s": 0.05},
+            "takes more than 0.05 s of processor time to decode; send a smaller file",
+        ),
+        ({"wall_s": 0.05}, "takes more than 0.05 s to decode; send a smaller file"),
+        (
+            {"memory_bytes": 32 << 20},
+            "needs more than 32 MiB of memory to decode; send a smaller file",
+        ),
+    ],
+)
+def test_a_file_over_a_limit_is_refused(limits: dict[str, Any], problem: str) -> None:
+    with limited(**limits) as pool:
+        with pytest.raises(ParameterError) as caught:
+            pool.read_image(slow_file(), WHERE, 1)
+        assert str(caught.value) == f"{WHERE} {problem}"
+        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
