@@ -22,7 +22,7 @@ from ...protocol.errors import ConfigError, EngineError
 from ...protocol.messages import FinishReason
 from ...protocol.supervisor_messages import Stage
 from ...protocol.transport import StatusReporter
-from ..chat import ChatTemplateError, ModelTemplates, choose_formats
+from ..chat import ChatTemplateError, ModelTemplates, prepare_formats
 from ..client.engine_client import EngineClient, Overloaded
 from ..client.warm_up import warm_up_request
 from ..http.connection import Connection
@@ -126,7 +126,7 @@ class Frontend:
         journal = ParseJournal(journal_path(config.run_dir, f"frontend {client_index}"))
         self._engine = EngineClient(config, client_index, tokenizer, journal)
         templates = _model_templates(config, tokenizer)
-        formats = choose_formats(config.frontend, templates.choose(with_tools=True))
+        formats = prepare_formats(config.frontend, templates)
         if client_index == 0 and config.epoch == FIRST_EPOCH:
             logger.info("chat formats: %s", formats)
             _warn_of_hidden_tools(config, templates)

@@ -86,6 +86,7 @@ class Serving:
         self.is_retired = False
         self.detail = "waiting for the model"
         self._call_format = formats.call_format
+        self.describes_tools = formats.describes_tools
         self._reasoning_parser = formats.reasoning_parser
         self.stable_prefix = StablePrefix(config.frontend.stable_prefix)
         policy = config.frontend.special_tokens_in_text
@@ -94,6 +95,7 @@ class Serving:
         limit = config.frontend.default_sampling.get("max_tokens")
         self.max_tokens_limit = None if limit is None else int(limit)
         self.fingerprint = _fingerprint(config)
+        """The fingerprint of the model without adapters."""
         self.executor = engine.executor
         self.recent_prompts = RecentPrompts()
         self.loras = LoraRegistry(config)
@@ -207,6 +209,18 @@ class Serving:
             raise self._unknown_model(name)
         return adapter
 
+    def find_fingerprint(self, name: str | None) -> str:
+        """Return `system_fingerprint` of the model of this name: an adapter's includes its name and its content.
+
+        Raises:
+            APIError: There is no such model (404).
+        """
+        adapter = self.find_lora(name)
+        if adapter is None:
+            return self.fingerprint
+        identity = msgspec.msgpack.encode((adapter.name, adapter.version))
+        return f"{self.fingerprint}-{hashlib.sha256(identity).hexdigest()[:16]}"
+
     def answering_model(self, name: str | None) -> str:
         """Return the name of the model in the answer to a request for `name`."""
         is_lora = name and name not in self.config.model.served_names
@@ -269,9 +283,9 @@ class Serving:
         if self._call_format is None:
             raise bad_request(
                 "tools",
-                "tools with tool_choice auto need a parser for this model's calls, and its chat template shows no "
-                "format that the server knows: start the server with --tool-call-parser NAME, or use tool_choice "
-                "required, none or a named function",
+                "tools with tool_choice auto need a parser for this model's calls, and the server was started with "
+                "--tool-call-parser none: start it with another one, or use tool_choice required, none or a named "
+                "function",
             )
         return self._call_format
 
@@ -391,7 +405,13 @@ class Serving:
 
 def _fingerprint(config: EngineConfig) -> str:
     """Return `system_fingerprint`: servers with equal fingerprints give equal answers for equal seeds."""
+    files = config.model.weight_files + config.model.tokenizer_files
     model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=(), loras=())
-    identity = (model, config.cache.kv_cache_dtype, config.parallel.tensor_parallel_size)
+    identity = (
+        model,
+        [(file.size, file.head_sha256) for file in files],
+        config.cache.kv_cache_dtype,
+        config.parallel.tensor_parallel_size,
+    )
     digest = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()
     return f"engine-{__version__}-{digest[:8]}"

@@ -1,6 +1,6 @@
 """Chat support: templates, special tokens, tool calls and reasoning."""
 
-from .detection import ChatFormats, choose_formats, reasoning_parser
+from .detection import ChatFormats, choose_formats, prepare_formats, reasoning_parser
 from .model_templates import ModelTemplates
 from .output import ChatOutputParser, MessageDelta
 from .pair_template import PairTemplate
@@ -43,6 +43,7 @@ __all__ = [
     "choose_formats",
     "load_chat_template",
     "openai_call_id",
+    "prepare_formats",
     "reasoning_parser",
     "text_or_calls",
 ]

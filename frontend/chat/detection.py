@@ -14,6 +14,7 @@ from ...protocol.config.frontend import (
     ToolCallParserOption,
 )
 from .harmony import HarmonyParser
+from .model_templates import ModelTemplates
 from .reasoning import REASONING_FORMATS, ReasoningParserFactory, marked_reasoning_parser
 from .template import ChatTemplate
 from .tool_calls import FORMATS, CallFormat, CallParser
@@ -76,6 +77,11 @@ class ChatFormats:
         return FORMATS[self.tool_calls.name] if self.tool_calls.name else None
 
     @property
+    def describes_tools(self) -> bool:
+        """True if the server explains tools and their format to the model, because the chat template does not."""
+        return self.tool_calls.name == "generic"
+
+    @property
     def reasoning_parser(self) -> ReasoningParserFactory | None:
         """A factory for parsers of the reasoning; None if it is not separated."""
         return reasoning_parser(self.reasoning.name) if self.reasoning.name else None
@@ -92,6 +98,14 @@ def reasoning_parser(name: ReasoningParserName) -> ReasoningParserFactory:
     """Return a factory for the parsers of `--reasoning-parser NAME`."""
     format = REASONING_FORMATS[name]
     return HarmonyParser if format is None else marked_reasoning_parser(format)
+
+
+def prepare_formats(config: FrontendConfig, templates: ModelTemplates) -> ChatFormats:
+    """Return the formats of a model, and make its templates describe tools if they do not show them."""
+    formats = choose_formats(config, templates.choose(with_tools=True))
+    if formats.describes_tools:
+        templates.describe_tools()
+    return formats
 
 
 def choose_formats(config: FrontendConfig, template: ChatTemplate | None) -> ChatFormats:
@@ -112,14 +126,14 @@ def _choose_tool_calls(
     if template is None:
         return Choice(None, "the model has no chat template")
     if not template.shows_tools:
-        return Choice(None, "the chat template shows no tools")
+        return Choice("generic", "the chat template shows no tools")
     name = _format_of_rendered_call(template)
     if name is not None:
         return Choice(name, "the chat template writes calls like this")
     for marker, named in TOOL_MARKERS:
         if marker in template.source:
             return Choice(named, f"the chat template contains {marker}")
-    return Choice(None, "the chat template shows no known format")
+    return Choice("generic", "the chat template shows no known format")
 
 
 def _choose_reasoning(

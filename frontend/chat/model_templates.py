@@ -39,6 +39,11 @@ class ModelTemplates:
             if name in sources
         }
 
+    def describe_tools(self) -> None:
+        """From now on, describe tools in the system message, for a model without a form of its own for them."""
+        for template in self._by_name.values():
+            template.describe_tools()
+
     def choose(self, with_tools: bool) -> ChatTemplate | None:
         """Return the template for tool use if there is one and `with_tools`; None if the model has no template."""
         default = self._by_name.get("default")

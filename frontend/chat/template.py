@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...protocol.config.frontend import ContentFormat
 from ...protocol.errors import EngineError
+from .generic_tools import write_tools_as_text
 from .messages import Message, TemplateTraits, normalize_messages
 from .special_tokens import SpecialTokenGuard
 
@@ -65,6 +66,13 @@ class ChatTemplate:
         self._traits = self._probe(content_format)
         self.shows_tools = self._probe_tools()
         """True if prompts depend on the tools of the request."""
+        self._describes_tools = False
+        self._reads_system = True
+
+    def describe_tools(self) -> None:
+        """From now on, describe tools in the system message, in place of the template's own form for them."""
+        self._describes_tools = self.shows_tools = True
+        self._reads_system = self._probe_system()
 
     def render(
         self,
@@ -98,6 +106,17 @@ class ChatTemplate:
             tools = guard.protect(tools, "tools")
             documents = guard.protect(documents, "documents")
             chat_template_kwargs = guard.protect(chat_template_kwargs, "chat_template_kwargs")
+        if self._describes_tools:
+            try:
+                normalized = write_tools_as_text(
+                    normalized,
+                    tools,
+                    reads_system=self._reads_system,
+                    reads_strings=self._traits.reads_strings,
+                )
+            except RecursionError as error:
+                raise ChatTemplateError("tools are nested too deeply; use fewer levels") from error
+            tools = None
         if continue_final_message:
             _mark_end(normalized)
         prompt = self._render(
@@ -171,6 +190,12 @@ class ChatTemplate:
             if with_tools is not None and with_tools != self._try_render(messages):
                 return True
         return False
+
+    def _probe_system(self) -> bool:
+        """Return whether the template has a system role."""
+        word = "4f1c"
+        chat = [{"role": "system", "content": word}, {"role": "user", "content": "e"}]
+        return word in (self._try_render(normalize_messages(chat, self._traits)) or "")
 
     def _try_render(
         self,

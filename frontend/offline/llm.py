@@ -14,7 +14,7 @@ from ...protocol.errors import EngineError, ParameterError
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
 from ..api.sampling import params_for_output
-from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard
+from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard, prepare_formats
 from ..cli.arguments import Settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
 from ..client.embeddings import (
@@ -435,7 +435,8 @@ class LLM:
 
     def _template(self, instead: str | None, with_tools: bool) -> ChatTemplate:
         if instead not in self._templates:
-            self._templates[instead] = ModelTemplates(self._engine.tokenizer, instead)
+            templates = self._templates[instead] = ModelTemplates(self._engine.tokenizer, instead)
+            prepare_formats(self._engine.config.frontend, templates)
         template = self._templates[instead].choose(with_tools)
         if template is None:
             raise ParameterError(

@@ -39,6 +39,7 @@ ToolCallParserName = Literal[
     "gemma4",
     "functiongemma",
     "openai",
+    "generic",
 ]
 ReasoningParserName = Literal[
     "deepseek_r1",

@@ -257,8 +257,6 @@ CHAT_ONLY = [
         "tools[0].function.parameters",
         "tools[0].function.parameters of g is not a json_schema that can be compiled",
     ),
-    ({"tools": [TOOL]}, "tools", "--tool-call-parser"),
-    ({"functions": [{"name": "f"}]}, "tools", "--tool-call-parser"),
     ({"functions": [{"name": ""}]}, "functions[0].name", "1 to 128 letters"),
     ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions", "combined with tools"),
     ({"function_call": {"name": "f"}}, "function_call", "needs functions"),

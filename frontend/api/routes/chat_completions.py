@@ -103,7 +103,8 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         constraint = tools.constraint or asked_for
         max_reasoning_tokens = self._max_reasoning_tokens(request, tools)
         if tools.mode is ToolMode.AUTO:
-            is_limited = tools.is_limited or max_reasoning_tokens >= 0
+            # A model that was not trained to call tools writes calls that are none.
+            is_limited = tools.is_limited or max_reasoning_tokens >= 0 or serving.describes_tools
             constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
         params = self._params(request, tools, constraint)
         self._verify(params, request)
@@ -398,7 +399,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def chunks(self) -> ChunkEncoder:
         """Return the encoder that writes the response as stream chunks."""
-        return _Chunks(self)
+        return ChatChunks(self)
 
     def _message(self, choice: ChatChoice, output: Delta) -> Json:
         delta = choice.read_whole(output)
@@ -427,7 +428,9 @@ def _echoed(request: ChatCompletionRequest, role: str) -> str:
     return text_of_content(request.messages[-1].get("content"))
 
 
-class _Chunks(Chunks[ChatAnswer]):
+class ChatChunks(Chunks[ChatAnswer]):
+    """Writes the chunks of a chat."""
+
     __slots__ = ("_without_role",)
 
     def __init__(self, answer: ChatAnswer) -> None:
@@ -443,6 +446,11 @@ class _Chunks(Chunks[ChatAnswer]):
         self._without_role = set(range(len(answer.choices)))
 
     def encode(self, sequence: Sequence) -> bytes:
+        """Return the events for the new output of a sequence, after the one with its role.
+
+        Raises:
+            APIError: The sequence failed.
+        """
         if sequence.position not in self._without_role:
             return super().encode(sequence)
         self._without_role.remove(sequence.position)

@@ -357,5 +357,6 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
         (NamedCall(suffix=r"\s*<\|constrain\|>\s*\w+|\s+\w+", after="<|message|>"),),
         "<|call|>",
     ),
+    "generic": _HERMES,
 }
 """The formats by the names of `--tool-call-parser`."""

@@ -134,7 +134,8 @@ def test_every_role_is_accepted(frontend: FrontendProcess) -> None:
         {"role": "developer", "content": "a"},
         {"role": "user", "content": "b", "name": "ann"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "c d"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "c"},
+        {"role": "assistant", "content": "c d"},
     ]
     answer = chat(frontend, messages=messages, max_tokens=2)
     assert answer["choices"][0]["message"]["content"] == "c d"
@@ -167,7 +168,7 @@ TEMPLATE = (
 
 @pytest.mark.slow
 def test_chat_template_receives_the_fields_of_the_request() -> None:
-    flags = {"response_role": "bot", "stable_prefix": ("clock",)}
+    flags = {"response_role": "bot", "stable_prefix": ("clock",), "tool_call_parser": "hermes"}
     with FrontendProcess(chat_template=TEMPLATE, **flags) as frontend:
 
         def prompt(**fields) -> str:

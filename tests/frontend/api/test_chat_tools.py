@@ -24,15 +24,20 @@ from support.chats import (
     num_tokens,
     user,
 )
-from support.frontend_process import MODEL, FrontendProcess, sse_events
+from support.frontend_process import MODEL, FrontendProcess, sound_frontend, sse_events
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def hermes() -> Iterator[FrontendProcess]:
-    with FrontendProcess(tool_call_parser="hermes") as frontend:
-        yield frontend
+def frontend() -> Iterator[FrontendProcess]:
+    with sound_frontend(step_s=0.0005, tool_call_parser="hermes") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def hermes(frontend: FrontendProcess) -> FrontendProcess:
+    return frontend
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

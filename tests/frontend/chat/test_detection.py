@@ -85,6 +85,13 @@ def test_explicit_formats_and_none_replace_the_detected_ones() -> None:
     assert chosen(source, tool_call_parser="none", reasoning_parser="none") == (None, None)
 
 
-def test_no_format_is_chosen_for_a_template_without_tools() -> None:
-    assert chosen("{{ messages[0].content }}<tool_call>") == (None, None)
+@pytest.mark.parametrize("shown", ["", "{{ tools | tojson }}"])
+def test_tools_are_described_where_the_template_shows_no_known_format(shown: str) -> None:
+    source = "{{ messages[0].content }}" + shown
+    assert choose_formats(FrontendConfig(), ChatTemplate(source)).describes_tools
+    assert chosen(source)[0] == "generic"
+    assert chosen(source, tool_call_parser="none")[0] is None
+    assert not choose_formats(
+        FrontendConfig(), ChatTemplate(TEMPLATE % CALLS["hermes"])
+    ).describes_tools
     assert choose_formats(FrontendConfig(), None).call_format is None
