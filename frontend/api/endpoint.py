@@ -129,6 +129,7 @@ class Endpoint(ABC, Generic[Request]):
             record = keeper.make_record(
                 prompts,
                 prefix=self.id_prefix_of(request),
+                fingerprint=serving.find_fingerprint(request.model),
                 tenant=tenant,
                 deadline=deadline,
                 trace_headers=trace_headers,
@@ -195,6 +196,8 @@ class Endpoint(ABC, Generic[Request]):
         """
         with self._intake.lease() as lease:
             request, prompts, _ = await self._prepare_again(record, _never, lease)
+            # The adapter may have been replaced meanwhile.
+            self._verify_same_model(record, request)
             group = await start(request, prompts)
             await group.wait_for_end()
 
@@ -204,12 +207,25 @@ class Endpoint(ABC, Generic[Request]):
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
-        """Return the result that `prepare` had for a recorded body."""
+        """Return the result that `prepare` had for a recorded body.
+
+        Raises:
+            APIError: The request was answered by another model (410), or can no longer be prepared.
+        """
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
+        self._verify_same_model(record, request)
         prompts, new_answer = await self.prepare(request, body_size, receive)
         return request, prompts, new_answer
+
+    def _verify_same_model(self, record: RequestRecord, request: Request) -> None:
+        """Raise APIError if a recorded request had another model, adapter or version of these."""
+        if record.fingerprint != self._serving.find_fingerprint(request.model):
+            raise APIError(
+                410,
+                "The answer to this request was begun by another model, adapter or version; send it again",
+            )
 
     async def _reply(
         self,
@@ -249,7 +265,7 @@ class Endpoint(ABC, Generic[Request]):
             "object": self.object_name(request),
             "created": created,
             "model": self._serving.answering_model(request.model),
-            "system_fingerprint": self._serving.fingerprint,
+            "system_fingerprint": self._serving.find_fingerprint(request.model),
         }
 
     async def _receive(

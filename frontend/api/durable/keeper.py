@@ -75,6 +75,7 @@ class Keeper:
         prompts: list[PreparedPrompt],
         *,
         prefix: str,
+        fingerprint: str,
         tenant: str,
         deadline: float,
         trace_headers: dict[str, str] | None,
@@ -105,7 +106,7 @@ class Keeper:
             state["cache_owner"],
             wall_deadline(deadline),
             [],
-            self._serving.fingerprint,
+            fingerprint,
             trace_headers,
         )
 

@@ -30,7 +30,7 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
         cache_owner: Who may share its cached prefixes.
         deadline: In seconds since 1970; 0.0 for none.
         seeds: The seed of each sequence.
-        fingerprint: `system_fingerprint` of the server, whose model chose the tokens.
+        fingerprint: `system_fingerprint` of the model, with its adapter, that chose the tokens.
         trace_headers: The W3C trace context.
         is_run: Whether the request runs without a client and stores its answer in another form, so that the recording
             is deleted after its end.

@@ -77,7 +77,7 @@ async def find_resumption(
     """Return a recorded request.
 
     Raises:
-        APIError: There is none of this ID for this owner (404), or its tokens are those of another model (410).
+        APIError: There is none of this ID for this owner (404), or another version recorded it (410).
         StoreError: The store does not answer (503).
     """
     mirror = Mirror()
@@ -90,11 +90,6 @@ async def find_resumption(
         )
     try:
         record = decode_record(attachment.record)
-        if record.fingerprint != serving.fingerprint:
-            raise APIError(
-                410,
-                "The answer to this request was begun by another model or version; send it again",
-            )
     except APIError:
         attachment.close()
         raise

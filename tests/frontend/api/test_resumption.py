@@ -271,3 +271,37 @@ def test_the_next_server_finishes_what_its_model_began(tmp_path: Path, is_same_m
             return
         answer = second.http.post(COMPLETIONS, content=b"{}", headers={"last-event-id": event_id})
         assert answer.status_code == 410, answer.text
+
+
+def test_an_answer_of_one_adapter_is_never_continued_with_another(tmp_path: Path) -> None:
+    """The tokens of another version would be others. The fingerprint of the answer says which version it is of."""
+    for version in ("first", "second"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "adapter_config.json").write_text("{}")
+        (tmp_path / version / "adapter_model.safetensors").write_text(version)
+    store = StoreConfig(path=str(tmp_path / "store.db"), resume_grace_s=20)
+    with FrontendProcess(store=store, allow_runtime_lora_updating=True) as frontend:
+
+        def load(version: str) -> None:
+            body = {"lora_name": "tuned", "lora_path": str(tmp_path / version)}
+            loaded = frontend.post("/v1/load_lora_adapter", **body, load_inplace=True)
+            assert loaded.status_code == 200, loaded.text
+
+        def answer(model: str) -> list[tuple[str, Any]]:
+            response = frontend.post(COMPLETIONS, **body_of(COMPLETIONS) | {"model": model})
+            assert response.status_code == 200, response.text
+            return events_of(response.text)
+
+        load("first")
+        base, first = answer(MODEL), answer("tuned")
+        load("second")
+        second = answer("tuned")
+        fingerprints = [events[0][1]["system_fingerprint"] for events in (base, first, second)]
+        assert len(set(fingerprints)) == 3
+        assert all(each.startswith(fingerprints[0]) for each in fingerprints)
+        for events, status in ((base, 200), (first, 410), (second, 200)):
+            headers = {"last-event-id": events[0][0]}
+            resumed = frontend.http.post(COMPLETIONS, content=b"{}", headers=headers)
+            assert resumed.status_code == status, resumed.text
+        load("first")
+        assert merged(resume(frontend, COMPLETIONS, first[0][0])) == merged(first[1:])
