@@ -60,7 +60,7 @@ from .replay.recorder import Setup, make_core_scheduler
 from .reporting.client_updates import ClientUpdates
 from .reporting.kv_event_publisher import KVEventPublisher
 from .reporting.preemption_advice import PreemptionAdvice
-from .reporting.scheduler_times import SchedulerTimes
+from .reporting.request_times import RequestTimes
 from .reporting.stats_log import StatsLog
 from .scheduler.client_outputs import drop_logprobs
 from .scheduler.features.poison_isolation import CrashSuspects
@@ -146,7 +146,7 @@ class EngineCore:
         # After this time the supervisor has killed a worker that hangs in a step.
         self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
-        self._scheduler_times = SchedulerTimes()
+        self._request_times = RequestTimes(self._max_num_seqs)
         self._preemption_advice = PreemptionAdvice()
         self._stats_log: StatsLog | None = None
         if config.frontend.log_stats:
@@ -225,6 +225,7 @@ class EngineCore:
 
     def _start_scheduler(self, memory: WorkerMemory) -> None:
         config, num_blocks = self._config, memory.num_blocks
+        self._request_times.cores.num_cores = memory.num_cores
         setup = Setup.from_config(config, memory, self._core_index)
         self._scheduler = make_core_scheduler(
             setup, self._grammars, log_kv_events=self._logs_kv_events
@@ -295,7 +296,7 @@ class EngineCore:
 
     def _finish_client(self, client_index: int) -> None:
         self._scheduler.finish_client(client_index)
-        self._scheduler_times.remove_client(client_index)
+        self._request_times.remove_client(client_index)
 
     def _add_requests(self, client_index: int, requests: list[EngineCoreRequest]) -> None:
         now = time.monotonic()
@@ -336,7 +337,9 @@ class EngineCore:
             raise EngineError(
                 f"the worker returned out-of-range token or slot ids for step {result.step}"
             )
-        self._waiting_since = now = time.monotonic()
+        now = time.monotonic()
+        self._request_times.cores.record(self._in_flight[0], now - self._waiting_since)
+        self._waiting_since = now
         self._outputs.append(self._scheduler.update_from_output(self._in_flight[0], result, now))
         self._in_flight.popleft()
         self._num_steps += 1
@@ -361,12 +364,11 @@ class EngineCore:
             for client_index, client_outputs in outputs.items():
                 if client_outputs.stats is not None:
                     self._record_stats(client_outputs.stats)
-                if finished_set := client_outputs.finished_set:
-                    times = self._scheduler_times.take_times(client_index, finished_set)
-                    client_outputs.scheduler_times = times
+                self._request_times.write(client_index, client_outputs)
                 self._send_to_client(client_index, client_outputs)
-                if self._updates is not None and finished_set:
-                    self._updates.remove_requests(client_index, len(finished_set) // 4)
+                num_ended = len(client_outputs.finished_set) // 4
+                if self._updates is not None and num_ended:
+                    self._updates.remove_requests(client_index, num_ended)
         if self._scheduler.invariant_violations:
             self._report_violations()
 
@@ -461,7 +463,7 @@ class EngineCore:
         while len(self._in_flight) < self._max_in_flight and self._scheduler.has_requests():
             now = time.monotonic()
             step = self._scheduler.schedule(now)
-            self._scheduler_times.record(step, time.monotonic() - now)
+            self._request_times.scheduler.record(step, time.monotonic() - now)
             if step is None:
                 return
             self._workers.send(step)

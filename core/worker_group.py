@@ -235,7 +235,7 @@ def _identity(rank: int) -> bytes:
 
 
 def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
-    """Return the blocks that every worker can hold. Raise EngineError if their groups differ."""
+    """Return the blocks that every worker can hold, and all cores. Raise EngineError if their groups differ."""
     groups = memories[0].groups
     for memory in memories:
         if memory.groups != groups:
@@ -247,4 +247,5 @@ def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
         memories[0],
         num_blocks=min(memory.num_blocks for memory in memories),
         num_host_blocks=min(memory.num_host_blocks for memory in memories),
+        num_cores=sum(memory.num_cores for memory in memories),
     )

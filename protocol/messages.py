@@ -389,7 +389,8 @@ class EngineCoreOutputs(
     request, empty if each got one. `finished` requests produce nothing after this message. `finished_set` int32 lists
     every request of the client that ended since its last message, including those that the client aborted.
     `scheduler_times` float32 are the seconds that the scheduler spent while each of them was running, empty if not
-    measured. `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of drafts from
+    measured. `core_times` float32 are the seconds of processor cores, or of GPUs, that their tokens took, likewise.
+    `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of drafts from
     a client's prediction.
     """
 
@@ -408,6 +409,7 @@ class EngineCoreOutputs(
     scheduler_times: F32 = b""
     prediction_counts: I32 = b""
     pooled: list[PooledVector] = []
+    core_times: F32 = b""
 
 
 class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen=True):

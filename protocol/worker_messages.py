@@ -156,13 +156,15 @@ class WorkerHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen
 class WorkerMemory(msgspec.Struct, tag="memory", array_like=True, gc=False, frozen=True):
     """The memory of a worker: `num_blocks` KV-cache blocks, shared by the `groups`, fit or are allocated.
 
-    `num_host_blocks` blocks fit into the CPU KV offload; 0 without one.
+    `num_host_blocks` blocks fit into the CPU KV offload; 0 without one. `num_cores` processor cores compute the
+    worker's steps; 1 on a GPU.
     """
 
     rank: int
     num_blocks: int
     groups: tuple[KVCacheGroup, ...] = FULL_ATTENTION
     num_host_blocks: int = 0
+    num_cores: int = 1
 
 
 class HeldRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from ..protocol.arrays import int32_view
@@ -130,11 +131,10 @@ class Worker:
                     # Without freezing, a collection would traverse all of torch and delay a step by 0.1 s.
                     gc.freeze()
                     gc.enable()
-                    memory = WorkerMemory(
-                        self._rank,
-                        command.num_blocks,
-                        memory.groups,
-                        command.num_host_blocks,
+                    memory = msgspec.structs.replace(
+                        memory,
+                        num_blocks=command.num_blocks,
+                        num_host_blocks=command.num_host_blocks,
                     )
                 elif allocated != command:
                     raise EngineError(

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from ...protocol.arrays import float32_view, int32_list, int32_view
 from ...protocol.messages import (
+    F32,
     EngineCoreOutputs,
     EngineCoreRequest,
     EventKind,
@@ -79,7 +80,8 @@ class OutputProcessor:
         rows = self._find_rows(outputs)
         token_ids = _token_ids(outputs, len(rows.sequences))
         ended = int32_list(outputs.finished_set)
-        scheduler_times = _scheduler_times(outputs, len(ended))
+        scheduler_times = _times(outputs.scheduler_times, len(ended))
+        core_times = _times(outputs.core_times, len(ended))
         predictions = int32_view(outputs.prediction_counts).reshape(-1, 3).tolist()
         events = [event for group in outputs.events for event in group.split()]
         for event in events:
@@ -108,6 +110,9 @@ class OutputProcessor:
             for request_index, seconds in zip(ended, scheduler_times, strict=True):
                 if (sequence := self.sequences.get(request_index)) is not None:
                     sequence.scheduler_time = seconds
+        for request_index, seconds in zip(ended, core_times, strict=False):
+            if (sequence := self.sequences.get(request_index)) is not None:
+                sequence.core_time = seconds
         for done in outputs.finished:
             if (sequence := self.sequences.get(done.request_index)) is not None:
                 self.finish_as_reported(sequence, done)
@@ -343,11 +348,11 @@ def _token_ids(outputs: EngineCoreOutputs, num_rows: int) -> list[int]:
     return token_ids
 
 
-def _scheduler_times(outputs: EngineCoreOutputs, num_ended: int) -> list[float]:
+def _times(data: F32, num_ended: int) -> list[float]:
     """Return the seconds of each finished request. Raise ValueError if their number does not match."""
-    seconds: list[float] = float32_view(outputs.scheduler_times).tolist()
+    seconds: list[float] = float32_view(data).tolist()
     if seconds and len(seconds) != num_ended:
-        raise ValueError(f"{len(seconds)} scheduler times for {num_ended} requests that ended")
+        raise ValueError(f"{len(seconds)} times for {num_ended} requests that ended")
     return seconds
 
 

@@ -34,6 +34,7 @@ class Sequence:
     Attributes:
         token_ids: All generated tokens. The reader is woken when there are `wake_at` of them.
         scheduler_time: Seconds that the scheduler worked while the sequence ran; 0.0 if the frontend ended it.
+        core_time: Seconds of processor cores, or of GPUs, that its tokens took; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: Whether a core has confirmed the sequence.
@@ -52,6 +53,7 @@ class Sequence:
         "_text",
         "arrival_time",
         "core_index",
+        "core_time",
         "epoch",
         "error",
         "finish_reason",
@@ -133,7 +135,7 @@ class Sequence:
         self.arrival_time = request.arrival_time
         self.queued_time = 0.0
         self.scheduled_time = 0.0
-        self.scheduler_time = 0.0
+        self.scheduler_time = self.core_time = 0.0
         self.first_token_time = 0.0
         self.last_token_time = 0.0
         self.finish_time = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...protocol.config import Device, DeviceConfig
+from ...protocol.config import Device, DeviceConfig, EngineConfig
 from ...protocol.errors import ConfigError
 from ...protocol.machine.control_groups import CGROUPS, control_groups
 
@@ -44,6 +44,11 @@ def usable_cores(cgroups: Path = CGROUPS) -> int:
     with suppress(OSError, ValueError):
         cores += map(_cores_of, control_groups("cpu", cgroups))
     return max(1, min(cores))
+
+
+def count_threads(config: EngineConfig) -> int:
+    """Return the number of threads that compute in a worker on a CPU."""
+    return config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
 
 
 def _cores_of(group: Path) -> int:

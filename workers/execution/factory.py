@@ -31,7 +31,7 @@ def open_runner(
         yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
         return
     # Importing torch takes a second, which should not delay the first report. The null device does not need it.
-    from ..device.device import open_device
+    from ..device.device import count_threads, open_device
     from ..device.errors import explaining_device_errors
     from ..device.memory import count_host_blocks, count_kv_blocks
     from ..loaders import DummyCheckpoint, open_checkpoint
@@ -70,7 +70,8 @@ def open_runner(
         num_host_blocks = count_host_blocks(
             config, block_bytes, _num_local_workers(config.parallel)
         )
-        yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks)
+        num_cores = count_threads(config) if device.type == "cpu" else 1
+        yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks, num_cores)
         leave_replica()
 
 

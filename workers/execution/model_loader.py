@@ -24,7 +24,7 @@ from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
 from ..cpu.library import NotSupportedNatively, instruction_set
 from ..cpu.tower_layers import NativeLayers
-from ..device.device import has_float8, usable_cores
+from ..device.device import count_threads, has_float8, usable_cores
 from ..layers.layers import LayerKernels
 from ..layers.spec import ModelSpec, SourceSpec
 from ..loaders import Checkpoint
@@ -179,7 +179,7 @@ def load_model(
     if encoder is None or not reads_outputs or isinstance(model, TransformersDecoder):
         return model
     dtype = torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype]
-    num_threads = _num_threads(config)
+    num_threads = count_threads(config)
     is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
     make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
     if isinstance(encoder, AudioTowerSpec):
@@ -238,7 +238,7 @@ def load_source_encoder(
             checkpoint,
             NativeAttention(attention),
             quantization=config.model.quantization,
-            num_threads=_num_threads(config),
+            num_threads=count_threads(config),
             **options,
         )
     else:
@@ -253,7 +253,7 @@ def load_source_encoder(
     stem = None
     if source.convolutions:
         if isinstance(decoder, NativeDecoder):
-            num_threads = _num_threads(config)
+            num_threads = count_threads(config)
             stem = SoundStem(
                 source,
                 checkpoint,
@@ -263,7 +263,7 @@ def load_source_encoder(
             )
         else:
             stem = SoundStem(source, checkpoint, device, dtype)
-    return SourceEncoder(source, model, stem, _num_threads(config))
+    return SourceEncoder(source, model, stem, count_threads(config))
 
 
 def _load_decoder(
@@ -369,7 +369,7 @@ def _load_native(
     """Return None if the native program cannot run the model and is not required."""
     # The native program has its own threads, with which spinning threads of torch would compete.
     torch.set_num_threads(1)
-    num_threads = _num_threads(config)
+    num_threads = count_threads(config)
     try:
         decoder = NativeDecoder(
             spec,
@@ -396,11 +396,6 @@ def _load_native(
     if parallel.is_output_rank:
         logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
     return decoder
-
-
-def _num_threads(config: EngineConfig) -> int:
-    """Return the number of threads that compute in this worker on a CPU."""
-    return config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
 
 
 def _load_torch(

@@ -54,6 +54,7 @@ def make_receipt(
         "prefill_ms": _milliseconds(first.scheduled_time, first.first_token_time),
         "decode_ms": _milliseconds(first.first_token_time, first.last_token_time),
         "scheduler_ms": round(1000 * sum(s.scheduler_time for s in sequences), 3),
+        "core_seconds": _core_seconds(sequences),
         "prompt_tokens": first.num_prompt_tokens,
         "cached_tokens": first.num_cached_tokens,
         "disk_tokens": first.num_loaded_tokens,
@@ -64,6 +65,12 @@ def make_receipt(
     cached = f"{first.num_cached_tokens:,} of {first.num_prompt_tokens:,} tokens"
     receipt["prefix_match"] = f"{cached}; {place}" if place else cached
     return receipt
+
+
+def _core_seconds(sequences: Sequence[GeneratedSequence]) -> float | None:
+    """Return the processor time of all outputs; None if it is not known, because one ended at a stop string."""
+    times = [sequence.core_time for sequence in sequences]
+    return round(sum(times), 6) if all(times) else None
 
 
 def _milliseconds(start: float, end: float) -> float | None:

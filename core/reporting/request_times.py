@@ -1,0 +1,27 @@
+"""The times of requests that are reported when they end."""
+
+from __future__ import annotations
+
+from ...protocol.messages import EngineCoreOutputs
+from .core_times import CoreTimes
+from .scheduler_times import SchedulerTimes
+
+
+class RequestTimes:
+    """The time of the scheduler and of the workers' cores that each request took."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.scheduler = SchedulerTimes()
+        self.cores = CoreTimes(max_num_seqs)
+
+    def write(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Add the times of the requests that ended to the message about their end."""
+        if outputs.finished_set:
+            ended = outputs.finished_set
+            outputs.scheduler_times = self.scheduler.take_times(client_index, ended)
+            outputs.core_times = self.cores.take_times(client_index, ended)
+
+    def remove_client(self, client_index: int) -> None:
+        """Remove the requests of a client that disconnected."""
+        self.scheduler.remove_client(client_index)
+        self.cores.remove_client(client_index)
