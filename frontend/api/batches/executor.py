@@ -1,4 +1,4 @@
-"""Executes batches, in one frontend of the server."""
+"""Executes batches, in one frontend of the server: one of each tenant at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +20,7 @@ from ..serving import Serving
 from .internal_call import CallResult, call_route
 from .lines import BatchLine, error_line, find_errors, parse_line, result_line, split_lines
 from .records import ENDED, BatchRecords, BatchWork, result_key
+from .turns import ROOM_S, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,14 @@ POLL_S: Final = 2.0
 REPORT_S: Final = 1.0
 """Seconds between reports of progress, and looks whether a batch was cancelled."""
 
-ROOM_S: Final = 0.02
-"""Seconds between looks whether there is room for a request."""
-
 SHARE_OF_SLOTS: Final = 0.5
 """Share of `--max-num-seqs` up to which requests of batches start. The rest is free for interactive requests."""
 
 MAX_AT_ONCE: Final = 256
-"""Maximum number of requests of a batch that run at once."""
+"""Maximum number of requests of batches that run at once."""
+
+MAX_TENANTS: Final = 8
+"""Maximum number of tenants whose batches are executed at once, because each file is in memory."""
 
 LOW_PRIORITY: Final = 1 << 20
 """The priority of requests without one of their own, for `--scheduling-policy priority`."""
@@ -50,7 +51,7 @@ DUTY: Final = "batches"
 
 
 class BatchExecutor:
-    """Executes one batch after the other.
+    """Executes the batches of each tenant one after the other, and those of several tenants in turns.
 
     The first frontend does it for all. While one server takes the place of another, only one of their frontends does.
     Every answer is stored before the next step, so its successor, also after a restart of the server, sends only the
@@ -63,7 +64,10 @@ class BatchExecutor:
         self._files = files
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._running: _BatchRun | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The execution of a batch of each tenant that has any."""
+        self._runs: dict[str, _BatchRun] = {}
+        self._flow = _Flow(serving)
 
     async def start(self) -> None:
         """Begin to execute batches, if this is the first frontend."""
@@ -76,8 +80,8 @@ class BatchExecutor:
 
     def cancel(self, batch_id: str) -> None:
         """Cancel a batch at once if it is the one that is executed here."""
-        if self._running is not None and self._running.batch_id == batch_id:
-            self._running.cancel()
+        if (run := self._runs.get(batch_id)) is not None:
+            run.cancel()
 
     @property
     def _is_stopping(self) -> bool:
@@ -87,17 +91,14 @@ class BatchExecutor:
         while not self._is_stopping:
             try:
                 has_duty = await self._serving.store.take_duty(DUTY)
-                works = await self._records.list_work() if has_duty else []
-                for work in works:
-                    await self._execute(work)
-                if not works:
-                    await self._wait(POLL_S)
+                for work in await self._records.list_work() if has_duty else []:
+                    if work.owner not in self._tasks and len(self._tasks) < MAX_TENANTS:
+                        self._tasks[work.owner] = asyncio.create_task(self._execute(work))
             except (APIError, StoreError) as error:
                 logger.warning("cannot execute batches at the moment: %s", error)
-                await asyncio.sleep(POLL_S)
-            except Exception:
-                logger.exception("a batch failed")
-                await asyncio.sleep(POLL_S)
+            await self._wait(POLL_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
         self._serving.store.leave_duty(DUTY)
 
     async def _wait(self, timeout_s: float) -> None:
@@ -107,15 +108,56 @@ class BatchExecutor:
         self._wake.clear()
 
     async def _execute(self, work: BatchWork) -> None:
+        """Execute a batch. If that fails, its tenant's oldest batch is tried again."""
+        try:
+            await self._execute_once(work)
+        except APIError as error:
+            logger.warning("cannot execute %s at the moment: %s", work.batch_id, error.message)
+            await asyncio.sleep(POLL_S)
+        except Exception:
+            logger.exception("%s failed", work.batch_id)
+            await asyncio.sleep(POLL_S)
+        finally:
+            del self._tasks[work.owner]
+            self.wake()
+
+    async def _execute_once(self, work: BatchWork) -> None:
         batch = await self._records.find(work)
         if batch is None or batch["status"] in ENDED:
             await self._records.finish(work, None)
             return
-        self._running = _BatchRun(self._serving, self._records, self._files, work, batch)
+        run = _BatchRun(self._serving, self._flow, self._records, self._files, work, batch)
+        self._runs[work.batch_id] = run
         try:
-            await self._running.run()
+            await run.run()
         finally:
-            self._running = None
+            del self._runs[work.batch_id]
+
+
+class _Flow:
+    """The requests of all batches that run, and the turns in which new ones start."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._num_running = 0
+        num_slots = serving.config.scheduler.max_num_seqs * serving.num_replicas
+        self._limit = min(MAX_AT_ONCE, max(1, int(SHARE_OF_SLOTS * num_slots)))
+        self.turns = Turns(self._has_room)
+
+    def _has_room(self) -> bool:
+        return self._num_running < self._limit and self._serving.engine.has_idle_slots(
+            SHARE_OF_SLOTS
+        )
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a request."""
+        self._num_running += 1
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._num_running -= 1
 
 
 class _BatchRun:
@@ -124,12 +166,14 @@ class _BatchRun:
     def __init__(
         self,
         serving: Serving,
+        flow: _Flow,
         records: BatchRecords,
         files: FileStorage,
         work: BatchWork,
         batch: Json,
     ) -> None:
         self._serving = serving
+        self._flow = flow
         self._records = records
         self._files = files
         self._work = work
@@ -210,20 +254,16 @@ class _BatchRun:
         self._batch["request_counts"]["completed" if is_success(line) else "failed"] += 1
 
     async def _answer_all(self) -> None:
-        """Send the requests without an answer as there is room for them."""
+        """Send the requests without an answer as there is room for them, in turns with other batches."""
         tasks: set[asyncio.Task[None]] = set()
         reporter = asyncio.create_task(self._report())
         try:
             for number in range(len(self._lines)):
                 if number in self._answered:
                     continue
-                while not self._may_start(len(tasks)):
-                    if self._is_over or self._is_stopping:
-                        break
-                    await asyncio.sleep(ROOM_S)
-                if self._is_over or self._is_stopping:
+                if not await self._flow.turns.wait(lambda: self._is_over or self._is_stopping):
                     break
-                task = asyncio.create_task(self._answer(number))
+                task = self._flow.start(self._answer(number))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             while tasks and not self._is_over:
@@ -238,9 +278,6 @@ class _BatchRun:
     @property
     def _is_stopping(self) -> bool:
         return is_stopping(self._serving)
-
-    def _may_start(self, num_running: int) -> bool:
-        return num_running < MAX_AT_ONCE and self._serving.engine.has_idle_slots(SHARE_OF_SLOTS)
 
     async def _answer(self, number: int) -> None:
         """Send a request until the server accepts it, and store its answer."""
