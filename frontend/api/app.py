@@ -26,7 +26,6 @@ from .openapi import describe_routes
 from .pooling import Pooling
 from .responses.routes import response_routes
 from .routes.chat_batch import ChatBatch
-from .routes.chat_completions import ChatCompletions
 from .routes.completions import Completions
 from .routes.embeddings import Embeddings
 from .routes.events import Events
@@ -39,6 +38,9 @@ from .routes.timelines import Timelines
 from .routes.tokenization import Tokenization
 from .routes.transcriptions import Transcriptions
 from .serving import Serving
+from .stored_chats.endpoint import StoredChatCompletions
+from .stored_chats.records import ChatRecords
+from .stored_chats.routes import chat_routes
 
 ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
@@ -83,7 +85,8 @@ def make_routes(serving: Serving) -> list[Route]:
     embeddings = Embeddings(serving, intake, pooling)
     scores = Scores(serving, intake, pooling)
     completions = Completions(serving, intake)
-    chat_completions = ChatCompletions(serving, intake)
+    chat_records = ChatRecords(serving.store)
+    chat_completions = StoredChatCompletions(serving, intake, chat_records)
     openai_routes = [
         Route("/models", management.models),
         Route("/models/{name:path}", management.model),
@@ -98,6 +101,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/score", scores.score, methods=["POST"]),
         Route("/rerank", scores.rerank, methods=["POST"]),
         Route("/chat/completions/batch", ChatBatch(serving, intake), methods=["POST"]),
+        *chat_routes(serving, intake, chat_records),
         *(
             Route(
                 path, Transcriptions(serving, intake, task, serving.transcriber), methods=["POST"]

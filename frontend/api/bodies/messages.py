@@ -35,12 +35,14 @@ from ..schema.ollama import (
     OllamaModelRequest,
 )
 from ..schema.responses import (
+    CompactRequest,
     ConversationItemsRequest,
     ConversationRequest,
     InputTokensRequest,
     ResponseFields,
     ResponsesRequest,
 )
+from ..schema.stored import MetadataRequest
 
 HEAD: Final = struct.Struct("<BQQ")
 """Header of a body: the index of its schema in `SCHEMAS`, its number of values, and its number of bytes."""
@@ -72,6 +74,8 @@ SCHEMAS: Final[tuple[type[msgspec.Struct], ...]] = (
     ConversationRequest,
     ConversationItemsRequest,
     BatchRequest,
+    MetadataRequest,
+    CompactRequest,
 )
 
 MAX_CPU_S: Final = 5
@@ -137,9 +141,10 @@ def pack(request: Any) -> tuple[Decoded, int]:
     """Return the message for a request, and its number of token ids. Removes the token ids from the request."""
     # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
-    if not isinstance(
-        request, ResponseFields | ConversationRequest | BatchRequest
-    ):  # They are returned there.
+    is_stored = isinstance(
+        request, ResponseFields | ConversationRequest | BatchRequest | MetadataRequest
+    )
+    if not is_stored and not getattr(request, "store", None):
         for name in WITHOUT_EFFECT:
             if hasattr(request, name):
                 setattr(request, name, None)

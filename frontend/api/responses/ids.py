@@ -17,6 +17,7 @@ ITEM_PREFIXES: Final = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "compaction": "cmp",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }

@@ -15,13 +15,15 @@ from .ids import item_id
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 
-ENCODED_REASONING: Final = "engine1."
-"""Beginning of the `encrypted_content` of reasoning: its text follows in base64."""
+ENCODED_TEXT: Final = "engine1."
+"""Beginning of `encrypted_content`: a text follows in base64."""
 
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
-    "custom_tool_call_output or item_reference"
+    "custom_tool_call_output, compaction or item_reference"
 )
+_SUMMARY: Final = "Summary of the conversation before this message:"
+
 _PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_text or refusal"
 
 
@@ -56,9 +58,9 @@ def _with_content(part: Json, file: tuple[str, bytes]) -> Json:
     return part | {"file_data": url, "filename": part.get("filename") or filename}
 
 
-def encode_reasoning(text: str) -> str:
-    """Return reasoning in the form of `encrypted_content`, which clients send back."""
-    return ENCODED_REASONING + base64.urlsafe_b64encode(text.encode()).decode()
+def encode_text(text: str) -> str:
+    """Return a text in the form of `encrypted_content`, which clients send back."""
+    return ENCODED_TEXT + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def normalize_input(
@@ -98,7 +100,7 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
     if kind != "item_reference":
         if not isinstance(item.get("id"), str):
             normalized["id"] = item_id(str(kind), owner_id, index)
-        if kind != "reasoning":
+        if kind not in ("reasoning", "compaction"):
             normalized["status"] = item.get("status") or "completed"
     elif not isinstance(item.get("id"), str):
         refuse(f"{where}.id", "the id of an item", item.get("id"))
@@ -146,6 +148,10 @@ class MessageBuilder:
                     "input": _string(item, "input", where),
                 }
                 self._add_call(item, where, {"type": "custom", "custom": custom})
+            case "compaction":
+                self._open = None
+                summary = _decode_text(_string(item, "encrypted_content", where), where)
+                self.messages.append({"role": "user", "content": f"{_SUMMARY}\n\n{summary}"})
             case "function_call_output" | "custom_tool_call_output":
                 self._open = None
                 message = {"role": "tool", "content": self._output_of(item, where)}
@@ -218,14 +224,20 @@ def _reasoning_of(item: Json, where: str) -> str:
     if parts := item.get("content"):
         return _join_texts(parts, f"{where}.content")
     encoded = item.get("encrypted_content")
-    if isinstance(encoded, str) and encoded.startswith(ENCODED_REASONING):
-        try:
-            data = base64.urlsafe_b64decode(encoded.removeprefix(ENCODED_REASONING))
-            return data.decode()
-        except (binascii.Error, ValueError):
-            place = f"{where}.encrypted_content"
-            raise bad_request(place, f"{place} was not written by this server") from None
+    if isinstance(encoded, str) and encoded.startswith(ENCODED_TEXT):
+        return _decode_text(encoded, where)
     return _join_texts(item.get("summary") or [], f"{where}.summary")
+
+
+def _decode_text(encoded: str, where: str) -> str:
+    """Return the text of `encrypted_content`."""
+    try:
+        if encoded.startswith(ENCODED_TEXT):
+            return base64.urlsafe_b64decode(encoded.removeprefix(ENCODED_TEXT)).decode()
+    except (binascii.Error, ValueError):
+        pass
+    place = f"{where}.encrypted_content"
+    raise bad_request(place, f"{place} was not written by this server")
 
 
 def _join_texts(parts: Any, where: str) -> str:

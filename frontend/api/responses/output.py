@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...chat import MessageDelta, ToolCallDelta
 from ..logprobs import Json
 from .ids import item_id
-from .items import encode_reasoning
+from .items import encode_text
 
 Emit = Callable[..., None]
 """Writes an event; gets its type, and its fields by name."""
@@ -166,7 +166,7 @@ class OutputBuilder:
 
     def _close_reasoning(self, item: Json, text: str, place: Json) -> None:
         if self._encrypts:
-            item["encrypted_content"] = encode_reasoning(text)
+            item["encrypted_content"] = encode_text(text)
         if self._summarizes:
             part = {"type": "summary_text", "text": text}
             item["summary"] = [part]

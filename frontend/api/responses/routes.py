@@ -7,6 +7,7 @@ from starlette.routing import Route
 from ..bodies.intake import Intake
 from ..files.storage import FileStorage
 from ..serving import Serving
+from .compaction import Compaction
 from .conversations import Conversations
 from .endpoint import InputTokens, Responses
 from .states import ResponseStates
@@ -27,6 +28,7 @@ def response_routes(serving: Serving, intake: Intake, files: FileStorage) -> lis
             InputTokens(serving, intake, states).count,
             methods=["POST"],
         ),
+        Route("/responses/compact", Compaction(serving, intake, states), methods=["POST"]),
         Route("/responses/{id}", stored, methods=["GET", "DELETE"]),
         Route("/responses/{id}/cancel", stored.cancel, methods=["POST"]),
         Route("/responses/{id}/input_items", stored.input_items),

@@ -80,9 +80,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
 
-    # Accepted because clients send them; they have no effect.
+    # What is stored with an answer, and whether it is stored, which only answers of chats can be.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+
+    # Accepted because clients send them; they have no effect.
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -368,7 +370,7 @@ REFUSED: dict[str, str] = {
 """Rejected fields, with the rest of the error message."""
 
 WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
-"""Accepted fields of any size that the server never reads."""
+"""Accepted fields of any size that the server never reads, unless the answer is stored."""
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),

@@ -39,6 +39,10 @@ class InputTokensRequest(ResponseFields, kw_only=True):
     """The body of `POST /v1/responses/input_tokens`."""
 
 
+class CompactRequest(ResponseFields, kw_only=True):
+    """The body of `POST /v1/responses/compact`."""
+
+
 class ResponsesRequest(ResponseFields, kw_only=True):
     """The body of `POST /v1/responses`."""
 

@@ -1,0 +1,125 @@
+"""`POST /v1/responses/compact`: replaces the items of a long conversation by a summary that the model writes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from ...client.engine_client import Delta
+from ...http.deadline import read_deadline
+from ...http.errors import APIError
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..bodies.request_memory import MemoryLease
+from ..chat_prompt import RenderedChat
+from ..logprobs import Json
+from ..routes.chat_completions import ChatAnswer, ChatCompletions, ChatPlan
+from ..schema import ChatCompletionRequest
+from ..schema.responses import CompactRequest
+from ..serving import Serving
+from .answer import ResponsesAnswer
+from .ids import item_id, new_id
+from .items import encode_text
+from .request import ResponseChat, rename_fields, translate_prompt
+from .states import ResponseStates, size_of
+from .truncation import drop_oldest
+
+MAX_SUMMARY_TOKENS: Final = 2048
+"""Maximum tokens of a summary; a quarter of a shorter context."""
+
+_INSTRUCTIONS: Final = (
+    "Summarize this conversation so that it can be continued from the summary alone. Keep the task and its state, "
+    "decisions and their reasons, names, paths, numbers, results of tools, and what is still to do. Write only the summary."
+)
+
+_KEPT_ROLES: Final = ("system", "developer")
+
+
+class CompactionChat(ResponseChat, kw_only=True):
+    """The chat completion request that asks for a summary. `kept` are the items that stay as they are."""
+
+    kept: Any = None
+
+
+class Compaction(ChatCompletions):
+    """The endpoint. Its answers have the messages of the system, and then the summary as an item."""
+
+    cuts_max_tokens = True
+
+    def __init__(self, serving: Serving, intake: Intake, states: ResponseStates) -> None:
+        super().__init__(serving, intake)
+        self.body_schema = CompactRequest
+        self._body_decoder = BodyDecoder(CompactRequest, serving.config.frontend.strict)
+        self._states = states
+
+    @property
+    def answer_type(self) -> type[ChatAnswer]:
+        """The class that writes answers."""
+        return CompactionAnswer
+
+    @property
+    def _max_tokens(self) -> int:
+        return min(MAX_SUMMARY_TOKENS, max(1, self._serving.config.model.max_model_len // 4))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, lease: MemoryLease) -> None:
+        serving, owner = self._serving, scope["state"]["owner"]
+        deadline = read_deadline(scope, serving.config.frontend.default_deadline_s)
+        body, size = await self._intake.receive(scope, receive, self._body_decoder, lease)
+        context, items = await self._states.read_items(body, new_id("resp"), owner)
+        size += sum(map(size_of, context))
+        files = await self._states.load_files(context + items, owner)
+        size += sum(len(content) for _, content in files.values())
+
+        def translate() -> CompactionChat:
+            prompt = translate_prompt(body, context, items, files)
+            return CompactionChat(
+                model=prompt.model,
+                messages=[*(prompt.messages or ()), {"role": "user", "content": _INSTRUCTIONS}],
+                max_tokens=self._max_tokens,
+                reasoning_effort=prompt.reasoning_effort,
+                chat_template_kwargs=prompt.chat_template_kwargs,
+                kept=[item for item in context + items if item.get("role") in _KEPT_ROLES],
+            )
+
+        try:
+            request = await serving.executor.run(size, translate)
+            await self._generate(scope, receive, send, lease, request, size, deadline)
+        except APIError as error:
+            raise rename_fields(error) from None
+
+    async def _render(
+        self, plan: ChatPlan, request: ChatCompletionRequest, size: int
+    ) -> RenderedChat:
+        """Return the prompt; of a conversation that does not fit, the end."""
+
+        async def render(kept: ChatCompletionRequest) -> RenderedChat:
+            return await super(Compaction, self)._render(plan, kept, size)
+
+        max_model_len = self._serving.config.model.max_model_len
+        return await drop_oldest(request, render, max_model_len, self._max_tokens)
+
+
+class CompactionAnswer(ResponsesAnswer):
+    """The answer to one request, in the format of compactions."""
+
+    request: CompactionChat
+
+    def whole(self, outputs: list[Delta]) -> Json:
+        """Return the complete response body."""
+        [output] = outputs
+        summary = self.choices[0].read_whole(output).content.strip()
+        identifier = f"resp_{self.envelope['id'].removeprefix('chatcmpl-')}"
+        item = {
+            "id": item_id("compaction", new_id("resp"), 0),
+            "type": "compaction",
+            "encrypted_content": encode_text(summary),
+        }
+        return {
+            "id": identifier,
+            "object": "response.compaction",
+            "created_at": self.envelope["created"],
+            "model": self.envelope["model"],
+            "output": [*self.request.kept, item],
+            "usage": self.token_counts(),
+        }

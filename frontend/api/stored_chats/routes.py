@@ -1,0 +1,137 @@
+"""The routes of stored chat completions."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...http.errors import bad_request, json_response
+from ...http.json_pieces import EncodedJSON
+from ..bodies.body import BodyDecoder
+from ..bodies.intake import Intake
+from ..logprobs import Json
+from ..openapi import accepts
+from ..schema.stored import MetadataRequest
+from ..serving import Serving
+from ..stored.metadata import verify_metadata
+from ..stored.pages import cut_page, list_body, parse_page
+from .records import ChatFilter, ChatRecords
+
+_METADATA: Final = re.compile(r"metadata\[(.*)\]")
+
+
+class StoredChats:
+    """Reads, changes and deletes stored chat completions."""
+
+    def __init__(self, serving: Serving, intake: Intake, records: ChatRecords) -> None:
+        self._intake = intake
+        self._records = records
+        self._run = serving.executor.run
+        self._decoder = BodyDecoder(MetadataRequest, serving.config.frontend.strict)
+
+    async def list(self, request: Request) -> Response:
+        """List chat completions, the oldest first, of one model and with some metadata if the query asks for these."""
+        page = parse_page(request.query_params, order="asc")
+        wanted = _parse_filter(request.query_params)
+        found, has_more = await self._records.list_page(_owner(request), page, wanted)
+        body = list_body([{"id": entry.id} for entry, _ in found], has_more)
+        body["data"] = EncodedJSON(b"[", (answer for _, answer in found), b"]")
+        return json_response(body)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Return a chat completion."""
+        answer = await self._records.get(_id(request), _owner(request))
+        return Response(answer, media_type="application/json")
+
+    @accepts(MetadataRequest)
+    async def update(self, request: Request) -> Response:
+        """Replace the metadata of a chat completion, and return it."""
+        with self._intake.lease() as lease:
+            body, _ = await self._intake.receive(
+                request.scope, request.receive, self._decoder, lease
+            )
+        if body.metadata is None:
+            raise bad_request("metadata", "metadata is required")
+        verify_metadata(body.metadata)
+        entry = await self._records.get_entry(_id(request), _owner(request))
+        changed = msgspec.structs.replace(entry, metadata=body.metadata)
+        await self._records.update(changed, _owner(request))
+        return await self.retrieve(request)
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a chat completion."""
+        identifier = _id(request)
+        await self._records.delete(identifier, _owner(request))
+        return json_response(
+            {"object": "chat.completion.deleted", "id": identifier, "deleted": True}
+        )
+
+    async def messages(self, request: Request) -> Response:
+        """List the messages that a chat completion answers."""
+        identifier = _id(request)
+        page = parse_page(request.query_params, order="asc")
+        messages = await self._records.get_messages(identifier, _owner(request))
+
+        def describe() -> Response:
+            items = [
+                _describe(message, f"{identifier}-{i}")
+                for i, message in enumerate(msgspec.json.decode(messages))
+            ]
+            return json_response(list_body(*cut_page(items, page, "The message")))
+
+        return await self._run(len(messages), describe)
+
+
+def chat_routes(serving: Serving, intake: Intake, records: ChatRecords) -> list[Route]:
+    """Return the routes. `POST /chat/completions` is not among them."""
+    chats = StoredChats(serving, intake, records)
+    one = "/chat/completions/{id}"
+    return [
+        Route("/chat/completions", chats.list),
+        Route(one, chats.retrieve),
+        Route(one, chats.update, methods=["POST"]),
+        Route(one, chats.delete, methods=["DELETE"]),
+        Route(f"{one}/messages", chats.messages),
+    ]
+
+
+def _parse_filter(query: QueryParams) -> ChatFilter:
+    """Return the filter that a query describes.
+
+    Raises:
+        APIError: It has too many or too large metadata (400).
+    """
+    metadata = {
+        match[1]: value
+        for name, value in query.multi_items()
+        if (match := _METADATA.fullmatch(name)) is not None
+    }
+    verify_metadata(metadata)
+    return ChatFilter(query.get("model"), metadata)
+
+
+def _describe(message: Json, identifier: str) -> Json:
+    """Return a message with its identifier, and its parts apart from its text."""
+    content = message.get("content")
+    is_text = content is None or isinstance(content, str)
+    return message | {
+        "id": identifier,
+        "content": content if is_text else None,
+        "content_parts": None if is_text else content,
+    }
+
+
+def _id(request: Request) -> str:
+    identifier: str = request.path_params["id"]
+    return identifier
+
+
+def _owner(request: Request) -> str:
+    owner: str = request.scope["state"]["owner"]
+    return owner
