@@ -140,14 +140,13 @@ class _Flow:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._num_running = 0
-        num_slots = serving.config.scheduler.max_num_seqs * serving.num_replicas
-        self._limit = min(MAX_AT_ONCE, max(1, int(SHARE_OF_SLOTS * num_slots)))
         self.turns = Turns(self._has_room)
 
     def _has_room(self) -> bool:
-        return self._num_running < self._limit and self._serving.engine.has_idle_slots(
-            SHARE_OF_SLOTS
-        )
+        """Return whether a request may start: those that have not reached the engine yet count, too."""
+        num_slots = self._serving.config.scheduler.max_num_seqs * self._serving.num_replicas
+        limit = min(MAX_AT_ONCE, max(1, int(SHARE_OF_SLOTS * num_slots)))
+        return self._num_running < limit and self._serving.engine.has_idle_slots(SHARE_OF_SLOTS)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a request."""

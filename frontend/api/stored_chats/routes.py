@@ -32,7 +32,7 @@ class StoredChats:
     def __init__(self, serving: Serving, intake: Intake, records: ChatRecords) -> None:
         self._intake = intake
         self._records = records
-        self._run = serving.executor.run
+        self._serving = serving
         self._decoder = BodyDecoder(MetadataRequest, serving.config.frontend.strict)
 
     async def list(self, request: Request) -> Response:
@@ -85,7 +85,7 @@ class StoredChats:
             ]
             return json_response(list_body(*cut_page(items, page, "The message")))
 
-        return await self._run(len(messages), describe)
+        return await self._serving.executor.run(len(messages), describe)
 
 
 def chat_routes(serving: Serving, intake: Intake, records: ChatRecords) -> list[Route]:
