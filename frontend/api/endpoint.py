@@ -197,7 +197,7 @@ class Endpoint(ABC, Generic[Request]):
         with self._intake.lease() as lease:
             request, prompts, _ = await self._prepare_again(record, _never, lease)
             # The adapter may have been replaced meanwhile.
-            self._verify_same_model(record, request)
+            self._verify_same_model(record, request.model)
             group = await start(request, prompts)
             await group.wait_for_end()
 
@@ -215,13 +215,13 @@ class Endpoint(ABC, Generic[Request]):
         scope: Scope = {"type": "http", "method": "POST", "path": record.path, "headers": []}
         body = replay_body(record.body, receive)
         request, body_size = await self._receive(scope, body, lease)
-        self._verify_same_model(record, request)
+        self._verify_same_model(record, request.model)
         prompts, new_answer = await self.prepare(request, body_size, receive)
         return request, prompts, new_answer
 
-    def _verify_same_model(self, record: RequestRecord, request: Request) -> None:
-        """Raise APIError if a recorded request had another model, adapter or version of these."""
-        if record.fingerprint != self._serving.find_fingerprint(request.model):
+    def _verify_same_model(self, record: RequestRecord, name: str | None) -> None:
+        """Raise APIError 410 if a recorded request had another model, adapter or version than this name has now."""
+        if record.fingerprint != self._serving.find_fingerprint(name):
             raise APIError(
                 410,
                 "The answer to this request was begun by another model, adapter or version; send it again",

@@ -162,13 +162,19 @@ class RunKeeper(Keeper):
         prompts: list[PreparedPrompt],
         *,
         prefix: str,
+        fingerprint: str,
         tenant: str,
         deadline: float,
         trace_headers: dict[str, str] | None,
     ) -> RequestRecord:
         """Return the record of a run, as yet without its seeds."""
         record = super().make_record(
-            prompts, prefix=prefix, tenant=tenant, deadline=deadline, trace_headers=trace_headers
+            prompts,
+            prefix=prefix,
+            fingerprint=fingerprint,
+            tenant=tenant,
+            deadline=deadline,
+            trace_headers=trace_headers,
         )
         exchange, caller = self._run.exchange, self._run.caller
         caller = caller | {"cache_owner": caller["cache_owner"].hex()}

@@ -96,6 +96,7 @@ class Responses(ChatCompletions):
         run = await self.runs.read_run(record)
         if run is None:
             raise NothingToContinue
+        self._verify_same_model(record, run.exchange.body.model)
 
         async def generate(run: BackgroundRun) -> None:
             with self._intake.lease() as lease:
