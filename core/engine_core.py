@@ -146,7 +146,6 @@ class EngineCore:
         # After this time the supervisor has killed a worker that hangs in a step.
         self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
-        self._request_times = RequestTimes(self._max_num_seqs)
         self._preemption_advice = PreemptionAdvice()
         self._stats_log: StatsLog | None = None
         if config.frontend.log_stats:
@@ -225,7 +224,7 @@ class EngineCore:
 
     def _start_scheduler(self, memory: WorkerMemory) -> None:
         config, num_blocks = self._config, memory.num_blocks
-        self._request_times.cores.num_cores = memory.num_cores
+        self._request_times = RequestTimes(self._max_num_seqs, memory.num_cores)
         setup = Setup.from_config(config, memory, self._core_index)
         self._scheduler = make_core_scheduler(
             setup, self._grammars, log_kv_events=self._logs_kv_events

@@ -17,12 +17,13 @@ class CoreTimes:
     A step of s seconds takes s * `num_cores` core-seconds. Steps are recorded when their outputs arrive, so a slot
     belongs to the request that the step computed. A step that changes nothing in the batch is one array addition.
 
-    Attributes:
+    Args:
+        max_num_seqs: The number of slots.
         num_cores: The processor cores that compute a step, or the GPUs.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.num_cores = 1
+    def __init__(self, max_num_seqs: int, num_cores: int = 1) -> None:
+        self._num_cores = num_cores
         self._seconds: Float64Array = np.zeros(max_num_seqs)
         """Core-seconds of the request in each slot, since it got the slot."""
         self._batch: SlotArray = np.zeros(0, np.intp)
@@ -51,7 +52,7 @@ class CoreTimes:
             num_tokens += int(sizes.sum()) - len(sizes)
         if not num_tokens:
             return
-        for_each_token = seconds * self.num_cores / num_tokens
+        for_each_token = seconds * self._num_cores / num_tokens
         self._seconds[batch] += for_each_token
         if step.chunks:
             self._seconds[batch[positions]] += for_each_token * (sizes - 1)

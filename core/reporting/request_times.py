@@ -10,9 +10,9 @@ from .scheduler_times import SchedulerTimes
 class RequestTimes:
     """The time of the scheduler and of the workers' cores that each request took."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, num_cores: int) -> None:
         self.scheduler = SchedulerTimes()
-        self.cores = CoreTimes(max_num_seqs)
+        self.cores = CoreTimes(max_num_seqs, num_cores)
 
     def write(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Add the times of the requests that ended to the message about their end."""

@@ -23,8 +23,7 @@ def taken(times: CoreTimes, *indices: int) -> list[float]:
 
 
 def test_a_step_is_shared_by_tokens() -> None:
-    times = CoreTimes(max_num_seqs=4)
-    times.num_cores = 2
+    times = CoreTimes(max_num_seqs=4, num_cores=2)
     # Slot 3 computes 7 prompt tokens, and slot 1 one token.
     times.record(step(1, [(3, 8), (1, 9)], slots=[3, 1], chunks=[0, 7]), 4.0)
     times.record(step(2), 1.0)
