@@ -113,8 +113,7 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_loaded_tokens = 0
-        self.num_accepted_predictions = 0
-        self.num_rejected_predictions = 0
+        self.num_accepted_predictions = self.num_rejected_predictions = 0
         self.has_stop_strings = bool(params.stop)
 
         self.group: RequestGroup

@@ -215,39 +215,23 @@ def test_items_of_every_kind_reach_the_template(
     assert response.output_text == expected
 
 
-def test_conversation_is_compacted_to_a_summary(
-    frontend: FrontendProcess, client: openai.OpenAI
-) -> None:
-    items: list[Any] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "One"},
-        {"role": "assistant", "content": "Two"},
-    ]
+def test_conversation_is_compacted_to_a_summary(client: openai.OpenAI) -> None:
+    user: Any = {"role": "user", "content": "One"}
+    items: list[Any] = [{"role": "system", "content": "Be brief."}, user]
     compacted = client.responses.compact(model=MODEL, input=items)
     assert compacted.object == "response.compaction" and compacted.usage.output_tokens > 0
-    system, summary = compacted.output
-    assert (system.role, system.content[0].text) == ("system", "Be brief.")
-    assert summary.type == "compaction" and "One" not in summary.encrypted_content
-    following = [each.model_dump(exclude_none=True) for each in compacted.output]
-    text = client.responses.create(model=MODEL, input=[*following, items[1]]).output_text
+    system, summary = [each.model_dump(warnings=False) for each in compacted.output]
+    assert system["content"][0]["text"] == "Be brief." and summary["type"] == "compaction"
+    text = client.responses.create(model=MODEL, input=[items[0], summary, user]).output_text
     # The core repeats the prompt for the summary, which begins with the conversation.
     head = "[system:Be brief.][user:Summary of the conversation before this message:\n\n"
-    assert text.startswith(f"{head}[system:Be brief.][user:One][assistant:Two][user:Summarize ")
+    assert text.startswith(f"{head}[system:Be brief.][user:One][user:Summarize ")
     assert "][user:One]" in text[len(head) + 60 :]
-
-
-def test_compaction_of_a_long_conversation_drops_its_beginning(
-    frontend: FrontendProcess, client: openai.OpenAI
-) -> None:
-    items: list[Any] = [{"role": "user", "content": f"{i} " * 100} for i in range(30)]
-    first = client.responses.create(model=MODEL, input="One", max_output_tokens=1)
-    for fields in ({"input": items}, {"input": items, "previous_response_id": first.id}):
-        [summary] = client.responses.compact(model=MODEL, **fields).output
-        assert summary.type == "compaction"
-    wrong = summary.model_dump() | {"encrypted_content": "x"}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input=[wrong])
-    assert caught.value.param == "input[0].encrypted_content"
+    with pytest.raises(openai.BadRequestError, match="not written by this server"):
+        client.responses.create(model=MODEL, input=[summary | {"encrypted_content": "x"}])
+    # Of a conversation that does not fit, the end is read.
+    long: list[Any] = [{"role": "user", "content": f"{i} " * 100} for i in range(30)]
+    assert len(client.responses.compact(model=MODEL, input=long).output) == 1
 
 
 def test_uploaded_file_is_read(
