@@ -104,6 +104,9 @@ def is_valid_output(output: ModelRunnerOutput, vocab_size: int, max_num_seqs: in
         and are_below(_MAX_INT32, output.prediction_counts)
         and all(_is_valid_vector(row, max_num_seqs) for row in output.pooled)
         and (output.drafts is None or are_valid_drafts(output.drafts, vocab_size, max_num_seqs))
+        and 0 <= output.seconds < math.inf
+        and 0 <= output.draft_seconds < math.inf
+        and 0 <= output.draft_passes <= _MAX_INT32
     ):
         return False
     if output.logprobs or output.prompt_logprobs:

@@ -93,6 +93,8 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
       chunk and are to be verified.
     * `draft_token_ids` int32 are these drafts. If it is empty, the worker takes the drafts that it proposed last; if it
       has fewer, the chunk is shorter.
+    * `draft_limits` int32[k, 2], rows (slot, limit), set how many drafts the worker proposes for a slot after this step
+      and the following ones. A new request has the configured maximum.
     * `host_copies_out` int32[k, 2] copies blocks to host blocks; then `host_copies_in` int32[k, 2] copies host blocks
       to blocks.
     * `num_common_blocks` first blocks are shared by the whole batch in the full-attention groups.
@@ -114,6 +116,7 @@ class SchedulerOutput(msgspec.Struct, tag="step", array_like=True, omit_defaults
     host_copies_in: I32 = b""
     num_common_blocks: int = 0
     lora_loads: list[LoraLoad] = []
+    draft_limits: I32 = b""
 
 
 class GrammarOutput(msgspec.Struct, tag="grammar", array_like=True, gc=False, frozen=True):
@@ -267,7 +270,9 @@ class ModelRunnerOutput(
     verified drafts per row, empty if all scheduled drafts were verified. `nan_slots` int32 had NaNs in their logits.
     `failed_slots` are (slot, reason) of rows for which no token can be chosen; their computed KV entries are valid.
     `prediction_counts` int32[k, 3] are rows (slot, accepted drafts, rejected drafts) of drafts from a client's
-    prediction. Rows with `pooling_params` sample token 0, and their vectors are `pooled`.
+    prediction. Rows with `pooling_params` sample token 0, and their vectors are `pooled`. With drafts, `seconds` is the
+    time that the step took, without the `draft_seconds` of a draft model, each of whose `draft_passes` proposed a token
+    for some rows; all are 0 if they were not measured.
     """
 
     step: int
@@ -282,6 +287,9 @@ class ModelRunnerOutput(
     drafts: DraftTokenIds | None = None
     prediction_counts: I32 = b""
     pooled: list[RowVector] = []
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_passes: int = 0
 
 
 WorkerMessage: TypeAlias = (

@@ -8,6 +8,7 @@ Shapes: N slots, L max_model_len, B blocks a row, S scheduled slots, T scheduled
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -152,7 +153,7 @@ class PersistentBatch:
         source_sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         blocks_per_row = -(-max_model_len // block_size) + 1
-        self._source_sizes = source_sizes
+        self.source_sizes = source_sizes
         self.num_slots = num_slots
         self.block_size = block_size
         self.device = device
@@ -184,6 +185,17 @@ class PersistentBatch:
         self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
+
+    def with_own_lengths(self, group: int) -> PersistentBatch:
+        """Return a batch of the same tokens and the blocks of one group, which counts its tokens by itself."""
+        other = copy(self)
+        other.num_tokens = np.zeros(self.num_slots, np.int32)
+        other.num_computed_tokens = np.zeros(self.num_slots, np.int32)
+        other.block_tables = [self.block_tables[group]]
+        other.device_block_tables = []
+        other.rotary = None
+        other.source_sizes = MappingProxyType({})
+        return other
 
     def mirror_block_tables(self) -> None:
         """Keep copies of `block_tables` in `device_block_tables` from now on. These have one more row, for padding."""
@@ -297,7 +309,7 @@ class PersistentBatch:
 
     def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
         """Return the flat KV-cache slot of each token, int32 [T]; -1 in groups of cross attention, which store none."""
-        if group in self._source_sizes:
+        if group in self.source_sizes:
             return np.full(len(plan.slots_T), -1, np.int32)
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
         return blocks_T * self.block_size + plan.positions_T % self.block_size
@@ -306,7 +318,7 @@ class PersistentBatch:
         """Return the plan for each KV-cache group."""
         batches = []
         for group, block_table in enumerate(self.block_tables):
-            reads_source = group in self._source_sizes
+            reads_source = group in self.source_sizes
             lens_S = self.source_lens[plan.slots_S] if reads_source else plan.seq_lens_S
             width = -(-int(lens_S.max()) // self.block_size)
             batches.append(

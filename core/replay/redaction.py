@@ -199,6 +199,9 @@ def _redact_result(result: ModelRunnerOutput) -> ModelRunnerOutput:
         kv_connector_output=result.kv_connector_output,
         prediction_counts=result.prediction_counts,
         drafts=result.drafts,
+        seconds=result.seconds,
+        draft_seconds=result.draft_seconds,
+        draft_passes=result.draft_passes,
     )
 
 

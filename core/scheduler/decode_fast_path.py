@@ -108,7 +108,7 @@ class DecodeFastPath:
             not self._num_left
             or batch.num_vacated != self._slots.num_vacated
             or self._may_admit()
-            or (self._drafts is not None and self._drafts.has_drafts)
+            or (self._drafts is not None and self._needs_planning(self._drafts, batch))
             or self._encoders.are_in_use
             or self._lifecycle.deadlines.is_any_past(now)
         ):
@@ -135,6 +135,11 @@ class DecodeFastPath:
         return SchedulerOutput(
             step, block_updates=updates, num_common_blocks=self._num_common_blocks
         )
+
+    def _needs_planning(self, drafts: Drafts, batch: Batch) -> bool:
+        """Return whether there may be drafts, or other limits of them."""
+        drafts.limits.decide(batch.slots)
+        return drafts.has_drafts or drafts.limits.has_unsent
 
     def _may_admit(self) -> bool:
         """Return whether a waiting request may get a free slot or preempt a running one."""

@@ -87,7 +87,10 @@ class RunningScheduler:
         if self._drafts is not None:
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
-            wanted = needed + self._drafts.count_drafts(slots, is_decoding, room - needed)
+            drafts = self._drafts.count_drafts(slots, is_decoding, room - needed)
+            # Drafts take only what all requests leave of a step.
+            spare = max(self._max_num_batched_tokens - int(needed.sum()), 0)
+            wanted = needed + np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
         granted, share = self._limit(slots, wanted)
         encoders = None
         if self._encoders.are_in_use:

@@ -105,6 +105,12 @@ class StepResults:
         step = self._pop(scheduler_output, output)
         if self._drafts is not None:
             self._last_batch = step.step, step.batch
+            if len(step.sampling) == len(step.batch) and not step.prefilled:
+                # Every request decoded.
+                num_drafts = len(output.sampled_token_ids) // 4 - len(step.batch)
+                if step.num_drafts is not None:
+                    num_drafts = int(_num_verified(output, step.num_drafts).sum())
+                self._drafts.record_step(step.step, len(step.batch) + num_drafts, output)
         is_reported = step.has_prefill or step.step % STEPS_PER_REPORT == 0 or not self._in_flight
         make_stats = self._lifecycle.make_stats if is_reported else None
         if not self._is_plain(step, output) or not self._slots.append_deferred(
@@ -173,6 +179,8 @@ class StepResults:
                 self._lifecycle.stats.spec_decoding = SpecDecodingStats()
             stats = self._lifecycle.stats.spec_decoding
             subtract_rejections(self._running, sampling, counts, num_drafts, num_verified, stats)
+            if self._drafts is not None:
+                self._drafts.limits.record_drafts(sampling.slots, counts - 1, num_verified)
             sampled = cut_after_stops(self._running, sampling, token_ids, counts)
             token_ids, counts, cut = sampled
         for row in late:

@@ -64,12 +64,13 @@ class StepWriter:
             self._num_common_blocks = self._manager.tables.count_common_blocks(slots)
         batch = self._last_batch
         sampling = batch if samples.all() else batch.select(samples)
-        drafts = draft_token_ids = b""
+        drafts = draft_token_ids = draft_limits = b""
         if num_drafts is not None and self._drafts is not None:
             drafted = num_drafts.nonzero()[0]
             drafts = int32_bytes(np.stack((drafted, num_drafts[drafted]), 1))
             taken = self._drafts.take_drafts(slots, num_drafts)
             draft_token_ids = taken.tobytes()
+            draft_limits = self._drafts.limits.take_changes(slots)
             constrained = self._constrained_rows_with_drafts(sampling, num_drafts[samples], taken)
         else:
             constrained = self._constrained_rows(sampling)
@@ -105,6 +106,7 @@ class StepWriter:
             host_copies_out=copies_out,
             host_copies_in=copies_in,
             num_common_blocks=self._num_common_blocks,
+            draft_limits=draft_limits,
         )
         return output, in_flight
 

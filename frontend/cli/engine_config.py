@@ -36,7 +36,7 @@ from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
 from ...protocol.kv_transfer.disk import DISK_CONNECTOR
-from ..model_source.options import ResolvedModel
+from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
 from .option_values import PerReplica
 from .options import cpu_defaults
@@ -226,7 +226,7 @@ def _make_scheduler_config(
     if model.reads_source:
         # Outputs are short, and drafts found in them do not occur in their source.
         given.setdefault("speculative", None)
-    given["speculative"] = _speculation(given, device, num_stages)
+    given["speculative"] = _speculation(given, device, num_stages, model.download_dir)
     chunked = given.get("enable_chunked_prefill", True)
     # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
     limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
@@ -336,7 +336,7 @@ def _check_cpu_offload(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 
 
 def _speculation(
-    given: dict[str, Any], device: Device, num_stages: int
+    given: dict[str, Any], device: Device, num_stages: int, download_dir: str | None
 ) -> SpeculativeConfig | None:
     """Return the given setting, or the default for this device.
 
@@ -351,7 +351,15 @@ def _speculation(
             "--speculative-config needs --device cpu and --pipeline-parallel-size 1, which is "
             f"{num_stages}; remove it or change those flags"
         )
-    return speculative
+    if speculative is None or speculative.model is None:
+        return speculative
+    # Importing these takes a while, which other commands should not need.
+    from ..model_source.source import find_checkpoint
+    from ..supervisor.console import Console
+
+    options = ModelOptions(model=speculative.model, download_dir=download_dir)
+    _, path = find_checkpoint(options, Console())
+    return msgspec.structs.replace(speculative, model=os.path.abspath(path))
 
 
 def _check_gpus(device: Device, parallel: ParallelConfig) -> None:

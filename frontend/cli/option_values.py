@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ...protocol.config import KVEventsConfig, SpeculativeConfig
+from ...protocol.config import KVEventsConfig, ProposerMethod, SpeculativeConfig
 
 _INTEGER = re.compile(
     r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -107,11 +107,16 @@ def _speculative(text: str) -> SpeculativeConfig | None:
     """
     fields = parse_object(text)
     fields.pop("prompt_lookup_max", None)
+    method = fields.setdefault("method", "draft_model" if "model" in fields else "ngram")
     # Checked first, so that the error names the method rather than one of its fields.
-    if (method := fields.get("method", "ngram")) != "ngram" or "model" in fields:
-        what = f"method {method!r}" if method != "ngram" else "a draft model"
+    if method not in list(ProposerMethod):
         raise ValueError(
-            f"{what} is not supported; use method 'ngram' with num_speculative_tokens and prompt_lookup_min"
+            f"method {method!r} is not supported; use one of {', '.join(ProposerMethod)}"
+        )
+    if (method == ProposerMethod.DRAFT_MODEL) != ("model" in fields):
+        raise ValueError(
+            "method 'draft_model' needs the field model, a draft model with the same tokenizer, and other methods "
+            f"have none; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None

@@ -34,7 +34,7 @@ class ProposerMethod(enum.StrEnum):
     """The way in which draft tokens are proposed."""
 
     NGRAM = "ngram"
-    EAGLE = "eagle"
+    SUFFIX = "suffix"
     DRAFT_MODEL = "draft_model"
 
 
@@ -42,22 +42,39 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """The proposer of tokens for the model to verify.
 
     `ngram` proposes the tokens that followed an earlier occurrence of the last `prompt_lookup_min` or more tokens.
+    `suffix` lets all such occurrences vote, those in recent answers to other requests as well. `draft_model` runs a
+    smaller model with the same vocabulary.
 
     Attributes:
-        num_speculative_tokens: The maximum number of proposed tokens per step.
+        num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler lowers it by request.
+        adaptive: Whether each request's number of drafts follows from acceptance and costs; else it is the maximum.
+        prompt_lookup_min: The tokens that must match.
+        model: The directory or file of the draft model.
+        suffix_decoding_max_tree_depth: The tokens up to which a longer match counts more.
+        suffix_decoding_max_cached_requests: The answers that are kept; 0 searches only the request's own tokens.
+        suffix_decoding_max_spec_factor: The maximum number of proposed tokens for each matched token.
+        suffix_decoding_min_token_prob: The share of the occurrences that a proposed token must have.
     """
 
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)]
     method: ProposerMethod = ProposerMethod.NGRAM
+    adaptive: bool = True
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    model: str | None = None
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    suffix_decoding_max_cached_requests: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=64)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
 
     @property
     def num_lookahead_tokens(self) -> int:
         """The number of positions after the computed ones for which the proposer writes KV entries."""
-        return 0 if self.method is ProposerMethod.NGRAM else self.num_speculative_tokens
+        return self.num_speculative_tokens if self.method is ProposerMethod.DRAFT_MODEL else 0
 
 
-DEFAULT_SPECULATION: Final = SpeculativeConfig(num_speculative_tokens=8)
+DEFAULT_SPECULATION: Final = SpeculativeConfig(
+    num_speculative_tokens=16, method=ProposerMethod.SUFFIX, suffix_decoding_max_cached_requests=0
+)
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -175,10 +192,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     speculative: Annotated[
         SpeculativeConfig | None,
         option(
-            "Draft tokens from repeated text without changing output; 0 tokens disables",
+            "Draft tokens ahead without changing output; 0 tokens disables",
             name="--speculative-config",
             parse="speculative",
-            default_text=f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens; off on a GPU or with -pp",
+            default_text=f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens from repeated text; off on a GPU or with -pp",
         ),
     ] = None
     scheduler_cls: Annotated[

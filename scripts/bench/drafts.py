@@ -1,16 +1,20 @@
-"""Measure the speed with drafts for prose, questions and edits, compared with a server without them.
+"""Measure the speed with drafts for several kinds of text, compared with a server without them.
 
-    scripts/bench/run drafts [--model PATH] [-c 1 4 16] [--rounds 3] [--tokens 128] [-- serve arguments]
+    scripts/bench/run drafts [--model PATH] [--kinds KIND ...] [-c 1 4 16] [--rounds 3] [--tokens 128]
+                             [--speculative-config JSON] [-- serve arguments]
 
 `prose` continues passages of Python's language manual, `questions` are a chat's, and `edits` ask for such a passage
-again with a change. Both servers get the same requests in turn. Half of the answers are greedy, half are drawn at
-temperature 0.7 with a seed of their own; `ignore_eos`. Both servers must give the same answers.
+again with a change. `code` gives lines of the standard library and the first ones once more with a variable renamed,
+which the model goes on with: an edit as coding agents make them. `random` continues random tokens at temperature 1.5.
+Both servers get the same requests in turn. Half of the answers are greedy, half are drawn at temperature 0.7 with a
+seed of their own; those of `code` are all greedy; `ignore_eos`. Both servers must give the same answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import random
 import re
@@ -18,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pydoc_data import topics
 from typing import Any, Final
 
@@ -34,6 +39,8 @@ SUBJECTS: Final = (
     *("the tides", "bread", "glaciers", "violins", "vaccines", "bridges", "honey bees", "paper"),
     *("comets", "chess", "the compass", "silk", "volcanoes", "maps", "coffee", "lighthouses"),
 )
+
+MODULES: Final = ("argparse", "configparser", "textwrap", "zipfile", "mailbox", "csv", "shlex")
 
 Body = dict[str, Any]
 
@@ -59,6 +66,25 @@ def edit(rng: random.Random) -> Body:
     )
 
 
+def code(rng: random.Random) -> Body:
+    """Return a prompt with 60 lines of a module and the first 12 of them with another name."""
+    lines = inspect.getsource(import_module(rng.choice(MODULES))).splitlines()
+    start = rng.randrange(len(lines) // 4, len(lines) // 2)
+    old = "\n".join(lines[start : start + 60])
+    names = re.findall(r"\b[a-z]{4,}\b", old)
+    name = max(sorted(set(names)), key=names.count)
+    new = re.sub(rf"\b{name}\b", f"{name}_value", old).splitlines()
+    begun = "\n".join(new[:12])
+    return {
+        "prompt": f"```python\n{old}\n```\nThe same code with `{name}` renamed to `{name}_value`:\n```python\n{begun}\n",
+        "temperature": 0,
+    }
+
+
+def noise(rng: random.Random) -> Body:
+    return {"prompt": [rng.randrange(1000, 40_000) for _ in range(200)], "temperature": 1.5}
+
+
 def _chat(text: str) -> Body:
     return {"messages": [{"role": "user", "content": text}]}
 
@@ -67,6 +93,8 @@ KINDS: Final[dict[str, Callable[[random.Random], Body]]] = {
     "prose": prose,
     "questions": question,
     "edits": edit,
+    "code": code,
+    "random": noise,
 }
 
 
@@ -74,7 +102,7 @@ def make_requests(kind: str, count: int, num_tokens: int, seed: int) -> list[Bod
     rng = random.Random(f"{kind} {seed}")
     common = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True}
     return [
-        {**common, **KINDS[kind](rng), "temperature": 0.7 * (index % 2), "seed": index}
+        {**common, "temperature": 0.7 * (index % 2), "seed": index, **KINDS[kind](rng)}
         for index in range(count)
     ]
 
@@ -117,13 +145,13 @@ async def count_drafts(url: str) -> tuple[int, int]:
     return value("draft"), value("accepted")
 
 
-def measure(
-    drafting: str, plain: str, kind: str, concurrency: int, num_tokens: int, rounds: int
+def measure_requests(
+    drafting: str, plain: str, rounds: list[list[Body]], concurrency: int
 ) -> dict[str, Any]:
+    """Return the speeds of two servers that get the requests of each round in turn."""
     with_drafts, without, num_different = [], [], 0
     drafted_before, right_before = uvloop.run(count_drafts(drafting))
-    for number in range(rounds):
-        requests = make_requests(kind, max(4, 2 * concurrency), num_tokens, number)
+    for requests in rounds:
         rate, answers = uvloop.run(answer_all(drafting, requests, concurrency))
         with_drafts.append(rate)
         rate, expected = uvloop.run(answer_all(plain, requests, concurrency))
@@ -132,10 +160,9 @@ def measure(
     drafted, right = uvloop.run(count_drafts(drafting))
     ratios = [a / b for a, b in zip(with_drafts, without, strict=True)]
     return {
-        "kind": kind,
-        "concurrency": concurrency,
         "output_tok_s": round(statistics.median(with_drafts), 1),
         "without": round(statistics.median(without), 1),
+        "ratio": round(statistics.median(ratios), 2),
         "ratios": [round(ratio, 2) for ratio in ratios],
         "drafted": drafted - drafted_before,
         "right": round((right - right_before) / max(drafted - drafted_before, 1), 3),
@@ -146,6 +173,8 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--speculative-config", help="default: that of the server")
     parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
@@ -154,13 +183,17 @@ def main() -> int:
     model = [given.model] if given.model else []
     # Without a prefix cache, so that neither server profits from what it was asked before.
     named = [*model, "--served-model-name", MODEL, "--no-enable-prefix-caching", *given.serve]
+    how = ["--speculative-config", given.speculative_config] if given.speculative_config else []
     results = []
-    with Server(*named) as drafting, Server(*named, *NO_DRAFTS) as plain:
-        for kind in KINDS:
+    with Server(*named, *how) as drafting, Server(*named, *NO_DRAFTS) as plain:
+        for kind in given.kinds:
             for concurrency in given.concurrency:
-                result = measure(
-                    drafting.url, plain.url, kind, concurrency, given.tokens, given.rounds
-                )
+                requests = [
+                    make_requests(kind, max(4, 2 * concurrency), given.tokens, number)
+                    for number in range(given.rounds)
+                ]
+                result = measure_requests(drafting.url, plain.url, requests, concurrency)
+                result = {"kind": kind, "concurrency": concurrency, **result}
                 print(json.dumps(result), flush=True)
                 results.append(result)
     return int(any(result["different_answers"] for result in results))

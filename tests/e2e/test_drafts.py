@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,7 +38,9 @@ SAMPLING_FEATURES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Server]:
-    with Server(default_model(), *FLAGS) as server:
+    # Otherwise the number of drafts would depend on measured times.
+    always = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False}
+    with Server(default_model(), *FLAGS, "--speculative-config", json.dumps(always)) as server:
         yield server
 
 

@@ -77,12 +77,14 @@ def test_tokens_of_preempted_requests_equal_those_of_transformers(served) -> Non
 def test_drafts_do_not_change_the_text_of_preempted_requests(tmp_path: Path, kind: str) -> None:
     path, _ = layers_directory(tmp_path, kind)
     off = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    always = ("--speculative-config", '{"num_speculative_tokens": 8, "adaptive": false}')
     rng, words = (
         random.Random(4),
         ["the", "fox", "met", "a", "hen", "and", "a", "duck", "by", "old", "stones"],
     )
     contents = [" ".join(rng.choices(words, k=rng.randrange(2, 40))) for _ in range(8)]
-    with Server(str(path), *FLAGS) as drafting, Server(str(path), *FLAGS, *off) as plain:
+    drafts, none = (str(path), *FLAGS, *always), (str(path), *FLAGS, *off)
+    with Server(*drafts) as drafting, Server(*none) as plain:
 
         def answer(server: Server, index: int, **fields: object) -> str:
             messages = [{"role": "user", "content": contents[index]}]

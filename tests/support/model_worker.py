@@ -280,6 +280,7 @@ class ModelWorker:
             drafts=self._describe_drafts(),
             kv_connector_output=self.transfers.end_step(),
             prediction_counts=int32_bytes(predictions),
+            seconds=1e-3 * (9 + len(sampled)),
         )
 
     def take_lora_answers(self) -> list[tuple[int, str | None]]:

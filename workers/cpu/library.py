@@ -18,6 +18,7 @@ from .abi.structs import (
     ModelShape,
     Op,
     Step,
+    Suffixes,
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_native.so")
@@ -58,6 +59,7 @@ FUNCTIONS: dict[str, Signature] = {
         None,
         [POINTER(DraftLookup), c_void_p, c_int32, c_int64, c_void_p, c_void_p],
     ),
+    "engine_remember_answer": (None, [POINTER(Suffixes), c_void_p, c_int32]),
 }
 
 

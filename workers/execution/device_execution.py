@@ -88,6 +88,12 @@ class DeviceExecution:
         """Drop the graphs, which refer to the previous KV cache."""
         self._forward.drop_graphs()
 
+    def release_slots(self, output: SchedulerOutput) -> None:
+        """Do nothing: nothing is kept of requests that leave."""
+
+    def release_requests(self) -> None:
+        """Do nothing: requests have no state here."""
+
     def close(self) -> None:
         """Drop the graphs."""
         # NCCL closes no connection while a graph with one of its operations exists.

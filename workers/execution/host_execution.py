@@ -6,6 +6,7 @@ Shapes: T tokens of a step, S scheduled requests, R sampled rows, D hidden size,
 from __future__ import annotations
 
 from functools import partial
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
 from ..sampling import SamplerOutput, SamplingMetadata
+from .drafting.draft_model import DraftModel, SlotArray
 from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
@@ -45,6 +47,7 @@ class HostExecution:
         kv_cache: KVCache,
         pipeline: Pipeline,
         speculative: SpeculativeConfig | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -55,6 +58,8 @@ class HostExecution:
         self._speculative = speculative
         self._decoding: NativeDecoding | None = None
         self._drafts: Drafts | None = None
+        self._draft_model = draft_model
+        self._draft_seconds, self._draft_passes = 0.0, 0
         # The rows of the last step, if `_decoding` ran it.
         self._decoded_rows: SamplingMetadata | None = None
 
@@ -68,6 +73,8 @@ class HostExecution:
                 self._batch, self._kv_cache.layers, self._speculative
             )
         self._drafts = None if self._decoding is None else self._decoding.drafts
+        if self._draft_model is not None:
+            self._draft_model.use_batch(self._batch, self._kv_cache.num_blocks)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -78,19 +85,54 @@ class HostExecution:
                 self._model.compute_logits(hidden_TD[-1:])
             else:
                 self._pipeline.send_hidden(hidden_TD)
+        if self._draft_model is not None:
+            self._draft_model.warm_up()
+
+    def release_slots(self, output: SchedulerOutput) -> None:
+        """Keep what drafts need of requests that leave their slots, before a step's changes are applied."""
+        if self._drafts is not None and output.removed_slots:
+            self._drafts.remove_requests(int32_view(output.removed_slots))
+
+    def release_requests(self) -> None:
+        """Free every slot."""
+        if self._draft_model is not None:
+            self._draft_model.release_requests()
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         """Compute a step and return its output."""
-        if self._drafts is not None and output.new_requests:
+        if self._drafts is None:
+            return self._run(output, await_grammar)
+        if output.new_requests:
             self._drafts.add_requests(output.new_requests)
+        if output.draft_limits:
+            self._drafts.set_limits(int32_view(output.draft_limits))
+        if self._draft_model is not None:
+            self._draft_model.apply_output(output)
+        began, self._draft_seconds, self._draft_passes = perf_counter(), 0.0, 0
+        result = self._run(output, await_grammar)
+        result.draft_seconds, result.draft_passes = self._draft_seconds, self._draft_passes
+        if not output.grammar_slots:
+            # With a grammar, the time would include that of waiting for its masks.
+            result.seconds = perf_counter() - began - self._draft_seconds
+        return result
+
+    def _run(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         await_grammar = partial(self._await_grammar, await_grammar)
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
         result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
+            self._propose(rows.slots_S, self._drafts, samples=True)
             result.drafts = self._drafts.get_found(output.step)
         return result
+
+    def _propose(self, slots_S: SlotArray, drafts: Drafts, *, samples: bool) -> None:
+        if self._draft_model is None:
+            return
+        began = perf_counter()
+        self._draft_passes = self._draft_model.propose(slots_S, drafts, samples=samples)
+        self._draft_seconds = perf_counter() - began
 
     def _decode(
         self,
@@ -195,8 +237,10 @@ class HostExecution:
             # A partial prompt continues in the next step, which therefore verifies no drafts either.
             if len(slots_R) < len(plan.slots_S):
                 self._drafts.drop_drafts(slots_R)
+                self._propose(plan.slots_S, self._drafts, samples=False)
             else:
                 self._drafts.look_up(slots_R)
+                self._propose(slots_R, self._drafts, samples=True)
                 result.drafts = self._drafts.get_found(output.step)
         return result
 

@@ -55,6 +55,7 @@ class KVCache:
         self._recurrent_by_group = model.spec.recurrent_by_group
         self._page_bytes = self._bytes_of_layer(own_layers, model)
         self._cpu_offload: CPUOffloadCache | None = None
+        self.num_blocks = 0
 
     @property
     def has_states(self) -> bool:
@@ -89,6 +90,7 @@ class KVCache:
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the cache and, if `num_host_blocks` is not 0, the CPU offload."""
+        self.num_blocks = num_blocks
         shape, dtype = self._attention.kv_cache_shape(num_blocks), self._attention.dtype
         memories = [
             _zeros(num_blocks * self._page_bytes, self._device) for _ in range(self._num_tensors)

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from ...protocol.config import EngineConfig
+from ...protocol.config import EngineConfig, ProposerMethod
 from ...protocol.kv_cache_groups import KVCacheGroup
 from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
 from ..device.accelerator import Accelerator, CUDAAccelerator
@@ -21,6 +21,7 @@ from ..lora_loader import LoraLoader
 from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
+from .drafting.draft_model import DraftModel
 from .host_execution import HostExecution
 from .inputs.alignment import Alignments
 from .inputs.sources import Sources
@@ -42,6 +43,12 @@ class Execution(Protocol):
 
     def warm_up(self) -> None:
         """Prepare everything that would delay the first step."""
+
+    def release_slots(self, output: SchedulerOutput) -> None:
+        """Keep what is needed of requests that leave their slots, before a step's changes are applied."""
+
+    def release_requests(self) -> None:
+        """Free every slot."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
         """Execute a step."""
@@ -92,9 +99,14 @@ class ModelRunner:
         if model.loras is not None:
             self.loras = LoraLoader(model.loras.load, model.loras.install)
         self._execution: Execution
+        self._draft_model: DraftModel | None = None
+        speculative = config.scheduler.speculative
+        if speculative is not None and speculative.method is ProposerMethod.DRAFT_MODEL:
+            self._draft_model = DraftModel(config, model, kv_cache, device, on_progress)
         if accelerator is None:
-            speculative = config.scheduler.speculative
-            self._execution = HostExecution(model, requests, kv_cache, pipeline, speculative)
+            self._execution = HostExecution(
+                model, requests, kv_cache, pipeline, speculative, self._draft_model
+            )
         else:
             assert isinstance(model, TorchDecoder), "a native program runs on the host"
             self._execution = DeviceExecution(
@@ -113,8 +125,9 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group in this worker."""
-        return self.kv_cache.block_bytes
+        """Bytes of one block over all layers of a group in this worker, and over those of a draft model."""
+        drafting = 0 if self._draft_model is None else self._draft_model.block_bytes
+        return self.kv_cache.block_bytes + drafting
 
     def profile_memory(self, utilization: float) -> MemoryProfile | None:
         """Return the memory that the device needs beside the KV cache; None on the CPU."""
@@ -140,6 +153,7 @@ class ModelRunner:
         """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
         if self.loras is not None:
             self.loras.cancel()
+        self._execution.release_requests()
         return self._requests.release_requests()
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
@@ -155,6 +169,7 @@ class ModelRunner:
             if self.connector is not None:
                 self.connector.begin_step(output.kv_connector_metadata)
             self.kv_cache.copy_in(output)
+            self._execution.release_slots(output)
             self._requests.apply_output(output)
             if self._sources is not None:
                 self._sources.store(output.new_requests)

@@ -18,24 +18,28 @@ from ....protocol.arrays import (
 )
 from ....protocol.config import SpeculativeConfig
 from ....protocol.errors import EngineError
-from ....protocol.worker_messages import DraftTokenIds
+from ....protocol.worker_messages import DraftTokenIds, ModelRunnerOutput
 from ...state.batch import Batch, ScheduledRow, StepInFlight
 from ...state.request import Request
 from ...state.running_requests import RunningRequests
 from ...state.slots import SlotArray
 from ...state.steps_in_flight import StepsInFlight
+from .draft_limits import DraftLimits
 from .grammars import Grammars
 
 MAX_FORCED_REQUESTS: Final = 32
 """Steps with more requests draft no forced tokens, because it would take the core too long."""
+
+RECENT_STEPS: Final = 8
+"""A request that had drafts in this many last steps is assumed to have more."""
 
 
 class Drafts:
     """The last drafts of each slot.
 
     With `uses_placeholders` (asynchronous scheduling), steps are scheduled before their drafts are
-    known. Each decoding request is then assumed to have as many as it had last, and the workers
-    insert the actual ones.
+    known. Each decoding request that had drafts recently is then assumed to have as many as it may,
+    and the workers insert the actual ones.
     """
 
     def __init__(
@@ -63,6 +67,10 @@ class Drafts:
         self._forced_token_ids: Int32Array = np.zeros(
             (max_num_seqs, 2 * self._max_drafts + 1), np.int32
         )
+        self.limits = DraftLimits(config, running.slots)
+        self._newest_step = 0
+        self._drafted_step: Int64Array = np.full(max_num_seqs, -RECENT_STEPS, np.int64)
+        """The last step after which each slot had drafts."""
         self.has_drafts = False
         """True if a running request may have drafts."""
 
@@ -71,7 +79,11 @@ class Drafts:
     ) -> Int64Array:
         """Return how many drafts of each decoding slot are verified, at most `room`."""
         is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
-        counts = np.maximum(self._num_tokens[slots], self._num_forced[slots])
+        counts = self._num_tokens[slots]
+        if self._uses_placeholders:
+            is_recent = self._newest_step - self._drafted_step[slots] < RECENT_STEPS
+            expected = np.where(is_recent, self.limits.limits[slots], 0)
+            counts = np.maximum(np.maximum(counts, expected), self._num_forced[slots])
         return np.clip(np.where(is_known, counts, 0), 0, room)
 
     def take_drafts(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
@@ -88,7 +100,17 @@ class Drafts:
             is_other = self._generation != self._slots.generation
             for counts in (self._num_tokens, self._num_forced):
                 counts[slots] = counts[is_other] = 0
-            self.has_drafts = bool(self._num_tokens.any() or self._num_forced.any())
+            is_recent = self._newest_step - self._drafted_step < RECENT_STEPS
+            self.has_drafts = bool(
+                self._num_tokens.any()
+                or self._num_forced.any()
+                or (self._uses_placeholders and (is_recent & ~is_other).any())
+            )
+
+    def record_step(self, step: int, num_rows: int, output: ModelRunnerOutput) -> None:
+        """Record what a step cost in which every request decoded."""
+        self._newest_step = max(self._newest_step, step)
+        self.limits.record_step(num_rows, output.seconds, output.draft_seconds, output.draft_passes)
 
     def get_drafts(self, slot: int) -> list[int]:
         """Return the last drafts of a slot."""
@@ -188,6 +210,8 @@ class Drafts:
         self._token_ids[slots] = rows
         self._num_tokens[slots] = np.minimum(counts, self._max_drafts)
         self._generation[slots] = state.generation[slots]
+        self._newest_step = max(self._newest_step, drafts.step)
+        self._drafted_step[slots[counts > 0]] = drafts.step
         self.has_drafts = True
         if self._running.num_constrained:
             self._validate(slots)

@@ -197,8 +197,10 @@ def test_a_connector_requires_full_attention(settings):
 
 def test_drafts_of_a_model_are_refused_beside_states():
     segments = KVCacheGroup(AttentionKind.STATE_SPACE, 16)
-    with pytest.raises(ConfigError, match="method='eagle' is not supported"):
-        Harness(groups=(FULL, segments), speculative=SpeculativeConfig(2, ProposerMethod.EAGLE))
+    with pytest.raises(ConfigError, match="method='draft_model' is not supported"):
+        Harness(
+            groups=(FULL, segments), speculative=SpeculativeConfig(2, ProposerMethod.DRAFT_MODEL)
+        )
 
 
 def test_states_before_rejected_drafts_have_blocks():

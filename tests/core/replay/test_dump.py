@@ -142,8 +142,8 @@ def test_a_dump_contains_no_text_or_tokens_of_users():
     ("struct", "num_fields"),
     [
         (messages.EngineCoreRequest, 21),
-        (worker_messages.ModelRunnerOutput, 12),
-        (worker_messages.SchedulerOutput, 15),
+        (worker_messages.ModelRunnerOutput, 15),
+        (worker_messages.SchedulerOutput, 16),
         (worker_messages.NewRequestData, 13),
         (messages.EngineCoreOutputs, 15),
         (messages.EncoderInput, 8),

@@ -51,7 +51,8 @@ def test_steps_with_drafts_are_planned():
     CountingScheduler.num_planned = 0
     replay(harness.dump(), CountingScheduler)
     assert sum(len(step.drafts) > 0 for step in harness.steps) >= 3
-    assert 5 <= CountingScheduler.num_planned < 20
+    # Those after the last drafts as well, which may have more.
+    assert 5 <= CountingScheduler.num_planned < 30
 
 
 def test_changes_between_steps_take_effect_in_the_next_step():

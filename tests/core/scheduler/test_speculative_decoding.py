@@ -113,6 +113,18 @@ def test_5_1_drafts_are_trimmed_to_the_budget_and_the_length():
     short.drain()
 
 
+def test_5_1_drafts_leave_a_prompt_its_share_of_the_step():
+    harness = speculating(4, max_num_batched_tokens=8)
+    harness.add([1] * 3, 20)
+    harness.step()
+    harness.add([2] * 30, 2)
+    harness.step()
+    harness.schedule()
+    assert harness.batch == {0: 1, 1: 7}
+    harness.update()
+    harness.drain()
+
+
 def test_5_1_a_request_whose_drafts_do_not_fit_into_the_budget_still_samples():
     harness = speculating(4, max_num_batched_tokens=2)
     keys = [harness.add([n + 1], 6) for n in range(2)]
@@ -280,7 +292,7 @@ def test_5_3_separate_drafts_are_rejected_with_placeholders():
 
 
 @pytest.mark.parametrize(
-    ("method", "num_blocks"), [(ProposerMethod.NGRAM, 2), (ProposerMethod.EAGLE, 3)]
+    ("method", "num_blocks"), [(ProposerMethod.NGRAM, 2), (ProposerMethod.DRAFT_MODEL, 3)]
 )
 def test_5_2_lookahead_slots_are_reserved_for_requests_with_drafts(method, num_blocks):
     harness = Harness(block_size=4, speculative=SpeculativeConfig(3, method))

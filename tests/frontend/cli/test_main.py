@@ -15,7 +15,7 @@ from engine.frontend.cli.engine_config import make_engine_config
 from engine.frontend.cli.options import FLAGS, OPTIONS
 from engine.frontend.model_source.options import ResolvedModel
 from engine.protocol.checkpoint.model_dimensions import ModelDimensions
-from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash, SpeculativeConfig
+from engine.protocol.config import Device, EngineConfig, ModelConfig, PrefixHash
 from engine.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -212,11 +212,11 @@ def test_values_and_the_spellings_of_the_peers(
                 "--speculative-config",
                 '{"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 1}',
             ],
-            ["method 'eagle3'", "'ngram'", "num_speculative_tokens", "prompt_lookup_min"],
+            ["method 'eagle3' is not supported", "use one of ngram, suffix, draft_model"],
         ),
         (
-            ["--speculative-config", '{"model": "m", "num_speculative_tokens": 4}'],
-            ["a draft model is not supported", "use method 'ngram'"],
+            ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 4}'],
+            ["'draft_model' needs the field model", "the same tokenizer"],
         ),
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),
@@ -412,23 +412,6 @@ def test_each_worker_requires_a_gpu(
     with pytest.raises(ConfigError, match=rf"size 3 x .* needs 3 GPUs.* there are {count}; "):
         configure("-tp", "3")
     assert configure("-tp", "3", "--device", "cpu").parallel.num_workers == 3
-
-
-def test_speculation_is_on_by_default_where_supported() -> None:
-    def drafts(*argv: str) -> SpeculativeConfig | None:
-        return configure(*argv).scheduler.speculative
-
-    on, off = (
-        '{"num_speculative_tokens": 5, "prompt_lookup_max": 4}',
-        '{"num_speculative_tokens": 0}',
-    )
-    assert drafts("--device=cpu") == SpeculativeConfig(8)
-    assert drafts("--device=cpu", "-tp=2", "--speculative-config", on) == SpeculativeConfig(5)
-    assert drafts("--device=cpu", "--speculative-config", off) is None
-    for argv in (["--device=cuda"], ["--device=cpu", "-pp=2"]):
-        assert drafts(*argv) is drafts(*argv, "--speculative-config", off) is None
-        with pytest.raises(ConfigError, match="--speculative-config needs --device cpu and --pip"):
-            configure(*argv, "--speculative-config", on)
 
 
 def test_saved_config_loads_unchanged(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import SpeculativeConfig
+from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from engine.protocol.worker_messages import NewRequestData
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.drafts import Drafts
@@ -93,9 +93,6 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
         batch.num_prompt_tokens[slot] = num_prompt
     drafts.add_requests([new_request(slot, row[2]) for slot, row in enumerate(rows)])
     drafts.look_up(np.arange(len(rows), dtype=np.int32))
-    # Many requests share the drafts of a step, and need longer matches.
-    share = 16 // len(rows) if len(rows) <= 4 else 0
-    most, shortest = min(most, share), shortest + len(rows) // 2
     all_wanted = {
         slot: expected(tokens, most, shortest, prediction, num_prompt)
         for slot, (tokens, num_prompt, prediction) in enumerate(rows)
@@ -115,3 +112,116 @@ def test_drafts_follow_the_longest_match(rows, most, shortest):
     for slot, tokens in wanted.items():
         start = len(rows[slot][0])
         assert batch.token_ids_NL[slot, start : start + len(tokens)].tolist() == tokens
+
+
+def expected_of_suffixes(
+    tokens: list[int], answers: list[list[int]], most: int, shortest: int, share: float
+) -> list[int]:
+    """Return the drafts by the words of `sampling/suffixes.h`, for a request without a source."""
+    passages = []
+    own = [(tokens, end) for end in range(len(tokens) - 1, shortest - 1, -1)]
+    others = [
+        (answer, end) for answer in reversed(answers) for end in range(len(answer) - 1, 0, -1)
+    ]
+    for text, end in own + others:
+        length = match_length(text, end, tokens)
+        if length >= shortest:
+            passages.append((length, text, end))
+    if not passages:
+        return []
+    longest = max(length for length, _, _ in passages)
+    kept = [(text, end) for length, text, end in passages if length >= min(longest, 16)]
+    whole, left = list(tokens), 1.0
+    for k in range(max(min(most, longest, MAX_MODEL_LEN - 1 - len(tokens)), 0)):
+        following = [
+            whole[end + k] if text is tokens else text[end + k]
+            for text, end in kept
+            if text is tokens or end + k < len(text)
+        ]
+        if not following:
+            break
+        best = max(following, key=lambda token: (following.count(token), -following.index(token)))
+        left *= following.count(best) / len(following)
+        if left < share:
+            break
+        whole.append(best)
+        kept = [
+            (text, end)
+            for text, end in kept
+            if (whole[end + k] if text is tokens else [*text, -1, *[-1] * k][end + k]) == best
+        ]
+    return whole[len(tokens) :]
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=3),
+    st.integers(1, 12),
+    st.integers(2, 4),
+    st.sampled_from((0.1, 0.5, 1.0)),
+)
+def test_suffix_drafts_are_the_majority_of_the_longest_matches(
+    tokens, answers, most, shortest, share
+):
+    batch = PersistentBatch(1, MAX_MODEL_LEN, 4, 1, torch.device("cpu"))
+    config = SpeculativeConfig(
+        most,
+        ProposerMethod.SUFFIX,
+        prompt_lookup_min=shortest,
+        suffix_decoding_min_token_prob=share,
+    )
+    drafts = Drafts(config, batch)
+    for answer in [*answers, tokens]:
+        batch.token_ids_NL[0, : len(answer)] = torch.tensor(answer)
+        batch.num_tokens[0] = len(answer)
+        drafts.add_requests([new_request(0, [])])
+        if answer is not tokens:
+            drafts.remove_requests(np.zeros(1, np.int32))
+    drafts.look_up(np.zeros(1, np.int32))
+    found = drafts.get_found(1)
+    kept = [answer for answer in answers if len(answer) > shortest]
+    wanted = expected_of_suffixes(tokens, kept, most, shortest, share)
+    assert ([] if found is None else int32_view(found.token_ids).tolist()) == wanted
+
+
+def test_suffix_drafts_go_on_after_an_edit():
+    """The request copies a text, replaces one token, and gets the text after it."""
+    text = list(range(100, 118))
+    batch = PersistentBatch(1, 64, 4, 1, torch.device("cpu"))
+    drafts = Drafts(SpeculativeConfig(4, ProposerMethod.SUFFIX), batch)
+    drafts.add_requests([new_request(0, [])])
+    tokens = text + text[:8]
+
+    def propose() -> list[int]:
+        batch.token_ids_NL[0, : len(tokens)] = torch.tensor(tokens)
+        batch.num_tokens[0] = len(tokens)
+        drafts.look_up(np.zeros(1, np.int32))
+        found = drafts.get_found(1)
+        return [] if found is None else int32_view(found.token_ids).tolist()
+
+    assert propose() == text[8:12]
+    tokens.append(7)
+    assert propose() == text[9:11]
+    tokens += text[9:11]
+    assert propose() == text[11:15]
+
+
+def test_oldest_answers_make_room():
+    batch = PersistentBatch(1, 64, 4, 1, torch.device("cpu"))
+    config = SpeculativeConfig(4, ProposerMethod.SUFFIX, suffix_decoding_max_cached_requests=2)
+    drafts = Drafts(config, batch)
+
+    def look_up(tokens: list[int]) -> list[int]:
+        batch.token_ids_NL[0, : len(tokens)] = torch.tensor(tokens)
+        batch.num_tokens[0] = len(tokens)
+        drafts.add_requests([new_request(0, [])])
+        drafts.look_up(np.zeros(1, np.int32))
+        found = drafts.get_found(1)
+        return [] if found is None else int32_view(found.token_ids).tolist()
+
+    for first in (10, 20, 30):
+        look_up(list(range(first, first + 8)))
+        drafts.remove_requests(np.zeros(1, np.int32))
+    assert look_up([30, 31]) == [32, 33]
+    assert look_up([20, 21]) == [22, 23]
+    assert look_up([10, 11]) == []

@@ -31,7 +31,11 @@ def checkpoint(tmp_path_factory):
 
 def make_steps(checkpoint) -> Steps:
     path, model = checkpoint
-    return Steps(path, model.config.vocab_size, BLOCK_SIZE, speculative=SpeculativeConfig(6))
+    speculative = SpeculativeConfig(6)
+    # Room for a request that repeats itself while others generate `NUM_OUTPUT` tokens.
+    return Steps(
+        path, model.config.vocab_size, BLOCK_SIZE, max_model_len=320, speculative=speculative
+    )
 
 
 PARAMS = {
@@ -186,7 +190,7 @@ def test_drafts_found_by_the_worker_are_verified_within_limits(checkpoint, param
             output += row
             num_right += len(row) - 1
         num_verified += int(verified.sum())
-        assert (verified <= 4).all()
+        assert (verified <= 6).all()
     for output, wanted in zip(received, outputs, strict=True):
         assert output[:NUM_OUTPUT] == wanted
     assert 0 < num_right <= num_verified

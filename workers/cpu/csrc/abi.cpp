@@ -104,7 +104,10 @@ std::string describe() {
          query_start_loc, table_rows, groups, kv_caches, hidden, hidden_stride, logit_rows, logits, tokens,
          sampling, adapters, placed, encoded, encoded_stride, rotary, visible, spans_need_windows, source_lens,
          source_queries)
-  STRUCT(DraftLookup, num_drafts, most, shortest_match, num_found, forced_width, num_forced,
+  STRUCT(Suffixes, context_length, longest_match, drafts_per_match, least_share, num_buckets, history_buckets, heads,
+         previous, num_indexed, source_distance, source_length, history_size, history_begin, history_end,
+         history_tokens, history_previous, history_heads)
+  STRUCT(DraftLookup, num_drafts, limits, suffixes, most, shortest_match, is_searching, num_found, forced_width, num_forced,
          forced_start, forced_tokens, predicted_tokens, num_predicted, num_prompt_tokens,
          num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
@@ -123,7 +126,7 @@ std::string describe() {
            engine_program_exchange_bytes, engine_program_join, engine_program_join_experts,
            engine_program_join_round, engine_program_run,
            engine_program_decode, engine_program_choose, engine_program_profile,
-           engine_look_up_drafts)
+           engine_look_up_drafts, engine_remember_answer)
   return text;
 }
 

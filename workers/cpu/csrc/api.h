@@ -15,6 +15,7 @@ struct ModelShape;
 struct Op;
 struct PackedWeight;
 struct Step;
+struct Suffixes;
 }  // namespace engine
 
 // Returns the description of every mirrored struct, enum and function that Python compares with its own.
@@ -57,3 +58,4 @@ ENGINE_API void engine_program_profile(const engine::Program* program, double* s
 ENGINE_API void engine_look_up_drafts(engine::DraftLookup* lookup, const int64_t* slots,
                                       int32_t num_slots, int64_t max_model_len, int32_t* token_ids,
                                       const int32_t* num_tokens);
+ENGINE_API void engine_remember_answer(engine::Suffixes* suffixes, const int32_t* tokens, int32_t count);

@@ -47,14 +47,21 @@ Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const 
 }
 
 // Writes drafts after the tokens, of which there must be at least one. Returns how many.
-int32_t draft(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most,
-              int32_t shortest_match) {
+int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t* tokens, int32_t length,
+              int32_t most) {
   const int32_t* predicted = lookup.predicted_tokens[slot];
   const int32_t num_predicted = lookup.num_predicted[slot];
   const int32_t num_output = length - lookup.num_prompt_tokens[slot];
   const Match in_prediction = find_in_prediction(predicted, num_predicted, tokens, length, num_output,
-                                                 shortest_match - 1);
-  const Match in_tokens = find_in_tokens(tokens, length, in_prediction.length);
+                                                 lookup.shortest_match - 1);
+  if (lookup.suffixes) {
+    const int32_t count =
+        draft_from_suffixes(*lookup.suffixes, slot, max_model_len, tokens, length, most, in_prediction.length);
+    if (count) return count;
+    if (!in_prediction.end) return draft_after_edit(*lookup.suffixes, slot, tokens, length, most);
+  }
+  const Match in_tokens =
+      lookup.suffixes ? Match{} : find_in_tokens(tokens, length, in_prediction.length);
   if (in_tokens.end) {
     const int32_t count = std::min(most, in_tokens.length);
     // One by one, because the tokens to copy may include those that were just written.
@@ -87,9 +94,6 @@ int32_t draft_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t
 
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens) {
-  const int32_t share = kMaxDraftsOfStep / std::max(num_slots, 1);
-  const int32_t most = share < kLeastShare ? 0 : std::min(lookup.most, share);
-  const int32_t shortest_match = lookup.shortest_match + num_slots / kRequestsOfMatchedToken;
   int32_t* found_tokens = lookup.found_tokens;
   lookup.num_found = 0;
   for (int32_t i = 0; i < num_slots; i++) {
@@ -98,14 +102,14 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     const int32_t length = num_tokens[slot];
     // The token that is sampled after the last draft needs room as well.
     const int32_t room = int32_t(max_model_len) - 1 - length;
-    const int32_t limit = std::min(most, room);
+    const int32_t limit = lookup.is_searching ? std::min(lookup.limits[slot], room) : 0;
     const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});
     int32_t count = 0;
     lookup.num_from_prediction[slot] = 0;
     if (lookup.num_forced[slot] && forced_limit > 0)
       count = draft_forced(lookup, slot, tokens, length, forced_limit);
     if (!count && length && limit > 0)
-      count = draft(lookup, slot, tokens, length, limit, shortest_match);
+      count = draft(lookup, slot, max_model_len, tokens, length, limit);
     lookup.num_drafts[slot] = count;
     if (!count) continue;
     lookup.found_slots[lookup.num_found] = int32_t(slot);

@@ -4,16 +4,10 @@
 
 #include <cstdint>
 
+#include "sampling/suffixes.h"
+
 namespace engine {
 
-// The requests of a step share kMaxDraftsOfStep drafts equally, so that no request waits long for the drafts of others.
-// If a request's share is less than kLeastShare, there are no drafts: with so many requests, verifying a draft takes
-// about as long as the part of a step that it may save.
-constexpr int32_t kMaxDraftsOfStep = 16, kLeastShare = 4;
-// For every kRequestsOfMatchedToken further requests, one more token must match. A step of one request waits for
-// weights and has time for drafts. The more requests it has, the more time a draft takes, so the likelier it must be
-// right.
-constexpr int32_t kRequestsOfMatchedToken = 2;
 // Longer matches count as matches of this length.
 constexpr int32_t kLongestMatch = 64;
 // A step may have more forced drafts, because they are nearly always right. A right draft yields a token like any other
@@ -23,7 +17,10 @@ constexpr int32_t kMaxForcedOfStep = 32;
 // The drafts of every slot, and those that were found last.
 struct DraftLookup {
   int32_t* num_drafts;           // [slots]; drafts follow each slot's tokens
-  int32_t most, shortest_match;  // drafts of a slot, and tokens that must match, in a step of one request
+  const int32_t* limits;         // [slots], the most drafts of each slot, not counting forced ones
+  Suffixes* suffixes;            // null if the last longest match counts alone
+  int32_t most, shortest_match;  // drafts of a slot, and tokens that must match
+  int32_t is_searching;          // 0 if only forced tokens are drafted here
   int32_t num_found;
   int32_t forced_width;
   int32_t* num_forced;                     // [slots], tokens expected to follow the first `forced_start` ones
@@ -40,7 +37,8 @@ struct DraftLookup {
 
 // Looks for drafts of the slots that have a new token. A slot gets as many drafts as tokens matched, because a request
 // that has copied for longer is more likely to go on. Of matches of the same length, one in the prediction counts
-// first, and there the one nearest to the place that the output has reached. Otherwise the last match counts.
+// first, and there the one nearest to the place that the output has reached. Otherwise the last match counts, or with
+// `suffixes` the majority.
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
 

@@ -1,4 +1,4 @@
-"""Drafts from the repetition of a prompt, an output or a client's prediction (prompt lookup decoding).
+"""Drafts from earlier text: the repetition of a prompt, an output, a client's prediction or another answer.
 
 A draft is accepted if it is the token that the model samples at its position, with the random number of that position.
 Every request therefore gets the same tokens with and without drafts, greedy or not: Leviathan et al., "Fast Inference
@@ -11,12 +11,13 @@ import ctypes
 
 import numpy as np
 
-from ...protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
-from ...protocol.config import SpeculativeConfig
-from ...protocol.worker_messages import DraftTokenIds, NewRequestData
-from ..batch import PersistentBatch
-from .abi.structs import DraftLookup
-from .library import native_library
+from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
+from ....protocol.config import ProposerMethod, SpeculativeConfig
+from ....protocol.worker_messages import DraftTokenIds, NewRequestData
+from ...batch import PersistentBatch
+from ..abi.structs import DraftLookup
+from ..library import native_library
+from .suffixes import SuffixStore
 
 
 class Drafts:
@@ -31,6 +32,12 @@ class Drafts:
         self._look_up = native_library().engine_look_up_drafts
         self.max_drafts = batch.num_slots * config.num_speculative_tokens
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
+        self._most = config.num_speculative_tokens
+        self.limits: Int32Array = np.full(batch.num_slots, self._most, np.int32)
+        """The most drafts of each slot, not counting forced ones."""
+        self._suffixes: SuffixStore | None = None
+        if config.method is ProposerMethod.SUFFIX:
+            self._suffixes = SuffixStore(config, batch)
         self._num_forced: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._forced_start: Int32Array = np.zeros(batch.num_slots, np.int32)
         # Room for a step's drafts, the token sampled after them, and the next step's drafts.
@@ -45,6 +52,9 @@ class Drafts:
         self._num_from_prediction: Int32Array = np.zeros(batch.num_slots, np.int32)
         self.lookup = DraftLookup(
             num_drafts=self._num_drafts.ctypes.data,
+            limits=self.limits.ctypes.data,
+            suffixes=None if self._suffixes is None else ctypes.pointer(self._suffixes.suffixes),
+            is_searching=config.method is not ProposerMethod.DRAFT_MODEL,
             most=config.num_speculative_tokens,
             shortest_match=config.prompt_lookup_min,
             forced_width=width,
@@ -60,9 +70,23 @@ class Drafts:
             found_tokens=self._tokens.ctypes.data,
         )
 
+    def remove_requests(self, slots: Int32Array) -> None:
+        """Keep the answers of requests that leave these slots. Called before other requests take the slots."""
+        if self._suffixes is not None:
+            for slot in slots.tolist():
+                self._suffixes.keep_answer(slot)
+
+    def set_limits(self, rows: Int32Array) -> None:
+        """Set the most drafts of slots, from rows (slot, limit)."""
+        slots, limits = rows.reshape(-1, 2).T
+        self.limits[slots] = limits.clip(0, self._most)
+
     def add_requests(self, requests: list[NewRequestData]) -> None:
         """Set the predictions of new requests, and drop the drafts of their slots."""
         for new in requests:
+            self.limits[new.slot] = self._most if new.pooling_params is None else 0
+            if self._suffixes is not None:
+                self._suffixes.add_request(new.slot)
             self._predictions[new.slot] = predicted = int32_view(new.predicted_token_ids)
             self._predicted_tokens[new.slot] = predicted.ctypes.data
             self._num_predicted[new.slot] = len(predicted)
@@ -105,6 +129,25 @@ class Drafts:
             self._batch.token_ids_NL.data_ptr(),
             self._batch.num_tokens.ctypes.data,
         )
+
+    def add_found(self, slots: Int64Array, counts: Int32Array) -> None:
+        """Add drafts that a draft model wrote after the tokens of slots: `counts` of each."""
+        self._num_drafts[slots] = counts
+        is_found = counts > 0
+        slots, counts = slots[is_found], counts[is_found]
+        begin = self.lookup.num_found
+        end = begin + len(slots)
+        first = int(self._counts[:begin].sum())
+        self._slots[begin:end], self._counts[begin:end] = slots, counts
+        self.lookup.num_found = end
+        columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns += np.repeat(self._batch.num_tokens[slots], counts)
+        tokens = self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns]
+        self._tokens[first : first + len(tokens)] = tokens
+
+    def num_drafts(self, slots: Int64Array) -> Int32Array:
+        """Return how many drafts each slot has."""
+        return self._num_drafts[slots]
 
     def get_found(self, step: int) -> DraftTokenIds | None:
         """Return the drafts that were found last, as a message about `step`, or None if there are none."""

@@ -1,0 +1,217 @@
+"""The number of tokens to draft for each request, from the drafts accepted so far and the measured cost of wider steps.
+
+What the workers measure is part of their outputs, so a replay decides the same.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ....protocol.arrays import Int32Array, Int64Array, int32_bytes
+from ....protocol.config import ProposerMethod, SpeculativeConfig
+from ...state.slots import SlotArray, Slots
+
+FloatArray = npt.NDArray[np.float64]
+
+_BINS_PER_DOUBLING: Final = 4
+_NUM_BINS: Final = 20 * _BINS_PER_DOUBLING
+_PRIOR_ROW_COST: Final = 0.1
+"""The cost of another row, as a share of a step with one row, where nothing was measured."""
+
+_NEW_WEIGHT: Final = 0.1
+"""The weight of the newest measurement of a cost that was measured often."""
+
+_DECAY: Final = 0.9
+"""The weight of a request's earlier drafts after each verification."""
+
+_PRIOR_ACCEPTANCE: Final = 0.75
+_PRIOR_TRIES: Final = 3.0
+"""The drafts for which the prior acceptance of a new request stands."""
+
+_LEAST_GAIN: Final = 1.04
+"""Drafts must be expected to raise the tokens per second by this factor."""
+
+_PROBE_STEPS: Final = {ProposerMethod.DRAFT_MODEL: 512}
+"""Steps between two drafts of requests whose drafts do not pay, by method."""
+
+_DEFAULT_PROBE_STEPS: Final = 256
+_ROWS_PER_PROBE: Final = 16
+_STEPS_PER_DECISION: Final = 8
+_LEAST_MEASUREMENTS: Final = 3
+_FORGET_STEPS: Final = 2048
+"""The cost of a step without drafts is measured again after so many steps with drafts."""
+
+
+class StepCosts:
+    """The seconds of a decode step by its number of rows, learned from steps as they happen.
+
+    Costs of sizes that were never measured have the shape of the prior, scaled like the nearest measured ones.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: FloatArray = np.zeros(_NUM_BINS)
+        self._rows: FloatArray = np.zeros(_NUM_BINS)
+        self._counts: Int64Array = np.zeros(_NUM_BINS, np.int64)
+        self._measured_at: Int64Array = np.zeros(_NUM_BINS, np.int64)
+        self._num_steps = 0
+        self._known_rows: FloatArray = np.ones(1)
+        self._known_ratios: FloatArray = np.ones(1)
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """Record a step. A single slow step counts as three times the usual cost at most."""
+        found = _find_bin(num_rows)
+        self._num_steps += 1
+        self._measured_at[found] = self._num_steps
+        count = int(self._counts[found])
+        if count >= 4:
+            seconds = min(seconds, 3 * float(self._seconds[found]))
+        weight = max(1 / (count + 1), _NEW_WEIGHT)
+        self._seconds[found] += weight * (seconds - self._seconds[found])
+        self._rows[found] += weight * (num_rows - self._rows[found])
+        self._counts[found] = count + 1
+        known = self._counts.nonzero()[0]
+        self._known_rows = self._rows[known]
+        # More rows never cost less; a measurement that says so is noise.
+        costs = np.maximum.accumulate(self._seconds[known])
+        self._known_ratios = costs / _prior(self._known_rows)
+
+    def is_known(self, num_rows: int) -> bool:
+        """Return whether steps of about so many rows were measured, and not too long ago."""
+        found = _find_bin(num_rows)
+        is_recent = self._num_steps - self._measured_at[found] < _FORGET_STEPS
+        return bool(is_recent and self._counts[found] >= _LEAST_MEASUREMENTS)
+
+    def estimate(self, num_rows: FloatArray) -> FloatArray:
+        """Return the seconds of steps with these numbers of rows, which increase."""
+        ratios = np.interp(num_rows, self._known_rows, self._known_ratios)
+        costs: FloatArray = np.maximum.accumulate(ratios * _prior(num_rows))
+        return costs
+
+
+def _find_bin(num_rows: int) -> int:
+    return min(int(_BINS_PER_DOUBLING * np.log2(max(num_rows, 1))), _NUM_BINS - 1)
+
+
+def _prior(num_rows: FloatArray) -> FloatArray:
+    return 1 + _PRIOR_ROW_COST * (num_rows - 1)
+
+
+class DraftLimits:
+    """The most drafts of each slot.
+
+    A draft is worth the probability that it and all drafts before it are right. The likeliest drafts of all requests
+    are taken until tokens per second would fall. Requests without drafts get one from time to time, because only
+    drafts show whether they would be right.
+    """
+
+    def __init__(self, config: SpeculativeConfig, slots: Slots) -> None:
+        max_num_seqs = len(slots.requests)
+        self._slots = slots
+        self._max_drafts = config.num_speculative_tokens
+        self._is_adaptive = config.adaptive
+        # Text that is looked up costs nothing where nothing is found, so every request tries what is found.
+        self._has_common_prior = config.method is ProposerMethod.DRAFT_MODEL
+        self._probe_steps = _PROBE_STEPS.get(config.method, _DEFAULT_PROBE_STEPS)
+        self._costs = StepCosts()
+        self._draft_seconds = 0.0
+        """The seconds of a draft model for one token of every row."""
+        self._next_decision = 0
+        self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
+        self._tried: FloatArray = np.zeros(max_num_seqs)
+        self._accepted: FloatArray = np.zeros(max_num_seqs)
+        self._tried_in_all = _PRIOR_TRIES
+        self._accepted_in_all = _PRIOR_ACCEPTANCE * _PRIOR_TRIES
+        self.limits: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
+        self._sent: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
+        self._num_steps = 0
+        self._decided_for: SlotArray = np.zeros(0, np.intp)
+        self.has_unsent = False
+        """True if a limit has changed since `take_changes`."""
+
+    def record_step(
+        self, num_rows: int, seconds: float, draft_seconds: float, draft_passes: int
+    ) -> None:
+        """Record the costs of a step in which every request decoded."""
+        self._num_steps += 1
+        if seconds > 0:
+            self._costs.record(num_rows, seconds)
+        if draft_passes > 0:
+            cost = draft_seconds / draft_passes
+            weight = _NEW_WEIGHT if self._draft_seconds else 1.0
+            self._draft_seconds += weight * (cost - self._draft_seconds)
+
+    def record_drafts(self, slots: SlotArray, accepted: Int64Array, verified: Int64Array) -> None:
+        """Record how many of the verified drafts of each slot were accepted."""
+        self._reset(slots)
+        is_tried = verified > 0
+        slots, accepted, verified = slots[is_tried], accepted[is_tried], verified[is_tried]
+        # Drafts after the first wrong one show nothing.
+        tried = accepted + (accepted < verified)
+        self._tried[slots] = _DECAY * self._tried[slots] + tried
+        self._accepted[slots] = _DECAY * self._accepted[slots] + accepted
+        decay = 0.995 ** len(slots)
+        self._tried_in_all = decay * self._tried_in_all + float(tried.sum())
+        self._accepted_in_all = decay * self._accepted_in_all + float(accepted.sum())
+
+    def _reset(self, slots: SlotArray) -> None:
+        """Forget what was measured for earlier requests of these slots."""
+        new = slots[self._generation[slots] != self._slots.generation[slots]]
+        if len(new):
+            self._generation[new] = self._slots.generation[new]
+            prior = _PRIOR_ACCEPTANCE
+            if self._has_common_prior:
+                prior = self._accepted_in_all / max(self._tried_in_all, 1e-9)
+            self._tried[new] = _PRIOR_TRIES
+            self._accepted[new] = _PRIOR_TRIES * prior
+            self.limits[new] = self._sent[new] = self._max_drafts
+
+    def decide(self, slots: SlotArray) -> None:
+        """Set the limits of the decoding slots, if these or what was measured have changed enough."""
+        if not len(slots) or not self._is_adaptive:
+            return
+        if self._num_steps < self._next_decision and np.array_equal(slots, self._decided_for):
+            return
+        self._reset(slots)
+        self._next_decision = self._num_steps + _STEPS_PER_DECISION
+        self._decided_for = slots.copy()
+        acceptance = self._accepted[slots] / np.maximum(self._tried[slots], 1e-9)
+        positions = np.arange(1, self._max_drafts + 1)
+        chances = np.minimum(acceptance, 0.99)[:, None] ** positions
+        order = np.argsort(-chances, axis=None, kind="stable")
+        num_rows = len(slots) + np.arange(len(order) + 1, dtype=np.float64)
+        num_tokens = len(slots) + np.concatenate(([0.0], np.cumsum(chances.ravel()[order])))
+        costs = self._costs.estimate(num_rows)
+        if self._draft_seconds:
+            passes = np.maximum.accumulate(order % self._max_drafts + 1)
+            costs[1:] += self._draft_seconds * passes
+        speeds = num_tokens / costs
+        best = int(speeds.argmax())
+        limits: Int64Array = np.zeros(len(slots), np.int64)
+        # Without drafts for some steps, their cost is measured, without which no gain is known.
+        if self._costs.is_known(len(slots)) and speeds[best] >= _LEAST_GAIN * speeds[0]:
+            limits = np.bincount(order[:best] // self._max_drafts, minlength=len(slots))
+        if self._num_steps % self._probe_steps < _STEPS_PER_DECISION:
+            self._probe(limits)
+        self.limits[slots] = limits
+        self.has_unsent |= bool((limits != self._sent[slots]).any())
+
+    def _probe(self, limits: Int64Array) -> None:
+        """Give one draft to some of the requests that have none, to each in turn."""
+        without = (limits == 0).nonzero()[0]
+        if len(without):
+            count = max(1, len(limits) // _ROWS_PER_PROBE)
+            turn = self._num_steps // self._probe_steps * count
+            limits[without[(turn + np.arange(count)) % len(without)]] = 1
+
+    def take_changes(self, slots: SlotArray) -> bytes:
+        """Return int32 rows (slot, limit) of the slots whose limits differ from those sent last."""
+        self.decide(slots)
+        if not self.has_unsent:
+            return b""
+        self.has_unsent = False
+        changed = slots[self.limits[slots] != self._sent[slots]]
+        self._sent[changed] = self.limits[changed]
+        return int32_bytes(np.stack((changed, self.limits[changed]), 1))

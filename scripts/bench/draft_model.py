@@ -1,0 +1,147 @@
+"""Measure a draft model that agrees with its model in a given share of the tokens, compared with no drafts.
+
+    scripts/bench/run draft_model [--agreement 0.8] [--num-tokens N] [-c 1 4 16 32] [--rounds 3] [--tokens 128]
+
+Both models are written for the purpose. Their matrices have the sizes and the cost of any Llama's (195 million and 15
+million parameters), but their layers add nothing: the next token depends on the last one only, through a permutation
+of the vocabulary. That of the draft model differs for the other tokens. So the agreement is known, and no text repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from drafts import NO_DRAFTS, measure_requests
+from safetensors.torch import save_file
+from support.server import Server
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+MODEL: Final = "drafts"
+VOCAB_SIZE: Final = 8192
+TARGET: Final = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+DRAFT: Final = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+
+
+def write_model(directory: Path, sizes: dict[str, int], following: torch.Tensor, seed: int) -> Path:
+    """Write a model in which token `following[i]` follows token i."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    heads = width // 64
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **sizes,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return 0.02 * torch.randn(rows, columns, generator=generator)
+
+    embedding = torch.randn(VOCAB_SIZE, width, generator=generator)
+    head = torch.empty_like(embedding)
+    head[following] = embedding
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head / width**0.5,
+        "model.norm.weight": torch.ones(width),
+    }
+    for layer in range(sizes["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        tensors |= {
+            name + "input_layernorm.weight": torch.ones(width),
+            name + "post_attention_layernorm.weight": torch.ones(width),
+            name + "self_attn.q_proj.weight": matrix(width, width),
+            name + "self_attn.k_proj.weight": matrix(width // 4, width),
+            name + "self_attn.v_proj.weight": matrix(width // 4, width),
+            name + "self_attn.o_proj.weight": torch.zeros(width, width),
+            name + "mlp.gate_proj.weight": matrix(inner, width),
+            name + "mlp.up_proj.weight": matrix(inner, width),
+            name + "mlp.down_proj.weight": torch.zeros(width, inner),
+        }
+    save_file(
+        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
+    vocabulary = {f"w{token}": token for token in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def permutations(agreement: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one cycle through all tokens, and a permutation that is the same for a share of them."""
+    generator = torch.Generator().manual_seed(seed)
+    cycle = torch.randperm(VOCAB_SIZE, generator=generator)
+    following = torch.empty(VOCAB_SIZE, dtype=torch.long)
+    following[cycle] = cycle.roll(-1)
+    others = torch.randperm(VOCAB_SIZE, generator=generator)[: round(VOCAB_SIZE * (1 - agreement))]
+    drafted = following.clone()
+    drafted[others] = following[others.roll(1)]
+    return following, drafted
+
+
+def make_requests(count: int, num_tokens: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "model": MODEL,
+            "prompt": [rng.randrange(1, VOCAB_SIZE) for _ in range(64)],
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        for _ in range(count)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--agreement", type=float, default=0.8)
+    parser.add_argument("--num-tokens", type=int, default=5, help="drafts of a step at most")
+    parser.add_argument("-c", "--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    given = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        following, drafted = permutations(given.agreement, 1)
+        target = write_model(Path(directory, "target"), TARGET, following, 2)
+        draft = write_model(Path(directory, "draft"), DRAFT, drafted, 3)
+        named = [str(target), "--served-model-name", MODEL, "--no-enable-prefix-caching"]
+        speculative = {"model": str(draft), "num_speculative_tokens": given.num_tokens}
+        how = ["--speculative-config", json.dumps(speculative)]
+        with Server(*named, *how) as drafting, Server(*named, *NO_DRAFTS) as plain:
+            for concurrency in given.concurrency:
+                requests = [
+                    make_requests(max(4, 2 * concurrency), given.tokens, number)
+                    for number in range(given.rounds)
+                ]
+                result = measure_requests(drafting.url, plain.url, requests, concurrency)
+                result = {"agreement": given.agreement, "concurrency": concurrency, **result}
+                print(json.dumps(result), flush=True)
+                results.append(result)
+    return int(any(result["different_answers"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""A small model that proposes drafts for the requests of a larger one.
+
+Its keys and values are in tensors of its own, at the places of the model's blocks of full attention. So the block
+tables, the prefix cache, preemption and the handoff to another core serve both models. Where the keys and values of a
+block are missing, because the draft model did not run when the block was filled, it computes them before it proposes.
+
+A draft is drawn from the draft model's logits with the parameters and the random number of its position, like the
+token that it must equal.
+
+Shapes: S slots of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+
+from ....protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
+from ....protocol.config import EngineConfig, ParallelConfig
+from ....protocol.errors import ConfigError
+from ....protocol.kv_cache_groups import AttentionKind
+from ....protocol.worker_messages import NewRequestData, SchedulerOutput
+from ...batch import PersistentBatch, StepPlan
+from ...cpu.decoder import NativeDecoder
+from ...cpu.decoding import NativeDecoding
+from ...cpu.drafts import Drafts
+from ...device.device import usable_cores
+from ...loaders import open_checkpoint
+from ...models.kv_cache_groups import kv_cache_groups
+from ..kv_cache import KVCache
+from ..model_loader import Model, load_model
+from ..parallel_state import ParallelState
+
+SlotArray: TypeAlias = Int32Array | Int64Array
+
+_PADDING_TOKENS: Final = 1024
+"""The sizes of equal vocabularies may differ by the padding of their matrices."""
+
+
+class DraftModel:
+    """The draft model of a worker. Each rank of a tensor-parallel model has all of it.
+
+    Raises:
+        CheckpointError: The draft model cannot be served.
+        ConfigError: It does not fit to the model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Model,
+        target_cache: KVCache,
+        device: torch.device,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        speculative = config.scheduler.speculative
+        assert speculative is not None and speculative.model is not None
+        self._name = speculative.model
+        if not isinstance(target, NativeDecoder):
+            raise ConfigError(
+                "--speculative-config with a draft model needs a model that runs as a native CPU program; "
+                "remove it"
+            )
+        model = load_model(
+            _draft_config(config, speculative.model),
+            device,
+            open_checkpoint(speculative.model),
+            on_progress,
+            ParallelState(),
+        )
+        if not isinstance(model, NativeDecoder):
+            raise self._refusal("the native CPU program does not support it")
+        self._vocab_size = model.spec.num_token_ids
+        difference = abs(self._vocab_size - target.spec.num_token_ids)
+        if difference > _PADDING_TOKENS:
+            raise self._refusal(
+                f"its vocabulary has {self._vocab_size} tokens, that of the model {target.spec.num_token_ids}"
+            )
+        self._target_vocab_size = target.spec.num_token_ids
+        self._model = model
+        groups = kv_cache_groups(model.spec, config.model.max_model_len)
+        if [group.kind for group in groups] != [AttentionKind.FULL]:
+            raise self._refusal("it has layers of other kinds than full attention")
+        self._cache = KVCache(model, config.model.max_model_len, device)
+        kinds = [group.kind for group in target_cache.groups]
+        if AttentionKind.FULL not in kinds:
+            raise ConfigError(
+                "--speculative-config with a draft model needs a model with full attention; remove it"
+            )
+        self._group = kinds.index(AttentionKind.FULL)
+        self._block_size = config.cache.block_size
+        self._budget = config.scheduler.max_num_batched_tokens
+        self._is_full: BoolArray = np.zeros(0, np.bool_)
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"--speculative-config: {self._name!r} cannot be the draft model: {reason}; use another one"
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self._cache.block_bytes
+
+    def use_batch(self, batch: PersistentBatch, num_blocks: int) -> None:
+        """Allocate the keys and values, and prepare for the requests of `batch`."""
+        self._cache.allocate(num_blocks)
+        self._target = batch
+        self._batch = batch.with_own_lengths(self._group)
+        self._sampler = self._model.make_sampler(self._batch)
+        decoding = self._model.decoding(self._batch, self._cache.layers)
+        assert decoding is not None
+        self._decoding: NativeDecoding = decoding
+        # Which blocks have all their tokens computed. The null block never counts.
+        self._is_full = np.zeros(num_blocks, np.bool_)
+        self._num_computed: Int64Array = np.zeros(batch.num_slots, np.int64)
+        self._num_full: Int64Array = np.zeros(batch.num_slots, np.int64)
+
+    def apply_output(self, output: SchedulerOutput) -> None:
+        """Apply the changes of slots and blocks in a step, after the batch has applied them."""
+        if output.removed_slots:
+            for slot in int32_view(output.removed_slots).tolist():
+                self._sampler.remove_request(slot)
+        if output.block_updates:
+            updates = int32_view(output.block_updates).reshape(-1, 4)
+            self._is_full[updates[updates[:, 0] == self._group, 3]] = False
+        if output.host_copies_in:
+            self._is_full[int32_view(output.host_copies_in).reshape(-1, 2)[:, 1]] = False
+        for new in output.new_requests:
+            if new.pooling_params is None:
+                self._add_request(new)
+
+    def _add_request(self, new: NewRequestData) -> None:
+        slot, blocks = new.slot, int32_view(new.block_ids[self._group])
+        num_known = new.num_computed_tokens // self._block_size
+        self._is_full[blocks[num_known:]] = False
+        missing = (~self._is_full[blocks[:num_known]]).nonzero()[0]
+        self._num_full[slot] = missing[0] if len(missing) else num_known
+        self._num_computed[slot] = self._num_full[slot] * self._block_size
+        params = msgspec.structs.replace(new.sampling_params, logprobs=None, prompt_logprobs=None)
+        prompt, generated = np.split(int32_view(new.token_ids), [new.num_prompt_tokens])
+        self._sampler.add_request(slot, params, prompt, new.eos_token_ids, generated)
+
+    def release_requests(self) -> None:
+        """Free every slot."""
+        for slot in range(self._batch.num_slots):
+            self._sampler.remove_request(slot)
+
+    @torch.inference_mode()
+    def propose(self, slots: SlotArray, drafts: Drafts, *, samples: bool) -> int:
+        """Write drafts for slots that may have some. Return the number of passes through the draft model.
+
+        Without `samples`, only compute the tokens that the model has computed. A pass computes at most as many tokens
+        as a step of the model. Requests of which more are missing get no drafts yet.
+        """
+        slots_S: Int64Array = slots.astype(np.int64)
+        self._drop_rejected(slots_S)
+        lengths_S = self._target.num_tokens[slots_S].astype(np.int64)
+        room_S = self._target.max_model_len - 1 - lengths_S
+        limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S[drafts.num_drafts(slots_S) > 0] = 0
+        wants_S = limits_S > 0
+        slots_S, limits_S, ends_S = slots_S[wants_S], limits_S[wants_S], lengths_S[wants_S]
+        if not samples:
+            ends_S = np.minimum(self._target.num_computed_tokens[slots_S], ends_S - 1)
+        is_known_S = ends_S > self._num_computed[slots_S]
+        slots_S, limits_S, ends_S = slots_S[is_known_S], limits_S[is_known_S], ends_S[is_known_S]
+        if not len(slots_S):
+            return 0
+        is_next_S = ends_S == self._num_computed[slots_S] + 1
+        num_passes = 0
+        starts_S = self._target.num_tokens[slots_S]
+        self._batch.num_tokens[slots_S] = starts_S
+        if not (samples and is_next_S.all()):
+            is_ready_S = self._catch_up(slots_S, ends_S, samples)
+            num_passes = 1
+            slots_S, limits_S = slots_S[is_ready_S], limits_S[is_ready_S]
+            starts_S = starts_S[is_ready_S]
+        while len(slots_S) and (going := limits_S > num_passes).any():
+            decoded = self._sampler.describe(slots_S[going].astype(np.int32))
+            if not self._are_known(slots_S[going]):
+                break
+            self._decoding.step(decoded)
+            num_passes += 1
+        if not samples or not len(slots_S):
+            return num_passes
+        # Of the drafts the last one has no keys and values yet.
+        counts_S = self._batch.num_tokens[slots_S] - starts_S
+        self._num_computed[slots_S] = starts_S + counts_S - 1
+        drafts.add_found(slots_S, self._cut_unknown(slots_S, starts_S, counts_S))
+        return num_passes
+
+    def _drop_rejected(self, slots_S: Int64Array) -> None:
+        """Count the computed tokens without rejected drafts, and mark the blocks that they fill."""
+        known_S = np.minimum(self._num_computed[slots_S], self._target.num_tokens[slots_S] - 1)
+        self._num_computed[slots_S] = known_S
+        num_full_S = known_S // self._block_size
+        for slot in slots_S[num_full_S > self._num_full[slots_S]].tolist():
+            end = self._num_computed[slot] // self._block_size
+            blocks = self._batch.block_tables[0][slot, self._num_full[slot] : end]
+            self._is_full[blocks] = True
+            self._is_full[0] = False
+            self._num_full[slot] = end
+
+    def _catch_up(self, slots_S: Int64Array, ends_S: Int64Array, samples: bool) -> BoolArray:
+        """Compute the missing tokens of slots, and the first draft after them. Return which slots have one."""
+        begins_S = self._num_computed[slots_S]
+        missing_S = ends_S - begins_S
+        before_S = np.cumsum(missing_S) - missing_S
+        granted_S = np.clip(self._budget - before_S, 0, missing_S)
+        is_ready_S: BoolArray = (granted_S == missing_S) & samples
+        is_run_S = granted_S > 0
+        plan = _chunks(slots_S[is_run_S], begins_S[is_run_S], granted_S[is_run_S])
+        inputs = self._batch.input_ids(plan)
+        inputs.clamp_(max=self._vocab_size - 1)
+        rows = (plan.query_start_loc[1:] - 1)[is_ready_S[is_run_S]]
+        ready_slots = slots_S[is_ready_S].astype(np.int32)
+        positions = torch.from_numpy(plan.positions_T)
+        metadata = self._cache.attention_metadata(self._batch, plan)
+        if len(rows):
+            sampled = self._model.forward_and_sample(
+                inputs, positions, self._cache.layers, metadata, rows, ready_slots
+            )
+            self._batch.append_tokens(ready_slots, sampled.token_ids)
+        else:
+            self._model.forward(inputs, positions, self._cache.layers, metadata)
+        self._num_computed[slots_S] = begins_S + granted_S
+        return is_ready_S
+
+    def _are_known(self, slots_S: Int64Array) -> bool:
+        """Return whether the draft model has the last token of every slot."""
+        columns = self._batch.num_tokens[slots_S] - 1
+        last = self._batch.token_ids_NL.numpy()[slots_S, columns]
+        return bool((last < self._vocab_size).all())
+
+    def _cut_unknown(
+        self, slots_S: Int64Array, starts_S: Int32Array, counts_S: Int32Array
+    ) -> Int32Array:
+        """Return the number of drafts of each slot before the first one that the model does not have."""
+        if self._vocab_size <= self._target_vocab_size:
+            return counts_S
+        tokens = self._batch.token_ids_NL.numpy()
+        kept = counts_S.copy()
+        for row, (slot, start, count) in enumerate(zip(slots_S, starts_S, counts_S, strict=True)):
+            unknown = (tokens[slot, start : start + count] >= self._target_vocab_size).nonzero()[0]
+            kept[row] = unknown[0] if len(unknown) else count
+        return kept
+
+    def warm_up(self) -> None:
+        """Run the draft model into the null block, because kernels are prepared on first use."""
+        for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
+            plan = _chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
+            self._model.forward(
+                torch.zeros(num_tokens, dtype=torch.int32),
+                torch.from_numpy(plan.positions_T),
+                self._cache.layers,
+                self._cache.attention_metadata(self._batch, plan),
+            )
+
+
+def _chunks(slots_S: Int64Array, begins_S: Int64Array, counts_S: Int64Array) -> StepPlan:
+    """Return the plan of a step that computes `counts_S` tokens of each slot, from `begins_S`."""
+    query_start_loc = np.concatenate(([0], np.cumsum(counts_S))).astype(np.int32)
+    first_S = begins_S - query_start_loc[:-1]
+    positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, counts_S)
+    slots_32 = slots_S.astype(np.int32)
+    return StepPlan(
+        slots_32,
+        begins_S.astype(np.int32),
+        (begins_S + counts_S).astype(np.int32),
+        query_start_loc,
+        np.repeat(slots_32, counts_S),
+        positions_T.astype(np.int32),
+        sampling_rows=np.arange(len(slots_S), dtype=np.int32),
+    )
+
+
+def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
+    """Return the configuration with which a worker loads the draft model."""
+    threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
+    model = msgspec.structs.replace(
+        config.model,
+        path=path,
+        hf_overrides={},
+        enable_lora=False,
+        loras=(),
+        enable_prompt_embeds=False,
+        images=None,
+        videos=None,
+        span_kind=None,
+        mmproj="",
+    )
+    return msgspec.structs.replace(
+        config,
+        model=model,
+        parallel=ParallelConfig(),
+        device=msgspec.structs.replace(config.device, threads=threads),
+    )
