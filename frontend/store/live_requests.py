@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
-from typing import Final
+from operator import call
+from typing import Final, NamedTuple, Self
 
 from ...protocol.messages import FinishedRequest, FinishReason, TokenLogprobs
 from ...protocol.store.requests import (
@@ -80,12 +82,10 @@ class LiveRequest:
         readers: How many tokens of each stream each reader has received, or -1 after the end of the stream.
         size: The size of its record in bytes.
         size_of_logprobs: The size of what its streams have beside tokens.
-        is_changed: Whether readers miss something.
     """
 
     __slots__ = (
         "claimed_at",
-        "is_changed",
         "key",
         "num_starts",
         "numbers",
@@ -120,7 +120,6 @@ class LiveRequest:
             size_of_logprobs(s.logprobs) + size_of_logprobs(s.prompt_logprobs) for s in self.streams
         )
         self.readers: dict[ReaderId, list[int]] = {}
-        self.is_changed = False
 
     @property
     def name(self) -> tuple[str, str]:
@@ -160,11 +159,34 @@ class LiveRequest:
         return RequestNews(reader[1], news) if news else None
 
 
+Append = Callable[[int], object]
+
+
+class _Rows(NamedTuple):
+    """The functions that append a token to each of some streams; those of unknown streams do nothing."""
+
+    numbers: bytes
+    appends: list[Append]
+    is_known: bool
+
+    @classmethod
+    def find(cls, numbers: bytes, streams: dict[int, Stream]) -> Self:
+        found = [streams.get(number) for number in array("i", numbers)]
+        appends: list[Append] = [
+            _ignore if stream is None else stream.tokens.append for stream in found
+        ]
+        return cls(numbers, appends, any(stream is not None for stream in found))
+
+
+def _ignore(token: int) -> None:
+    pass
+
+
 class LiveRequests:
     """All requests that have not ended, by name and by the numbers of their streams.
 
     Attributes:
-        changed: Requests that changed since the caller last cleared this.
+        changed: Requests that ended since the caller last cleared this.
         num_orphans: The number of requests whose frontend is gone.
     """
 
@@ -172,6 +194,11 @@ class LiveRequests:
         self.by_name: dict[tuple[str, str], LiveRequest] = {}
         self.changed: list[LiveRequest] = []
         self._streams: dict[bytes, dict[int, Stream]] = {}
+        self._last_rows: dict[bytes, _Rows] = {}
+        """The rows of each session's last tokens, because the next ones usually have the same.
+
+        Deleted when a stream comes or goes.
+        """
         self.num_orphans = 0
 
     def __iter__(self) -> Iterator[LiveRequest]:
@@ -245,23 +272,22 @@ class LiveRequests:
         streams = self._streams.get(session)
         if not streams:
             return False
-        numbers, tokens = array("i", entry.streams), array("i", entry.token_ids)
-        owners: Iterator[int] = iter(numbers)
+        rows = self._last_rows.get(session)
+        if rows is None or rows.numbers != entry.streams:
+            rows = self._last_rows[session] = _Rows.find(entry.streams, streams)
+        tokens = array("i", entry.token_ids)
+        appends: Iterable[Append] = rows.appends
+        num_tokens = len(rows.appends)
         if entry.num_tokens:
             counts = array("i", entry.num_tokens)
-            if len(counts) != len(numbers) or sum(counts) != len(tokens):
+            if len(counts) != num_tokens:
                 return False
-            owners = chain.from_iterable(map(repeat, numbers, counts))
-        elif len(numbers) != len(tokens):
+            appends, num_tokens = chain.from_iterable(map(repeat, appends, counts)), sum(counts)
+        if num_tokens != len(tokens):
             return False
+        # Consumes the iterator without running Python code for each token.
+        deque(map(call, appends, tokens), maxlen=0)
         find = streams.get
-        is_known = False
-        for number, token in zip(owners, tokens, strict=True):
-            if (stream := find(number)) is not None:
-                is_known = True
-                stream.tokens.append(token)
-                if stream.request.readers:
-                    self._mark(stream.request)
         for done in entry.finished:
             if (stream := find(done.request_index)) is not None:
                 stream.finished = done
@@ -273,7 +299,7 @@ class LiveRequests:
             if (stream := find(message.request_index)) is not None:
                 stream.prompt_logprobs.append(message)
                 stream.request.size_of_logprobs += size_of_logprobs([message])
-        return is_known
+        return rows.is_known
 
     def move(self, session: bytes, entry: MoveStream) -> None:
         """Change the number of a stream, and forget its tokens beyond those that its client may have."""
@@ -281,6 +307,7 @@ class LiveRequests:
         stream = streams.pop(entry.old, None)
         if stream is None:
             return
+        self._last_rows.pop(session, None)
         streams[entry.new] = stream
         request = stream.request
         request.numbers[request.numbers.index(entry.old)] = entry.new
@@ -299,17 +326,14 @@ class LiveRequests:
         stream = self._streams.get(session, {}).pop(entry.stream, None)
         if stream is None:
             return None
+        self._last_rows.pop(session, None)
         stream.cut(entry.end.num_tokens)
         stream.end = entry.end
-        self._mark(stream.request)
+        self.changed.append(stream.request)
         return stream.request
 
-    def _mark(self, request: LiveRequest) -> None:
-        if not request.is_changed:
-            request.is_changed = True
-            self.changed.append(request)
-
     def _map_streams(self, request: LiveRequest) -> None:
+        self._last_rows.pop(request.session, None)
         if request.numbers:
             streams = self._streams.setdefault(request.session, {})
             for number, stream in zip(request.numbers, request.streams, strict=True):
@@ -317,6 +341,7 @@ class LiveRequests:
                     streams[number] = stream
 
     def _unmap_streams(self, request: LiveRequest) -> None:
+        self._last_rows.pop(request.session, None)
         streams = self._streams.get(request.session, {})
         for number in request.numbers:
             streams.pop(number, None)

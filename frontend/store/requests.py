@@ -33,7 +33,7 @@ from ...protocol.store.requests import (
 from .database import Database
 from .live_requests import LiveRequest, LiveRequests
 from .other_engines import OtherEngines
-from .sessions import Session, Sessions, Statement, decode_duties
+from .sessions import LoggedStreams, Session, Sessions, Statement, decode_duties
 
 ROW_BYTES: Final = 512
 """Approximate size of a request without its record and its tokens."""
@@ -71,9 +71,11 @@ class Requests:
         self._reserved: dict[tuple[str, str], tuple[bytes, int]] = {}
         """The keys of requests that have not begun, and the calls that reserved them."""
         self._statements: list[Statement] = []
+        self._logged_streams = LoggedStreams()
         self._begun: list[LiveRequest] = []
         self._log_bytes = 0
         self._is_stale = self._has_checkpoint = False
+        self._must_save_numbers = False
         self.num_bytes = self.num_finished = 0
         try:
             self._load()
@@ -104,7 +106,12 @@ class Requests:
             self.live.add_request(request)
         for session, entry in self._rows("SELECT session, entry FROM log ORDER BY position"):
             self._log_bytes += len(entry)
-            self._replay(session, _decode_entry(entry))
+            decoded = _decode_entry(entry)
+            if isinstance(decoded, LogTokens):
+                decoded = self._logged_streams.restore(session, decoded)
+            self._replay(session, decoded)
+            if (opened := self.sessions.get(session)) is not None:
+                opened.last_number = max(opened.last_number, decoded.number)
         for session in {request.session for request in self.live} - self.sessions.keys():
             self.live.end_session(session)
         # The requests of sessions that have ended are written as orphans.
@@ -143,7 +150,7 @@ class Requests:
     @property
     def has_statements(self) -> bool:
         """True if `write` has something to write."""
-        return bool(self._statements) or self._needs_checkpoint
+        return bool(self._statements) or self._must_save_numbers or self._needs_checkpoint
 
     @property
     def has_other_engines(self) -> bool:
@@ -191,6 +198,12 @@ class Requests:
         if opened is None or entry.number <= opened.last_number:
             return
         opened.last_number = entry.number
+        num_before = self._log_bytes
+        self._apply(session, entry)
+        # The log has the numbers of its entries.
+        self._must_save_numbers |= self._log_bytes == num_before
+
+    def _apply(self, session: bytes, entry: LogEntry) -> None:
         match entry:
             case BeginRequest():
                 self._begin(session, entry)
@@ -219,6 +232,7 @@ class Requests:
         opened = self.sessions.get(session)
         if opened is not None:
             opened.last_number = max(opened.last_number, entry.number)
+            self._must_save_numbers = True
 
     def reserve_key(self, session: bytes, call: ReserveKey) -> KeyReply:
         """Return the request with an idempotency key, or keep the key for this session."""
@@ -306,16 +320,20 @@ class Requests:
         self._has_checkpoint = self._needs_checkpoint
         if self._has_checkpoint:
             self._checkpoint()
-        for session, opened in self.sessions.items():
-            execute(
-                "UPDATE sessions SET last_number = ? WHERE id = ?", (opened.last_number, session)
-            )
+        if self._must_save_numbers:
+            for session, opened in self.sessions.items():
+                execute(
+                    "UPDATE sessions SET last_number = ? WHERE id = ?",
+                    (opened.last_number, session),
+                )
 
     def record_write(self) -> None:
         """Record that the transaction of `write` was committed."""
         self._statements.clear()
+        self._must_save_numbers = False
         self._begun.clear()
         if self._has_checkpoint:
+            self._logged_streams.clear()
             self._log_bytes = 0
             self._is_stale = False
 
@@ -325,6 +343,7 @@ class Requests:
             if self.live.by_name.get(request.name) is request:
                 self.live.remove_request(request)
         self._statements.clear()
+        self._logged_streams.clear()
         self._begun.clear()
         self._is_stale = True
         self.count()
@@ -432,6 +451,8 @@ class Requests:
     def _append_to_log(self, session: bytes, entry: LogEntry) -> None:
         """Add an entry to the log, which only a file needs: without one the state is as safe as the log."""
         if self._database.is_file and not self._is_stale:
+            if isinstance(entry, LogTokens):
+                entry = self._logged_streams.shorten(session, entry)
             encoded = _encode(entry)
             self._log_bytes += len(encoded)
             self._add("INSERT INTO log (session, entry) VALUES (?, ?)", session, encoded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Final, TypeAlias, TypeVar, get_args
 
 from ...protocol.config import EngineConfig
@@ -293,8 +294,7 @@ class StoreServer:
         """Return what readers have not received."""
         live = self._requests.live
         news: list[Sent] = []
-        for request in live.changed:
-            request.is_changed = False
+        for request in dict.fromkeys(chain(live.changed, self._attached.values())):
             is_over = live.by_name.get(request.name) is not request
             for reader in list(request.readers):
                 if (new := request.take_news(reader)) is not None:

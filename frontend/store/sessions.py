@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+from ...protocol.store.requests import LogTokens
+
 Statement = tuple[str, tuple[object, ...]]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -70,3 +72,21 @@ class Sessions(dict[bytes, Session]):
         """Yield the statements that replace all rows."""
         yield "DELETE FROM sessions", ()
         yield from map(self.save, self)
+
+
+class LoggedStreams(dict[bytes, bytes]):
+    """The streams of the last tokens that each session has in the log, which the next entry does not repeat."""
+
+    def shorten(self, session: bytes, entry: LogTokens) -> LogTokens:
+        """Return an entry as it is written into the log."""
+        if self.get(session) == entry.streams:
+            return msgspec.structs.replace(entry, streams=b"")
+        self[session] = entry.streams
+        return entry
+
+    def restore(self, session: bytes, entry: LogTokens) -> LogTokens:
+        """Return an entry of the log as it was received."""
+        if entry.token_ids and not entry.streams:
+            return msgspec.structs.replace(entry, streams=self.get(session, b""))
+        self[session] = entry.streams
+        return entry

@@ -93,8 +93,8 @@ class IdentifiedChunks:
         """
         body = self._encode(sequence)
         is_plain = self._is_single and sequence.finish_reason is None
-        if is_plain and body and body.find(b"\n\n", 0, -2) < 0:
-            # Most events are like this, so they take the shortest way.
+        if is_plain and body and body.find(b"\n") == len(body) - 2:
+            # Most pieces are one event of one line, so they take the shortest way.
             return b"%b%d\n%b" % (self._start, sequence.num_read_tokens, body)
         self._counts[sequence.position] = _count_of(sequence)
         return self._identify(body, b".".join(self._counts)) if body else body
