@@ -155,8 +155,8 @@ class LoraAdapters:
             if name not in self._modules:
                 raise file.error(
                     f"the module {module} of this model cannot be adapted; only projections of attention, of recurrent "
-                    "layers and of dense MLPs can; on a CPU the embedding, the output head, and experts that replicas do "
-                    "not divide as well"
+                    "layers and of dense MLPs can; on a CPU the embedding, the output head, and experts without "
+                    "--enable-expert-parallel as well"
                 )
         return own
 
