@@ -161,15 +161,17 @@ def _metrics() -> str:
         "eos_token_ids": (),
     }
     fields = [field.name for field in msgspec.structs.fields(ModelConfig) if field.required]
-    config = EngineConfig(
-        run_dir=tempfile.gettempdir(),
-        epoch=0,
-        model=ModelConfig(**{name: required.get(name, "") for name in fields}),
-        cache=CacheConfig(host_gib=1.0),
-        frontend=FrontendConfig(metrics_compat=("vllm",)),
-    )
+    with tempfile.TemporaryDirectory() as run_dir:
+        config = EngineConfig(
+            run_dir=run_dir,
+            epoch=0,
+            model=ModelConfig(**{name: required.get(name, "") for name in fields}),
+            cache=CacheConfig(host_gib=1.0),
+            frontend=FrontendConfig(metrics_compat=("vllm",)),
+        )
+        families = list(Metrics(config).collect())
     rows: dict[str, list[tuple[str, ...]]] = {"engine": [], "vllm": []}
-    for family in Metrics(config).collect():
+    for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels}
         labels -= {"model_name", "engine", "le"}

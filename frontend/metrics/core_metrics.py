@@ -46,18 +46,21 @@ class CoreMetrics(msgspec.Struct):
             counts[position] += number
 
     def add_counts(self, other: CoreMetrics) -> None:
-        """Add another frontend's counts for the same core."""
+        """Add another frontend's counts for the same core; one of another version may count other things."""
         _add(self.counters, other.counters)
         _add(self.num_finished, other.num_finished)
         _add(self.num_rejected, other.num_rejected)
         _add(self.num_finished_by_lora, other.num_finished_by_lora)
         self.count_accepted(other.num_accepted_per_pos)
         for name, histogram in self.histograms.items():
-            histogram.add_counts(other.histograms[name])
+            added = other.histograms.get(name)
+            if added is not None and added.bounds == histogram.bounds:
+                histogram.add_counts(added)
         self.num_frames_dropped_there += other.num_frames_dropped_there
         self.num_frames_dropped_here += other.num_frames_dropped_here
         if other.stats_time > self.stats_time:
             self.stats, self.stats_time = other.stats, other.stats_time
+        self.ready = self.ready or other.ready
 
 
 def _add(counts: dict[Any, int], others: dict[Any, int]) -> None:

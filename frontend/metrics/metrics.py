@@ -80,9 +80,9 @@ class Metrics(Collector):
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
         num_cores = config.parallel.data_parallel_size
         self._shared = SharedMetrics(config, client_index)
-        self._cores = self._shared.load_previous() or [
-            _new_core_metrics(config) for _ in range(num_cores)
-        ]
+        self._cores = [_new_core_metrics(config) for _ in range(num_cores)]
+        for core, previous in zip(self._cores, self._shared.load_previous() or (), strict=False):
+            core.add_counts(previous)
         self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._is_up: Callable[[int], bool] = lambda _: False

@@ -292,6 +292,26 @@ def test_a_restarted_frontend_continues_the_counters(tmp_path: Path) -> None:
     assert value(samples, "engine:dropped_frames_total", process="frontend") == 4
 
 
+def test_a_frontend_continues_the_counters_of_another_version(tmp_path: Path) -> None:
+    config = engine_config(tmp_path)
+    first = Metrics(config)
+    first.record_tokens(0, 5, [0.1])
+    first.publish()
+    (published,) = tmp_path.glob("*.metrics")
+    (core,) = msgspec.msgpack.decode(published.read_bytes())
+    del core["counters"]["scheduler_steps"], core["histograms"]["iteration_tokens_total"]
+    core["counters"]["of_another_version"] = 1
+    core["histograms"]["inter_token_latency_seconds"]["bounds"][0] = 0.5
+    published.write_bytes(msgspec.msgpack.encode([core]))
+    second = Metrics(config)
+    second.record_stats(0, SchedulerStats(num_steps=2))
+    samples = scrape(second)
+    assert value(samples, "engine:generation_tokens_total") == 5
+    assert value(samples, "engine:scheduler_steps_total") == 2
+    assert value(samples, "engine:iteration_tokens_total_count") == 0
+    assert value(samples, "engine:inter_token_latency_seconds_count") == 0
+
+
 def test_old_names_of_vllm_metrics_are_exported(tmp_path: Path) -> None:
     metrics = Metrics(with_compat(engine_config(tmp_path)))
     metrics.record_stats(0, SchedulerStats(kv_cache_usage=0.5))
