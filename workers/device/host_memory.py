@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,10 +30,13 @@ def allocate(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
-    """Allocate the pages of buffers in a thread of idle priority, the beginnings of all buffers first.
+    """Allocate the pages of buffers in a thread, the beginnings of all buffers first.
 
     Otherwise the first write to each page waits for its allocation. In a virtual machine whose host had to find the
     memory, 2 MiB took 9 ms; for all layers at once this would stop a server for a third of a second.
+
+    The thread takes a quarter of a core. It has the usual priority, because the last thread of a process that ends
+    frees its memory: on a busy machine, one of idle priority delayed the end of a killed worker by half a minute.
     """
     thread = threading.Thread(target=_populate, args=(buffers,), name="populate", daemon=True)
     thread.start()
@@ -41,15 +44,16 @@ def populate(buffers: Sequence[NDArray[np.uint8]]) -> threading.Thread:
 
 
 def _populate(buffers: Sequence[NDArray[np.uint8]]) -> None:
-    if not hasattr(os, "SCHED_IDLE"):
-        return
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     # Unlike `mmap.madvise`, this releases the interpreter lock.
     madvise = ctypes.CDLL(None).madvise
     for offset in range(0, max(len(buffer) for buffer in buffers), HUGE_PAGE_BYTES):
         for buffer in buffers:
             size = min(len(buffer) - offset, HUGE_PAGE_BYTES)
-            begin = ctypes.c_void_p(buffer.ctypes.data + offset)
-            if size > 0 and madvise(begin, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            if size <= 0:
+                continue
+            begin = time.perf_counter()
+            address = ctypes.c_void_p(buffer.ctypes.data + offset)
+            if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 # The kernel is older, or memory is short. The first write to each page allocates it, or fails.
                 return
+            time.sleep(3 * (time.perf_counter() - begin))
