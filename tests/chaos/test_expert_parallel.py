@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from support.server import Server, assert_nothing_is_held
 from support.tiny_checkpoints import mixture_directory
 
 REQUESTS = [{**body, "max_tokens": 120} for body in bodies(10)]
+RAISED = "worker 1: RuntimeError: a test asked for this failure"
 COMMON = ("--dtype", "float32", "--threads", "1", "--kv-cache-memory-bytes", "16000000")
 
 
@@ -101,22 +102,13 @@ def test_idle_replicas_use_no_processor(server: Server) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("title", "harm", "cause"),
-    [
-        ("worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"),
-        ("worker 1", fail, "worker 1: RuntimeError: a test asked for this failure"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
 def test_all_replicas_restart_with_a_worker_and_streams_continue(
-    server: Server,
-    expected: list[dict[str, Any]],
-    flags: tuple[str, ...],
-    title: str,
-    harm: Callable[[psutil.Process], None],
-    cause: str,
+    server: Server, expected: list[dict[str, Any]], flags: tuple[str, ...]
 ) -> None:
+    if flags:
+        title, harm, cause = "worker 0", psutil.Process.kill, "worker 0 was killed by SIGKILL"
+    else:
+        title, harm, cause = "worker 1", fail, RAISED
     server.wait_until_whole()
     num_lines = len(server.output)
     streams = Streams(server, REQUESTS)
