@@ -86,14 +86,23 @@ class Attention {
   const Slice& slice_;
   AttentionTasks tasks_;
   KeyChoice choice_;
-  std::vector<const AttentionTasks::List*> lists_;  // of each operation
   // The queries of a slice in layers with equal heads, by key/value head. Pieces may be in layers with other heads.
   struct Queries {
     int num_kv_heads, head_dim;
     Buffer buffer;
   };
   std::deque<Queries> queries_;
-  std::vector<const Queries*> queries_of_op_;
+  // What tasks and rows need of an operation, if it has to do with attention.
+  struct OfOp {
+    KVLayout kv;
+    int heads;  // that share a key/value head
+    size_t query_words;
+    const Queries* queries;
+    const AttentionTasks::List* list;
+  };
+  const OfOp& of(const Op& op) const { return of_ops_[model_.index_of(op)]; }
+
+  std::vector<OfOp> of_ops_;
   Buffer partial_;                                  // the partial states of an operation, by slot
   // How many partitions of a token are done, in the token's first slot.
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
