@@ -19,12 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.frontend.model_source.config import resolve_model
+from engine.frontend.model_source.options import ModelOptions
+from engine.frontend.supervisor.console import Console
+
 MIB = 1 << 20
 ENGINE_KV_CACHE_BYTES = 1024 * MIB
 LLAMA_CONTEXT = 98_304
 VLLM_SPACE_GIB = 4
 MAX_STREAMS = 64
 MAX_MODEL_LEN = 8448
+"""The longest point and its outputs."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,12 @@ def default_model() -> str:
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
+def _max_model_len(path: Path) -> int:
+    """Return the length that a model is served with, which is at most the length that it was trained for."""
+    trained = resolve_model(ModelOptions(model=str(path)), Console()).config.max_model_len
+    return min(trained, MAX_MODEL_LEN)
+
+
 def _cores() -> str:
     return str(len(os.sched_getaffinity(0)))
 
@@ -74,7 +85,7 @@ def engine_contender(
 ) -> Contender:
     command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve", str(path)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--max-model-len", str(_max_model_len(path))]
     # The peers do not draft, and what drafts give depends on the text, which here is random.
     command += ["--speculative-config", '{"num_speculative_tokens": 0}']
     command += ["--kv-cache-memory-bytes", str(ENGINE_KV_CACHE_BYTES), *flags]
@@ -101,7 +112,7 @@ def _llama(
 
 def _vllm(key: str, vllm: Path, model: str, path: Path) -> Contender:
     command = [str(vllm), "serve", str(path), "--dtype", "bfloat16"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_STREAMS)]
+    command += ["--max-model-len", str(_max_model_len(path)), "--max-num-seqs", str(MAX_STREAMS)]
     command += ["--port", "{port}", "--served-model-name", "bench"]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(VLLM_SPACE_GIB), "HF_HUB_OFFLINE": "1"}
     # Its kernels are compiled by what it finds on the path of its own environment.
@@ -143,11 +154,14 @@ def find_contenders(
         found = [
             engine_contender(path, "engine", model, "Q4_1", engine_flags),
             engine_contender(path, "engine-int8-kv", model, "Q4_1, int8 KV", int8_kv),
-            engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
             _llama("llama-bf16", server, model, "bf16", bf16, kv_token_bytes),
             _llama("llama-q4", server, model, "Q4_1", path, kv_token_bytes),
-            _vllm("vllm", peers / "vllm/bin/vllm", model, safetensors),
         ]
+        if safetensors.exists():
+            found += [
+                engine_contender(safetensors, "engine-bf16", model, "bf16", engine_flags),
+                _vllm("vllm", peers / "vllm/bin/vllm", model, safetensors),
+            ]
         python = peers / "openvino/bin/python"
         for weights in ("int8", "int4"):
             path = peers / f"openvino-{weights}"
