@@ -201,8 +201,9 @@ class Endpoint(ABC, Generic[Request]):
             group = await start(request, prompts)
             await group.wait_for_end()
 
-    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
-        """Do nothing: the token log has the error."""
+    async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
+        """Return False: the token log has the error."""
+        return False
 
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease

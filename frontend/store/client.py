@@ -257,6 +257,23 @@ class StoreClient:
         attachment.record = reply.record
         return attachment
 
+    async def is_unfinished(self, request_id: str, owner: str) -> bool:
+        """Return whether a request is recorded that has not ended.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        has_ended: list[bool] = []
+
+        def look(news: RequestNews) -> None:
+            has_ended[:] = [stream.end is not None for stream in news.streams]
+
+        attachment = await self.attach(request_id, owner, look)
+        if attachment is None:
+            return False
+        attachment.close()
+        return not all(has_ended)
+
     def detach(self, attachment: Attachment) -> None:
         """Stop the news of a request."""
         if self._attachments.pop(attachment.call.call_id, None) is not None:

@@ -96,7 +96,12 @@ class RecordedRequest:
         self._consider_abort()
 
     def set_num_readers(self, num_readers: int) -> None:
-        """Set how many clients read the request through the store."""
+        """Set how many clients read the request through the store.
+
+        A request that is deleted later goes on without any, because its answer is stored.
+        """
+        if self.is_deleted_later:
+            return
         had_readers, self._num_readers = self._num_readers > 0, num_readers
         if num_readers:
             self._cancel_timer()

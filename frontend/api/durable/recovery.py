@@ -52,8 +52,12 @@ class Continuable(Protocol):
             NothingToContinue: Nobody waits for it.
         """
 
-    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
-        """Record that a request that `is_run` was not continued."""
+    async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
+        """Record that a request was not continued. Return False if its client reads that in the token log.
+
+        Raises:
+            APIError: The store does not answer (503).
+        """
 
 
 class NothingToContinue(Exception):
@@ -130,13 +134,14 @@ class Recovery:
         log.end_claimed(claimed.request_id, claimed.owner, num_tokens, error)
 
     async def _record_failure(self, claimed: ClaimedRequest, error: APIError) -> str | None:
-        """Return the error that the client gets when it returns; None if it is recorded elsewhere."""
+        """Return the error that the client gets when it returns; None if it is recorded elsewhere.
+
+        The record may be unreadable, so only the ID says what kind of request this is.
+        """
         with contextlib.suppress(APIError):
-            record = decode_record(claimed.record)
-            endpoint = self._endpoints.get(record.path)
-            if record.is_run and endpoint is not None:
-                await endpoint.record_failure(record, error)
-                return None
+            for endpoint in self._endpoints.values():
+                if await endpoint.record_failure(claimed.request_id, claimed.owner, error):
+                    return None
         return error.message
 
     async def _generate(self, claimed: ClaimedRequest) -> None:

@@ -178,11 +178,11 @@ RESPONSE_STREAM: Final = replace(
 
 
 class EventWriter:
-    """Writes events with sequence numbers, which count from 0."""
+    """Writes events with sequence numbers, which count from 0 or from the number of events before."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_before: int = 0) -> None:
         self._events: list[bytes] = []
-        self._num_events = 0
+        self._num_events = num_before
 
     def emit(self, kind: str, **fields: object) -> None:
         """Write an event."""

@@ -14,7 +14,8 @@ from starlette.types import Message, Scope
 
 from ...client.engine_client import BeginRecording, RequestGroup
 from ...client.groups.recording import Recording
-from ...http.errors import APIError, internal_error, too_many_requests
+from ...http.errors import APIError, internal_error, too_many_requests, unavailable
+from ...store.client import StoreError
 from ..bodies.body import ClientDisconnected
 from ..durable.keeper import Keeper, encode_record
 from ..durable.records import RequestRecord
@@ -38,6 +39,9 @@ MAX_RUNS: Final = 1024
 """Maximum number of background responses in one frontend."""
 RETRY_S: Final = 5.0
 """Seconds after which a client may retry if there are as many."""
+
+LOST: Final = "the server was restarted and could not continue this response"
+"""The error of a response whose run is gone."""
 
 EVENT_END: Final = b"\n\n"
 
@@ -206,6 +210,7 @@ class BackgroundRuns:
     def __init__(self, states: ResponseStates, serving: Serving) -> None:
         self._states = states
         self._serving = serving
+        self._begin_time = time.time()
         self._runs: dict[str, BackgroundRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -268,11 +273,36 @@ class BackgroundRuns:
         run.num_stored_events = b"".join(parts).count(EVENT_END)
         return run
 
-    async def fail(self, record: RequestRecord, error: APIError) -> None:
-        """Store that a run failed, because it cannot be continued."""
-        with contextlib.suppress(APIError):
-            if (run := await self.read_run(record)) is not None:
-                await self._finish(run, error)
+    async def fail(self, identifier: str, owner: str, error: APIError) -> None:
+        """Store that a response that has not ended failed, because its run cannot be continued.
+
+        Raises:
+            APIError: The store does not answer (503).
+        """
+        stored = await self._states.responses.find(identifier, owner)
+        if stored is not None and stored["response"]["status"] not in ENDED:
+            stored["response"] |= {"status": "failed", "error": describe_failure(error)}
+            await self._states.responses.put(identifier, stored, owner)
+
+    async def fail_if_lost(self, identifier: str, owner: str, response: Json) -> None:
+        """Store that a response failed, if it has not ended although nobody generates it.
+
+        That is so if its run was recorded by a version that this one cannot read, or could not be recorded.
+
+        Raises:
+            APIError: The store does not answer (503).
+        """
+        if response["status"] in ENDED or response["created_at"] >= self._begin_time:
+            # A run that was not recorded ends with its frontend.
+            return
+        if self.find(identifier, owner) is not None:
+            return
+        try:
+            is_running = await self._serving.store.is_unfinished(identifier, owner)
+        except StoreError as error:
+            raise unavailable(str(error), RETRY_S) from None
+        if not is_running:
+            await self.fail(identifier, owner, APIError(500, LOST))
 
     @property
     def _is_stopping(self) -> bool:

@@ -30,7 +30,7 @@ from ..tools.tool_choice import parse_tool_choice
 from .answer import ResponsesAnswer, describe_response
 from .background import BackgroundRun, BackgroundRuns, RunKeeper
 from .events import read_run, send_events
-from .ids import new_id
+from .ids import RESPONSE, new_id
 from .request import Exchange, ResponseChat, rename_fields, translate_prompt, translate_response
 from .states import ResponseStates, size_of
 from .truncation import drop_oldest
@@ -114,9 +114,12 @@ class Responses(ChatCompletions):
 
         await self.runs.resume(run, generate)
 
-    async def record_failure(self, record: RequestRecord, error: APIError) -> None:
-        """Store that a run failed, because it cannot be continued."""
-        await self.runs.fail(record, error)
+    async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
+        """Store that a run failed, because it cannot be continued. Return False for requests of other endpoints."""
+        if not request_id.startswith(f"{RESPONSE}_"):
+            return False
+        await self.runs.fail(request_id, owner, error)
+        return True
 
     async def _translate(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
         """Return the chat of an exchange and its size in bytes; `size` is that of the body, 0 if it is not known."""

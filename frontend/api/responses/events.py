@@ -65,17 +65,25 @@ async def read_stored(
     Raises:
         APIError: The response was deleted meanwhile (404), or the store does not answer (503).
     """
-    after, position = "", 0
+    after, position, last = "", 0, b""
     while True:
         record = await states.responses.get(identifier, owner)
         parts, after = await states.events.read_parts(identifier, owner, after)
         for part in parts:
             events = [each + EVENT_END for each in part.split(EVENT_END) if each]
+            last = events[-1]
             skipped = max(0, min(first - position, len(events)))
             position += len(events)
             if skipped < len(events):
                 yield b"".join(events[skipped:])
-        if record["response"]["status"] in ENDED and not parts:
+        response = record["response"]
+        if response["status"] in ENDED and not parts:
+            ending = f"response.{response['status']}"
+            if response["status"] == "failed" and not last.startswith(f"event: {ending}".encode()):
+                # Its run was lost before it could write this.
+                writer = EventWriter(position)
+                writer.emit(ending, response=response)
+                yield writer.take()
             return
         await asyncio.sleep(POLL_S)
 

@@ -12,6 +12,9 @@ from typing import Final
 
 _ITEM: Final = re.compile(r"[a-z]{2,8}_([0-9a-f]{32})(c?)[0-9a-f]+")
 
+RESPONSE: Final = "resp"
+"""The beginning of the identifiers of responses."""
+
 ITEM_PREFIXES: Final = {
     "message": "msg",
     "reasoning": "rs",
@@ -41,4 +44,4 @@ def owner_of_item(identifier: str) -> str | None:
     match = _ITEM.fullmatch(identifier)
     if match is None:
         return None
-    return f"{'conv' if match[2] else 'resp'}_{match[1]}"
+    return f"{'conv' if match[2] else RESPONSE}_{match[1]}"

@@ -37,7 +37,7 @@ class StoredResponses:
         if scope["method"] == "DELETE":
             await (await self._delete(identifier, owner))(scope, receive, send)
             return
-        record = await self._states.responses.get(identifier, owner)
+        record = await self._find(identifier, owner)
         if not _is_true(request, "stream"):
             await json_response(record["response"])(scope, receive, send)
             return
@@ -83,9 +83,17 @@ class StoredResponses:
             items = await self._states.read_earlier(earlier, owner) + items
         return json_response(list_body(*cut_page(items, page, "The item")))
 
+    async def _find(self, identifier: str, owner: str) -> Json:
+        """Return the record of a response. It has failed if its run is gone."""
+        record: Json = await self._states.responses.get(identifier, owner)
+        if record["response"]["status"] not in ENDED:
+            await self._runs.fail_if_lost(identifier, owner, record["response"])
+            # It may also have ended meanwhile.
+            record = await self._states.responses.get(identifier, owner)
+        return record
+
     async def _read(self, identifier: str, owner: str) -> Json:
-        record = await self._states.responses.get(identifier, owner)
-        response: Json = record["response"]
+        response: Json = (await self._find(identifier, owner))["response"]
         return response
 
     async def _wait_for_end(self, identifier: str, owner: str, response: Json) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,33 @@ def test_background_response_survives_the_death_of_all_processes(tmp_path: Path)
         )
         items = client.responses.input_items.list(second.id, order="asc").data
         assert [item.content[0].text for item in items] == ["Hello", "Hello", "Two"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("loss", ["UPDATE records SET record = x'90'", "DELETE FROM requests"])
+def test_background_response_fails_if_its_record_is_unreadable(tmp_path: Path, loss: str) -> None:
+    """The record may be that of another version, and must not leave a response in progress for ever."""
+    path = tmp_path / "store.sqlite"
+    with (
+        FrontendProcess(step_s=0.05, store=StoreConfig(path=str(path))) as frontend,
+        frontend.client() as client,
+    ):
+        stream = client.responses.create(
+            model=MODEL, input=TEXT, background=True, stream=True, max_output_tokens=50
+        )
+        before = [next(stream) for _ in range(NUM_BEFORE)]
+        frontend.process.kill()
+    with sqlite3.connect(path) as database:
+        database.execute(loss)
+    with (
+        FrontendProcess(store=StoreConfig(path=str(path))) as frontend,
+        frontend.client() as client,
+    ):
+        identifier = before[0].response.id
+        after = list(
+            client.responses.retrieve(identifier, stream=True, starting_after=NUM_BEFORE - 1)
+        )
+        assert after[-1].type == "response.failed" and after[-1].response.error.message
+        numbers = [event.sequence_number for event in (*before, *after)]
+        assert numbers == list(range(len(numbers)))
+        assert client.responses.retrieve(identifier).status == "failed"
