@@ -39,7 +39,10 @@ ROW_BYTES: Final = 512
 """Approximate size of a request without its record and its tokens."""
 
 CHECKPOINT_BYTES: Final = 4 * 1024 * 1024
-"""Size of the log at which it is replaced by the state of the unfinished requests."""
+"""Size of the log at which it is replaced by the state of the unfinished requests, if that is not larger.
+
+A larger state is written when the log is as large, so no token is written more than twice on average.
+"""
 IDLE_BYTES: Final = 64 * 1024
 """The same, while no request is unfinished."""
 
@@ -73,7 +76,7 @@ class Requests:
         self._statements: list[Statement] = []
         self._logged_streams = LoggedStreams()
         self._begun: list[LiveRequest] = []
-        self._log_bytes = 0
+        self._log_bytes = self._checkpoint_bytes = 0
         self._is_stale = self._has_checkpoint = False
         self._must_save_numbers = False
         self.num_bytes = self.num_finished = 0
@@ -373,7 +376,7 @@ class Requests:
 
     @property
     def _needs_checkpoint(self) -> bool:
-        limit = CHECKPOINT_BYTES if len(self.live) else IDLE_BYTES
+        limit = max(CHECKPOINT_BYTES, self._checkpoint_bytes) if len(self.live) else IDLE_BYTES
         return self._is_stale or self._log_bytes > limit
 
     def _checkpoint(self) -> None:
@@ -384,8 +387,11 @@ class Requests:
             if name not in self.live.by_name:
                 execute("DELETE FROM requests WHERE owner = ? AND id = ?", name)
                 execute("DELETE FROM records WHERE owner = ? AND id = ?", name)
+        self._checkpoint_bytes = 0
         for request in self.live:
-            execute(*_owner_statement(request))
+            state = _encode(request.states)
+            self._checkpoint_bytes += len(state)
+            execute(*_owner_statement(request, state))
         execute("DELETE FROM log")
         for statement in self.sessions.save_all():
             execute(*statement)
@@ -442,7 +448,7 @@ class Requests:
 
     def _save_owner(self, request: LiveRequest) -> None:
         """Write the session of a request and its state, because earlier entries of the log no longer name it."""
-        self._statements.append(_owner_statement(request))
+        self._statements.append(_owner_statement(request, _encode(request.states)))
 
     def _save_orphans(self, orphans: list[LiveRequest]) -> None:
         for request in orphans:
@@ -468,7 +474,7 @@ class Requests:
         return self._database.connection.execute(statement, values).fetchall()
 
 
-def _owner_statement(request: LiveRequest) -> Statement:
+def _owner_statement(request: LiveRequest, state: bytes) -> Statement:
     """Return the statement that writes the session and the state of a request."""
     return (
         "UPDATE requests SET session = ?, numbers = ?, num_starts = ?, claimed_at = ?, state = ? "
@@ -478,7 +484,7 @@ def _owner_statement(request: LiveRequest) -> Statement:
             array("i", request.numbers).tobytes(),
             request.num_starts,
             request.claimed_at,
-            _encode(request.states),
+            state,
             *request.name,
         ),
     )
