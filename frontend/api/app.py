@@ -86,6 +86,7 @@ def make_routes(serving: Serving) -> list[Route]:
     scores = Scores(serving, intake, pooling)
     completions = Completions(serving, intake)
     chat_records = ChatRecords(serving.store)
+    messages = anthropic.Messages(serving, intake)
     chat_completions = StoredChatCompletions(serving, intake, chat_records)
     openai_routes = [
         Route("/models", management.models),
@@ -124,7 +125,12 @@ def make_routes(serving: Serving) -> list[Route]:
             Invocations(serving, intake, completions, chat_completions),
             methods=["POST"],
         ),
-        Route("/v1/messages", anthropic.Messages(serving, intake), methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route(
+            "/v1/messages/{id}/events",
+            Events(serving, messages, anthropic.recorded_id),
+            methods=["GET"],
+        ),
         Route(
             "/v1/messages/count_tokens",
             anthropic.TokenCounter(serving, intake).count,

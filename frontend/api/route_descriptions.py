@@ -51,6 +51,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Return the class of each input. Only models with a classification head have this route.",
     ),
     "/v1/messages": (CLIENTS, "Answer a conversation (Anthropic's Messages API)."),
+    "/v1/messages/{id}/events": (CLIENTS, "Stream a recorded message from any place (Anthropic)."),
     "/v1/messages/count_tokens": (CLIENTS, "Count the tokens of a conversation (Anthropic)."),
     "/api/chat": (CLIENTS, "Answer a conversation (Ollama)."),
     "/api/generate": (CLIENTS, "Answer a prompt (Ollama)."),

@@ -41,6 +41,17 @@ _ERROR_TYPES: Final = {
 """Anthropic's words for statuses; other statuses from 500 on are "api_error"."""
 
 
+_ID_PREFIX: Final = "msg_"
+_RECORDED_PREFIX: Final = "chatcmpl-"
+
+
+def recorded_id(shown_id: str) -> str:
+    """Return the ID in the record of the message with this ID."""
+    if not shown_id.startswith(_ID_PREFIX):
+        return shown_id
+    return _RECORDED_PREFIX + shown_id.removeprefix(_ID_PREFIX)
+
+
 def error_body(error: APIError, request_id: str) -> Json:
     """Return the body of an error in Anthropic's form."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
@@ -133,7 +144,7 @@ class MessagesAnswer(ChatAnswer):
     def message(self, blocks: list[Json]) -> Json:
         """Return a message with these content blocks, as it is before it ends."""
         return {
-            "id": f"msg_{self.envelope['id'].removeprefix('chatcmpl-')}",
+            "id": _ID_PREFIX + self.envelope["id"].removeprefix(_RECORDED_PREFIX),
             "type": "message",
             "role": "assistant",
             "model": self.envelope["model"],

@@ -1,7 +1,8 @@
-"""`GET /v1/chat/completions/{id}/events`, and the same of completions: a recorded stream from any place."""
+"""`GET /v1/chat/completions/{id}/events` and its like: a recorded stream from any place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -15,11 +16,23 @@ from ..serving import Serving
 
 
 class Events:
-    """The stream of a recorded request, as an ASGI application."""
+    """The stream of a recorded request, as an ASGI application.
 
-    def __init__(self, serving: Serving, endpoint: Endpoint[Any]) -> None:
+    Args:
+        serving: The state that the endpoints share.
+        endpoint: The endpoint that answered the request.
+        recorded_id: Returns the ID in the record for the ID in an answer.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        endpoint: Endpoint[Any],
+        recorded_id: Callable[[str], str] = str,
+    ) -> None:
         self._serving = serving
         self._endpoint = endpoint
+        self._recorded_id = recorded_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events of a recorded request that follow the one named by Last-Event-ID, or all of them."""
@@ -28,7 +41,7 @@ class Events:
                 404,
                 "This server records no requests; start it with --store PATH or --resume-grace SECONDS",
             )
-        request_id = Request(scope).path_params["id"]
+        request_id = self._recorded_id(Request(scope).path_params["id"])
         position = read_last_event_id(scope) or EventPosition(request_id)
         if position.request_id != request_id:
             raise bad_request(

@@ -163,6 +163,12 @@ def test_a_message_continues_at_every_event(frontend: FrontendProcess) -> None:
         if event_id:
             known = whole[: place + 1]
             assert content_of(known + resume(frontend, path, event_id)) == content_of(whole)
+    url = f"{path}/{whole[0][1]['message']['id']}/events"
+    assert content_of(events_of(frontend.http.get(url).text)) == content_of(whole)
+    headers = {"last-event-id": event_id}
+    assert frontend.http.get(url, headers=headers).text == ""
+    unknown = frontend.http.get(f"{path}/msg_x/events")
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
 def content_of(events: list[tuple[str, Any]]) -> list[Any]:
