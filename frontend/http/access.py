@@ -32,6 +32,9 @@ OPERATOR_PATHS: Final = frozenset(
 REPLICA_COMMANDS: Final = "/replicas/"
 TIMELINES: Final = "/debug/requests/"
 
+OLLAMA_PATHS: Final = "/api/"
+"""Beginning of the routes whose clients, such as curl in Ollama's documentation, often name no content type."""
+
 FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
 """Ends of the routes whose bodies are forms with a file."""
 
@@ -54,7 +57,8 @@ class Access:
     because what it owns in the store may outlive the server; without keys it is "".
 
     Any web page can make a browser send requests to this server. So a body must have the content type JSON, which a
-    page may send only if the server allows its origin. Routes for operators allow no origin.
+    page may send only if the server allows its origin. Requests of Ollama's API that no browser sent may have any
+    content type. Routes for operators allow no origin.
 
     A server on a loopback address without keys also rejects other host names in the Host header. Otherwise a page could
     make its own host name resolve to that address (DNS rebinding).
@@ -86,7 +90,8 @@ class Access:
                     "Web pages may not call this route: the request has the header Origin "
                     f"{echo(headers[b'origin'].decode('latin-1'))}; send it without one"
                 )
-            if scope["method"] not in _WITHOUT_BODY:
+            is_checked = _is_of_browser(headers) or not path.startswith(OLLAMA_PATHS)
+            if is_checked and scope["method"] not in _WITHOUT_BODY:
                 _check_media_type(headers, is_form=path.endswith(FORM_PATHS))
 
     def _check_host(self, header: bytes | None) -> None:
@@ -183,6 +188,11 @@ def is_operator_path(path: str) -> bool:
 
 def _forbidden(message: str) -> APIError:
     return APIError(403, message, type="permission_error")
+
+
+def _is_of_browser(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a browser may have sent a request for a page: it adds one of these headers to every POST."""
+    return b"origin" in headers or b"sec-fetch-site" in headers
 
 
 def _check_media_type(headers: dict[bytes, bytes], *, is_form: bool) -> None:

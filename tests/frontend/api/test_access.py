@@ -50,6 +50,16 @@ def test_bodies_that_a_page_may_send_without_preflight_are_rejected(
     assert "application/json" in message or "http://page.example" in message
 
 
+def test_ollama_clients_need_no_content_type_but_pages_do(local: FrontendProcess) -> None:
+    body = b'{"model": "echo", "prompt": "x", "stream": false, "options": {"num_predict": 1}}'
+    for media_type in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+        answer = local.http.post("/api/generate", content=body, headers=media_type)
+        assert answer.status_code == 200, answer.text
+        for mark in (PAGE, {"sec-fetch-site": "cross-site"}):
+            refused = local.http.post("/api/generate", content=body, headers=media_type | mark)
+            assert refused.status_code in (403, 415)
+
+
 def test_json_may_name_its_charset(local: FrontendProcess) -> None:
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     body = b'{"prompt": "x", "max_tokens": 1}'
