@@ -15,6 +15,7 @@ from ..logprobs import Json
 from ..routes.chat_completions import ChatAnswer
 from ..serving import Serving
 from ..streaming.event_stream import OPENAI_STREAM, StreamFormat
+from .namespaces import call_fields, is_left_out
 from .output import OutputBuilder
 from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
 
@@ -65,7 +66,7 @@ def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json
             "verbosity": text.get("verbosity") or "medium",
         },
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_shown_tool(tool) for tool in body.tools or ()],
+        "tools": [_shown_tool(tool) for tool in body.tools or () if not is_left_out(tool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": effective("top_p"),
         "truncation": body.truncation or "disabled",
@@ -111,9 +112,11 @@ class ResponsesAnswer(ChatAnswer):
     def new_builder(self, emit: Any) -> OutputBuilder:
         """Return a builder of the output."""
         exchange = self.exchange
+        fields = call_fields(exchange.body.tools)
         return OutputBuilder(
             exchange.response_id,
             emit,
+            name_call=lambda call: fields.get(call.name, {"name": call.name}),
             is_custom=self.choices[0].calls.is_custom,
             summarizes=exchange.summarizes_reasoning,
             encrypts=exchange.includes(INCLUDE_REASONING),

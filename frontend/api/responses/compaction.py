@@ -86,7 +86,7 @@ class Compaction(ChatCompletions):
             request = await serving.executor.run(size, translate)
             await self._generate(scope, receive, send, lease, request, size, deadline)
         except APIError as error:
-            raise rename_fields(error) from None
+            raise rename_fields(error, body) from None
 
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int

@@ -70,7 +70,7 @@ class Responses(ChatCompletions):
             run = BackgroundRun(exchange, describe_response(serving, exchange, "queued"), state)
             await self.runs.start(run, self._run)
         except APIError as error:
-            raise rename_fields(error) from None
+            raise rename_fields(error, body) from None
         if body.stream:
             await send_events(read_run(run, 0), scope, receive, send)
         else:
@@ -226,7 +226,7 @@ class InputTokens:
                     template_kwargs=reasoning_kwargs(request),
                 )
             except APIError as error:
-                raise rename_fields(error) from None
+                raise rename_fields(error, body) from None
         return json_response(
             {"object": "response.input_tokens", "input_tokens": len(chat.token_ids)}
         )

@@ -106,6 +106,7 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
     builder = OutputBuilder(
         response["id"],
         writer.emit,
+        name_call=lambda call: _name_of(items[call.index]),
         is_custom=lambda index: kinds[index] == "custom_tool_call",
         summarizes=any(item.get("summary") for item in items),
         encrypts=any(item.get("encrypted_content") for item in items),
@@ -127,3 +128,8 @@ async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
     events = [each + EVENT_END for each in writer.take().split(EVENT_END) if each]
     if first < len(events):
         yield b"".join(events[first:])
+
+
+def _name_of(item: Json) -> Json:
+    """Return the fields of a call that name its tool."""
+    return {name: item[name] for name in ("name", "namespace") if name in item}

@@ -12,6 +12,7 @@ from ...http.errors import bad_request
 from ..dialects.dialect import expect, refuse
 from ..logprobs import Json
 from .ids import item_id
+from .namespaces import full_name
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 
@@ -138,13 +139,13 @@ class MessageBuilder:
                 message["reasoning_content"] = _reasoning_of(item, where)
             case "function_call":
                 function = {
-                    "name": _string(item, "name", where),
+                    "name": _tool_name(item, where),
                     "arguments": _string(item, "arguments", where),
                 }
                 self._add_call(item, where, {"type": "function", "function": function})
             case "custom_tool_call":
                 custom = {
-                    "name": _string(item, "name", where),
+                    "name": _tool_name(item, where),
                     "input": _string(item, "input", where),
                 }
                 self._add_call(item, where, {"type": "custom", "custom": custom})
@@ -247,6 +248,13 @@ def _join_texts(parts: Any, where: str) -> str:
         place = f"{where}[{i}]"
         texts.append(_string(expect(part, dict, place, "an object"), "text", place))
     return "\n\n".join(texts)
+
+
+def _tool_name(item: Json, where: str) -> str:
+    """Return the name by which the model knows the tool of a call."""
+    namespace = item.get("namespace")
+    name = _string(item, "name", where)
+    return full_name(namespace, name) if isinstance(namespace, str) else name
 
 
 def _image(url: str, detail: Any = None) -> Json:

@@ -21,6 +21,7 @@ class OutputBuilder:
     Args:
         response_id: The response.
         emit: Writes the events.
+        name_call: Returns the fields of a call that name its tool.
         is_custom: Returns whether a call, given by its index, is one of a custom tool.
         summarizes: Whether reasoning is a summary instead of content.
         encrypts: Whether items of reasoning have `encrypted_content`.
@@ -31,6 +32,7 @@ class OutputBuilder:
         response_id: str,
         emit: Emit,
         *,
+        name_call: Callable[[ToolCallDelta], Json],
         is_custom: Callable[[int], bool],
         summarizes: bool = False,
         encrypts: bool = False,
@@ -38,6 +40,7 @@ class OutputBuilder:
         self.items: list[Json] = []
         self._response_id = response_id
         self._emit = emit
+        self._name_call = name_call
         self._is_custom = is_custom
         self._summarizes = summarizes
         self._encrypts = encrypts
@@ -105,7 +108,7 @@ class OutputBuilder:
         else:
             assert call is not None
             name = "arguments" if kind == "function_call" else "input"
-            item |= {"call_id": call.id, "name": call.name, name: ""}
+            item |= {"call_id": call.id, **self._name_call(call), name: ""}
         self._open, self._call = item, number
         self.items.append(item)
         place = self._place(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from ..schema import ChatCompletionRequest
 from ..schema.responses import SAMPLING_FIELDS, ResponseFields, ResponsesRequest
 from ..stored.metadata import verify_metadata
 from .items import Files, MessageBuilder
+from .namespaces import TOOL_KINDS, choose_full_name, place_tools
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDE_REASONING: Final = "reasoning.encrypted_content"
@@ -28,8 +30,6 @@ _INCLUDABLE: Final = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 )
-_TOOL_KINDS: Final = ("function", "custom")
-
 MAX_TOP_LOGPROBS: Final = 20
 
 _SENT_NAMES: Final = (
@@ -132,8 +132,8 @@ def _prompt_fields(
         expect(effort, str, "reasoning.effort", "a string")
     if verbosity is not None:
         expect(verbosity, str, "text.verbosity", '"low", "medium" or "high"')
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    choice = _tool_choice(body.tool_choice, has_tools=bool(tools))
+    tools = [placed.tool for placed in place_tools(body.tools)]
+    choice = choose_full_name(_tool_choice(body.tool_choice, has_tools=bool(tools)))
     return {
         "model": body.model,
         "messages": builder.messages,
@@ -171,26 +171,10 @@ def _verify(body: ResponsesRequest) -> None:
     verify_metadata(body.metadata)
 
 
-def _tool(tool: Json, where: str) -> Json:
-    """Return a tool in the form of chat completions, where its fields are in an inner object."""
-    kind = tool.get("type")
-    if kind not in _TOOL_KINDS:
-        refuse(
-            f"{where}.type",
-            '"function" or "custom", because this server runs no tools itself',
-            kind,
-        )
-    if isinstance(tool.get(kind), dict):
-        # Chat completions have this form, and some clients send it here.
-        return tool
-    fields = {k: v for k, v in tool.items() if k != "type" and v is not None}
-    return {"type": kind, kind: fields}
-
-
 def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | None:
     if isinstance(choice, dict):
         kind = choice.get("type")
-        if kind not in (*_TOOL_KINDS, "allowed_tools"):
+        if kind not in (*TOOL_KINDS, "allowed_tools"):
             refuse(
                 "tool_choice.type",
                 '"function", "custom" or "allowed_tools", because this server runs no tools itself',
@@ -222,8 +206,8 @@ def _response_format(form: Any) -> Json | None:
     return {"type": kind}
 
 
-def rename_fields(error: APIError) -> APIError:
-    """Return an error of a chat completion with the names that the fields have here."""
+def rename_fields(error: APIError, body: ResponseFields) -> APIError:
+    """Return an error of a chat completion with the names that the fields have in this body."""
     if error.status != 400 or error.param is None:
         return error
     param = error.param
@@ -233,8 +217,7 @@ def rename_fields(error: APIError) -> APIError:
             break
     else:
         if param.startswith("tools["):
-            for kind in _TOOL_KINDS:
-                param = param.replace(f"].{kind}", "]", 1)
+            param = _rename_tool(param, body)
         elif param == "messages" or param.startswith(("messages.", "messages[")):
             param = "input"
     if param == error.param:
@@ -247,6 +230,15 @@ def rename_fields(error: APIError) -> APIError:
         code=error.code,
         headers=error.headers,
     )
+
+
+def _rename_tool(param: str, body: ResponseFields) -> str:
+    """Return the place of a tool in the body for a place among those that the model is shown."""
+    number, _, rest = param.removeprefix("tools[").partition("]")
+    with contextlib.suppress(APIError, IndexError, ValueError):
+        placed = place_tools(body.tools)[int(number)]
+        return placed.where + rest.removeprefix(f".{placed.tool['type']}")
+    return param
 
 
 def conversation_id(body: ResponseFields) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_background_response_fails_if_its_record_is_unreadable(tmp_path: Path, l
         )
         before = [next(stream) for _ in range(NUM_BEFORE)]
         frontend.process.kill()
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.execute(loss)
     with (
         FrontendProcess(store=StoreConfig(path=str(path))) as frontend,

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("sesame", "other")
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
+FUNCTION: dict[str, Any] = {"type": "function", "name": "read"}
+NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "files", "tools": [FUNCTION]}
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +274,35 @@ def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai
     assert "response.custom_tool_call_input.done" in kinds
 
 
+def test_tools_of_namespaces_are_called_by_their_names(
+    frontend: FrontendProcess, client: openai.OpenAI
+) -> None:
+    """Coding agents send the tools of MCP servers like this, beside tools of OpenAI's servers."""
+    tools: list[Any] = [{"type": "web_search"}, NAMESPACE, *TOOLS]
+    text = f"<tool_call>\n{json.dumps({'name': 'files__read', 'arguments': {}})}\n</tool_call>"
+    with client.responses.stream(**options(frontend, text), tools=tools) as stream:
+        events = list(stream)
+    added = next(event.item for event in events if event.type == "response.output_item.added")
+    [call] = events[-1].response.output
+    for item in (added, call):
+        assert (item.type, item.name, item.namespace) == ("function_call", "read", "files")
+    assert [tool.type for tool in events[-1].response.tools] == ["namespace", "function"]
+    repeated = list(client.responses.retrieve(events[-1].response.id, stream=True))
+    assert repeated[-1].response.output == [call]
+    answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Text"}
+    second = client.responses.create(
+        **options(frontend, "") | {"input": [call.to_dict(), answer], "max_output_tokens": 90},
+        tools=tools,
+    )
+    assert "files__read {}" in second.output_text
+    forced = client.responses.create(
+        **options(frontend, "{}"),
+        tools=tools,
+        tool_choice={"type": "function", "name": "read", "namespace": "files"},
+    )
+    assert (forced.output[0].name, forced.output[0].namespace) == ("read", "files")
+
+
 def test_logprobs_are_those_of_the_text(frontend: FrontendProcess, client: openai.OpenAI) -> None:
     fields = options(frontend, "<think>\nHm.\n</think>\n\nOne two") | {
         "include": ["message.output_text.logprobs"],
@@ -308,7 +339,18 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI) -> None:
             "input[0].content[0].type",
             "input_text, input_image",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"web_search"'),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type", '"file_search"'),
+        (
+            {"tools": [{"type": "web_search"}, NAMESPACE | {"tools": [{"type": "mcp"}]}]},
+            "tools[1].tools[0].type",
+            '"mcp"',
+        ),
+        (
+            {"tools": [NAMESPACE, NAMESPACE | {"tools": [FUNCTION | {"name": "?"}]}]},
+            "tools[1].tools[0].name",
+            "tools[1].tools[0].name must be",
+        ),
+        ({"tools": [NAMESPACE, NAMESPACE]}, "tools[1].tools[0]", "files__read"),
         ({"tools": [{"type": "function", "name": "?"}]}, "tools[0].name", "tools[0].name must be"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", '"mcp"'),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),

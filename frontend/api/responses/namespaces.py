@@ -1,0 +1,129 @@
+"""Tools as coding agents send them: groups of functions, and tools that only OpenAI's servers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from ...http.errors import bad_request, echo
+from ..dialects.dialect import expect, refuse
+from ..logprobs import Json
+
+TOOL_KINDS: Final = ("function", "custom")
+NAMESPACE: Final = "namespace"
+
+LEFT_OUT: Final = frozenset(
+    {"image_generation", "local_shell", "tool_search", "web_search", "web_search_preview"}
+)
+"""Tools that agents offer with every request. The model is not shown them, because nobody here runs them."""
+
+_SEPARATOR: Final = "__"
+
+
+class PlacedTool(NamedTuple):
+    """A tool in the form of chat completions, where its fields are in an inner object.
+
+    Attributes:
+        where: The field of the request that has it.
+        tool: The tool. Its name is unique among those of all namespaces.
+        namespace: Its namespace; "" for none.
+        name: Its name within the namespace.
+    """
+
+    where: str
+    tool: Json
+    namespace: str
+    name: Any
+
+
+def full_name(namespace: str, name: str) -> str:
+    """Return the name by which the model knows a tool of a namespace."""
+    if not namespace:
+        return name
+    return f"{namespace}{'' if namespace.endswith(_SEPARATOR) else _SEPARATOR}{name}"
+
+
+def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
+    """Return the tools that the model is shown, those of namespaces included.
+
+    Raises:
+        APIError: A tool has a type that is not served, or two have the same name (400).
+    """
+    placed = list(_place_tools(tools or ()))
+    names: dict[str, PlacedTool] = {}
+    for each in placed:
+        name = each.tool[each.tool["type"]].get("name")
+        if each.namespace and names.setdefault(name, each) is not each:
+            raise bad_request(
+                each.where, f"{each.where} has the full name {echo(name)}, which another tool has"
+            )
+    return placed
+
+
+def _place_tools(tools: Iterable[Json]) -> Iterator[PlacedTool]:
+    for i, tool in enumerate(tools):
+        where, kind = f"tools[{i}]", tool.get("type")
+        if kind == NAMESPACE:
+            yield from _place_namespace(tool, where)
+        elif not is_left_out(tool):
+            yield _place_tool(tool, where)
+
+
+def is_left_out(tool: Json) -> bool:
+    """Return whether the model is not shown a tool."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and (kind in LEFT_OUT or kind.startswith("web_search_preview_"))
+
+
+def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
+    namespace = expect(group.get("name"), str, f"{where}.name", "a string")
+    about = group.get("description")
+    tools = expect(group.get("tools"), list, f"{where}.tools", "an array")
+    for i, tool in enumerate(tools):
+        place = f"{where}.tools[{i}]"
+        inner = expect(tool, dict, place, "an object")
+        if i == 0 and isinstance(about, str) and about:
+            # The model sees no groups, so the first function describes its group.
+            text = inner.get("description")
+            inner = inner | {"description": f"{about}\n\n{text}" if text else about}
+        yield _place_tool(inner, place, namespace)
+
+
+def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
+    kind = tool.get("type")
+    if kind not in TOOL_KINDS:
+        refuse(
+            f"{where}.type",
+            '"function", "custom" or "namespace", because this server runs no tools itself',
+            kind,
+        )
+    assert isinstance(kind, str)
+    if isinstance(tool.get(kind), dict):
+        # Chat completions have this form, and some clients send it here.
+        return PlacedTool(where, tool, "", tool[kind].get("name"))
+    fields = {k: v for k, v in tool.items() if k != "type" and v is not None}
+    name = fields.get("name")
+    if namespace and isinstance(name, str):
+        fields["name"] = full_name(namespace, name)
+    return PlacedTool(where, {"type": kind, kind: fields}, namespace, name)
+
+
+def call_fields(tools: Iterable[Json] | None) -> Mapping[str, Json]:
+    """Return the fields that name the tool in a call, for the full names of the tools of namespaces."""
+    return {
+        each.tool[each.tool["type"]]["name"]: {"name": each.name, "namespace": each.namespace}
+        for each in place_tools(tools)
+        if each.namespace
+    }
+
+
+def choose_full_name(choice: Any) -> Any:
+    """Return a reference to a tool with its full name."""
+    if not isinstance(choice, dict):
+        return choice
+    namespace, name = choice.get("namespace"), choice.get("name")
+    if isinstance(namespace, str) and isinstance(name, str):
+        return {"type": choice.get("type"), "name": full_name(namespace, name)}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return choice | {"tools": [choose_full_name(tool) for tool in choice["tools"]]}
+    return choice
