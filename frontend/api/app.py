@@ -142,6 +142,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/tokenizer_info", tokenization.tokenizer_info),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+        Route("/", management.root),
         Route("/livez", management.livez),
         Route("/readyz", management.readyz),
         Route("/health", management.health),

@@ -84,6 +84,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/debug/requests/{id}": (OPERATORS, "Explain what happened to a request; needs --dump-dir."),
+    "/": (PROBES, "Say that this is a server."),
     "/livez": (PROBES, "Answer 200 while the supervisor runs."),
     "/readyz": (PROBES, "Answer 200 while the server can accept a request."),
     "/health": (PROBES, "Answer 200 while the server works, even if its queues are full."),

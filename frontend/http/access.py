@@ -16,7 +16,7 @@ from ...protocol.config import FrontendConfig
 from .errors import APIError, echo
 
 OPEN_PATHS: Final = frozenset(
-    {"/health", "/livez", "/readyz", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+    {"/", "/health", "/livez", "/readyz", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
 )
 """Routes that need no API key."""
 

@@ -25,7 +25,7 @@ from support.program import wait_until
 pytestmark = pytest.mark.slow
 
 PROMPT = "One two three four five"
-PROBES = ("/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
+PROBES = ("/", "/health", "/livez", "/readyz", "/ping", "/metrics", "/version")
 
 
 def test_ready_after_the_first_token(frontend: FrontendProcess) -> None:
