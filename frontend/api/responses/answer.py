@@ -116,7 +116,7 @@ class ResponsesAnswer(ChatAnswer):
         return OutputBuilder(
             exchange.response_id,
             emit,
-            name_call=lambda call: fields.get(call.name, {"name": call.name}),
+            name_call=lambda call: fields.get(call.name or "", {"name": call.name}),
             is_custom=self.choices[0].calls.is_custom,
             summarizes=exchange.summarizes_reasoning,
             encrypts=exchange.includes(INCLUDE_REASONING),
