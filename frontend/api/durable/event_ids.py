@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from ...client.engine_client import RequestGroup, Sequence
 from ...http.errors import bad_request, echo
+from ..streaming.chunks import Chunks
 from ..streaming.event_stream import ChunkEncoder, StreamFormat
 
 HEADER: Final = "Last-Event-ID"
@@ -77,7 +78,10 @@ class IdentifiedChunks:
         self._chunks = chunks
         self._encode = chunks.encode
         self._start = b"id: %b:" % answer_id.encode()
-        self._is_single = len(group.sequences) == 1
+        is_single = len(group.sequences) == 1
+        self._are_plain_identified = (
+            is_single and isinstance(chunks, Chunks) and chunks.identify_plain(self._start)
+        )
         self._counts = [_count_of(sequence) for sequence in group.sequences]
 
     @property
@@ -92,10 +96,8 @@ class IdentifiedChunks:
             APIError: The sequence failed.
         """
         body = self._encode(sequence)
-        is_plain = self._is_single and sequence.finish_reason is None
-        if is_plain and body and body.find(b"\n") == len(body) - 2:
-            # Most pieces are one event of one line, so they take the shortest way.
-            return b"%b%d\n%b" % (self._start, sequence.num_read_tokens, body)
+        if self._are_plain_identified and sequence.finish_reason is None:
+            return body
         self._counts[sequence.position] = _count_of(sequence)
         return self._identify(body, b".".join(self._counts)) if body else body
 

@@ -26,6 +26,7 @@ class Chunks(ABC, Generic[AnswerT]):
     __slots__ = (
         "_answer",
         "_heads",
+        "_id_start",
         "_include_usage",
         "_is_plain",
         "_tail",
@@ -61,6 +62,18 @@ class Chunks(ABC, Generic[AnswerT]):
             for index in range(num_choices)
         ]
         self._tail = _plain_tail(after, self._include_usage)
+        self._id_start = b""
+
+    def identify_plain(self, start: bytes) -> bool:
+        """Begin plain chunks with an event ID: `start` and the number of tokens read. Return False if none is plain.
+
+        Call this for answers with one sequence.
+        """
+        if not self._is_plain:
+            return False
+        self._id_start = start
+        self._heads = [b"\n" + head for head in self._heads]
+        return True
 
     def encode(self, sequence: Sequence) -> bytes:
         """Return the events for the new output of a sequence.
@@ -73,7 +86,12 @@ class Chunks(ABC, Generic[AnswerT]):
         text = sequence.read_text()
         if not text:
             return b""
-        return b"".join((self._heads[sequence.position], encode_whole(text), self._tail))
+        head = self._heads[sequence.position]
+        if self._id_start:
+            # One expression is faster than an ID that is added to the whole chunk.
+            number = b"%d" % sequence.num_read_tokens
+            return b"".join((self._id_start, number, head, encode_whole(text), self._tail))
+        return b"".join((head, encode_whole(text), self._tail))
 
     @abstractmethod
     def _render(self, sequence: Sequence) -> bytes:
