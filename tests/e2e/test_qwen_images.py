@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.sampling_params import SamplingParams
@@ -51,6 +52,9 @@ class Clip(NamedTuple):
 
 
 Part = str | Image.Image | Clip
+
+POISON = "zephyr"
+"""A word whose first token crashes the worker of `server`."""
 
 CHATS: list[tuple[Part, ...]] = [
     ("the quick", picture(1, 100, 70), "brown fox", picture(2, 20, 33), "jumps"),
@@ -120,7 +124,10 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def server(qwen3: Model) -> Iterator[Server]:
-    with Server(str(qwen3.path), *FLAGS, "--enable-mm-embeds") as server:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
+    crash = tokenizer(POISON, add_special_tokens=False).input_ids[0]
+    flags = ("--enable-mm-embeds", "--inject-crash", str(crash))
+    with Server(str(qwen3.path), *FLAGS, *flags) as server:
         yield server
 
 
@@ -196,6 +203,30 @@ def test_images_share_prefixes_and_bad_ones_are_refused(qwen3: Model, server: Se
     status, answer = server.post("/v1/chat/completions", chat("a", animation))
     assert status == 400
     assert answer["error"]["param"] == "messages[0].content[1].video_url.url"
+    assert_nothing_is_held(server)
+
+
+def test_a_request_with_an_image_that_crashes_the_worker_fails_alone(server: Server) -> None:
+    images = [picture(seed, 40 + 4 * seed, 100) for seed in range(8)]
+
+    def send(*parts: Part) -> tuple[int, Any]:
+        return server.post("/v1/chat/completions", ask("the quick", *parts))
+
+    undisturbed = [send(image, "brown fox") for image in images]
+    assert {status for status, _ in undisturbed} == {200}
+    with concurrent.futures.ThreadPoolExecutor(len(images) + 1) as pool:
+        found = pool.submit(send, picture(50, 256, 60), POISON)
+        answers = list(pool.map(send, images, ["brown fox"] * len(images)))
+        status, answer = found.result()
+    assert status == 500, answer
+    assert "alone when another one crashed" in answer["error"]["message"]
+    for (status, answer), (_, expected) in zip(answers, undisturbed, strict=True):
+        assert status == 200, answer
+        assert answer["choices"] == expected["choices"]
+    assert server.log.count("was killed by SIGSEGV") == 2, server.log
+    # It is refused from now on, without another crash.
+    assert send(picture(50, 256, 60), POISON)[0] == 500
+    assert server.log.count("was killed by SIGSEGV") == 2, server.log
     assert_nothing_is_held(server)
 
 

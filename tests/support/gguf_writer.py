@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "exaone_moe": "exaone-moe",
     "glm_moe_dsa": "glm-dsa",
     "mistral4": "mistral4",
+    "sarvam_moe": "bailingmoe2",
 }
 DENSE = {
     "apertus": "apertus",
@@ -229,6 +230,11 @@ def tensors_of(model: PreTrainedModel, splits_heads: bool) -> Iterator[tuple[str
             yield name.replace("kv_b", "k_b"), keys.transpose(1, 2).contiguous()
             yield name.replace("kv_b", "v_b"), values.contiguous()
             continue
+        if model.config.model_type == "sarvam_moe" and re.search(r"\.[qkv]_proj\.", name):
+            if ".q_proj." in name:
+                parts = [model.state_dict()[name.replace(".q_", f".{x}_")] for x in "qkv"]
+                yield name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+            continue
         if not re.search(r"\.(mlp|block_sparse_moe|shared_mlp|feed_forward)\.", name):
             yield name, weight
             continue
@@ -401,7 +407,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next((x for name in names if (x := getattr(config, name, None))), None):
         add_experts(writer, config, experts)
-    if architecture in ("glm4moe", "minimax-m2"):
+    if architecture in ("bailingmoe2", "glm4moe", "minimax-m2"):
         rope = config.rope_parameters
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     if architecture in ("granite", "granitemoe"):

@@ -33,19 +33,25 @@ def read_rope(
 
 
 def read_rope_of_layer_type(
-    fields: ConfigFields, layer_type: str, head_dim: int, *, theta_field: str, theta: float
+    fields: ConfigFields,
+    layer_type: str,
+    head_dim: int,
+    *,
+    theta_field: str,
+    theta: float,
+    partial: bool = False,
 ) -> RopeSpec:
     """Return the rotary embedding of one layer type of a family that has several.
 
     Reads, for full attention only, `rope_scaling`, or else `rope_parameters[layer_type]`, and
-    `theta_field`.
+    `theta_field`. Only families with `partial` rotate less than a whole head.
     """
     nested = fields.section("rope_parameters")
     parameters = None if nested is None else nested.section(layer_type)
     if layer_type == "full_attention":
         parameters = _scaled(fields, parameters)
     return _read(
-        fields, parameters, head_dim, fields.positive(theta_field, theta, above=1), partial=False
+        fields, parameters, head_dim, fields.positive(theta_field, theta, above=1), partial
     )
 
 

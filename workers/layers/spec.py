@@ -145,6 +145,8 @@ class LayerSpec:
     part need not attend. If it does, both have the same input, and their outputs are added. Without `has_mlp` a layer
     has neither MLP nor experts. `norms` replaces those of the model.
 
+    In a model with sinks, layers without `has_sinks` have none.
+
     `head_dim`, `num_kv_heads` and `intermediate_size` replace those of the model where they are not None. A layer with
     a `kv_source` has no keys and values of its own: it reads those of the layer with this index. Without
     `has_value_projection` the values are the projected keys. `activation_sparsity` is the part of the MLP's gates that
@@ -176,6 +178,7 @@ class LayerSpec:
     reads_source: bool = False
     cross_group: int = 0
     chooses_keys: bool = False
+    has_sinks: bool = True
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -263,7 +266,8 @@ class ModelSpec:
     pairs row i with row i + R/2 of the R rotated ones ("half"), each even row with the next ("interleaved"), or row
     i + R/2 with row i ("swapped").
 
-    With `has_value_norm` each value is divided by its root mean square.
+    With `has_value_norm` each value is divided by its root mean square. Values have `value_dim` elements if that is not
+    None, and in the cache as many as keys: further ones, which nothing reads.
 
     With `norms_stream` the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
     residual stream after its addition (BERT, arXiv 1810.04805). Without `has_final_norm` the last layer's output is not
@@ -323,6 +327,7 @@ class ModelSpec:
     qk_norm_bias: bool = False
     rotates_before_norm: bool = False
     has_value_norm: bool = False
+    value_dim: int | None = None
     rope_order: RopeOrder = "half"
     num_positions: int = 0
     position_offset: int = 0
@@ -382,6 +387,11 @@ class ModelSpec:
     def has_rotary_axes(self) -> bool:
         """True if the rotary position of an image's token has three coordinates."""
         return any(layer.rope is not None and layer.rope.axes for layer in self.layers)
+
+    @property
+    def output_dim(self) -> int:
+        """The elements that attention makes of each head's values, without latent attention."""
+        return self.value_dim or self.head_dim
 
     @property
     def num_token_ids(self) -> int:

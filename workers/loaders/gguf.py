@@ -132,6 +132,7 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
     },
     "apertus": _LAYER_MODULES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "bailingmoe2": _LAYER_MODULES | {"layer_output_norm": "final_layernorm"},
     "bert": _BERT_MODULES,
     "jina-bert-v3": _BERT_MODULES,
     "modern-bert": _LAYER_MODULES

@@ -37,7 +37,7 @@ class Attention:
         kernels: LayerKernels,
     ) -> None:
         self._backend = backend.for_layer(spec, shard)
-        self._head_dim = spec.head_dim
+        self._head_dim, self._output_dim = spec.head_dim, spec.output_dim
         self._query_scaling = layer.query_scaling
         self._rotates_before_norm = spec.rotates_before_norm
         self._is_gated = spec.gates_attention
@@ -53,7 +53,7 @@ class Attention:
             kv_scales,
             _alibi_slopes(spec, heads, weights.device),
             weights.read_vector(f"{prefix}sinks", spec.num_heads, heads)
-            if spec.has_sinks
+            if spec.has_sinks and layer.has_sinks
             else None,
             _distance_biases(spec, weights, heads),
         )
@@ -67,14 +67,11 @@ class Attention:
             weights.read_biases(rows) if spec.qkv_bias else None,
         )
         self.qkv = weights.adapt_rows(qkv, rows, spec.hidden_size)
-        query_size = spec.num_heads * spec.head_dim
+        output_size = spec.num_heads * spec.output_dim
+        outputs = range(heads.start * spec.output_dim, heads.stop * spec.output_dim)
         self._output = RowParallelLinear(
             weights.read_matrix(
-                f"{prefix}o_proj.weight",
-                spec.hidden_size,
-                query_size,
-                part=_elements(spec, heads),
-                dim=1,
+                f"{prefix}o_proj.weight", spec.hidden_size, output_size, part=outputs, dim=1
             ),
             weights.read(f"{prefix}o_proj.bias", spec.hidden_size)
             if spec.attention_output_bias
@@ -82,7 +79,7 @@ class Attention:
             shard.tensor_parallel,
             kernels,
             adapt=lambda linear: weights.adapt_columns(
-                linear, f"{prefix}o_proj", spec.hidden_size, query_size, _elements(spec, heads)
+                linear, f"{prefix}o_proj", spec.hidden_size, output_size, outputs
             ),
         )
         self._head_norm: HeadNorm | None = None
@@ -137,7 +134,7 @@ class Attention:
             attended_THK = self._backend.attend(q_THK, kv_cache, attn_metadata, self._layer)
         if gate_THK:
             attended_THK = attended_THK * torch.sigmoid(gate_THK[0])
-        return self._output(attended_THK.flatten(1))
+        return self._output(attended_THK[..., : self._output_dim].flatten(1))
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
         """Return the queries and keys with the queries scaled by their positions."""
@@ -183,12 +180,18 @@ def qkv_rows(
             *(Rows(f"{prefix}{name}", kv_size, keys_part) for name in ("k_proj", "v_proj")),
             Rows(f"{prefix}q_proj", 2 * query_size, part, gates.flatten()),
         ]
+    values_part = range(kv_heads.start * spec.output_dim, kv_heads.stop * spec.output_dim)
     rows = weights.rows(
         prefix,
         ["q_proj", "k_proj", "v_proj"],
-        [query_size, kv_size, kv_size],
-        [queries_part, keys_part, keys_part],
+        [query_size, kv_size, spec.num_kv_heads * spec.output_dim],
+        [queries_part, keys_part, values_part],
     )
+    if spec.value_dim is not None:
+        # Rows fill the values up to the size of keys.
+        values = torch.arange(len(values_part)).view(-1, spec.value_dim)
+        filled = values[:, torch.arange(spec.head_dim) % spec.value_dim]
+        rows[2] = replace(rows[2], order=filled.flatten())
     if spec.has_gate_projection:
         return [*rows, _gate_rows(spec, prefix, heads)]
     if not spec.key_bias:

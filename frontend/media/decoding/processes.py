@@ -45,6 +45,9 @@ DEFAULT_LIMITS: Final = DecoderLimits()
 
 _GRACE_S: Final = 5.0
 
+_MAX_TRIES: Final = 3
+"""Processes that a file goes to while they end for reasons that need not be the file's."""
+
 
 class _Lost(Exception):
     """A process ended before it replied. `is_early` if that may have been before it received the request."""
@@ -81,12 +84,17 @@ class _Process:
         self._num_files += not isinstance(request, ReadSamples)
         # The kernel ends the process before this, unless it was stopped.
         self._connection.settimeout(self._limits.wall_s + _GRACE_S)
-        signum = None
+        signum, is_fork_server_lost = None, False
         with contextlib.suppress(OSError):
             # If it has ended, its signal can be received nevertheless.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send(self._connection, request, content)
-            received = receive(self._connection)
+            try:
+                received = receive(self._connection)
+            except ConnectionResetError:
+                received = None
+            # The fork server reports the end of a process, unless it has ended as well.
+            is_fork_server_lost = received is None
             if received is not None:
                 with contextlib.suppress(msgspec.MsgspecError):
                     reply = decode_reply(received[0])
@@ -95,7 +103,8 @@ class _Process:
                     signum = reply.signal
                 received[1].close()
         is_unknown = signum in (None, 0, signal.SIGKILL)
-        raise _Lost(self._limits.describe_exit(signum), is_early=is_unknown and not is_new)
+        is_early = is_fork_server_lost or (is_unknown and not is_new)
+        raise _Lost(self._limits.describe_exit(signum), is_early=is_early)
 
 
 class IsolatedSound:
@@ -139,8 +148,8 @@ class MediaProcesses:
     """A pool of processes that decode media. It is thread-safe.
 
     A file that crashes its process, or takes too long or too much memory, fails only its own request. A process that
-    waits for a file may be killed, too. So if one that has decoded files before ends for no known reason, the file goes
-    once to a new process.
+    waits for a file may be killed, too, and so may the one that forks them. So if a process that has decoded files
+    before ends for no known reason, or the one that forks them ends, the file goes to a new process.
 
     Args:
         reader: How the model reads images; None if it reads only sounds.
@@ -249,14 +258,16 @@ class MediaProcesses:
             ParameterError: The process was lost.
         """
         process = self._take_idle() or self._start(request.where)
+        num_tries = 1
         while True:
             try:
                 return process, *process.exchange(request, parts)
             except _Lost as error:
                 process.close()
-                if not error.is_early:
+                if not error.is_early or num_tries == _MAX_TRIES:
                     raise ParameterError(request.where, str(error)) from None
                 process = self._start(request.where)
+                num_tries += 1
             except BaseException:
                 process.close()
                 raise

@@ -193,6 +193,22 @@ def _exaone_moe(fields: ModelFields) -> dict[str, Any]:
     )
 
 
+def _bailingmoe2(fields: ModelFields) -> dict[str, Any]:
+    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    return mixture(
+        fields,
+        "BailingMoeV2",
+        "bailing_moe_v2",
+        num_hidden_layers=num_layers,
+        num_nextn_predict_layers=fields.num_layers - num_layers,
+        partial_rotary_factor=rotary_dim / fields.head_dim,
+        use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
+        attention_bias=fields.has_tensor("blk.0.attn_qkv.bias"),
+        use_bias=fields.has_tensor("blk.0.attn_output.bias"),
+    )
+
+
 def _afmoe(fields: ModelFields) -> dict[str, Any]:
     experts = expert_fields(fields)
     return mixture(
@@ -211,6 +227,7 @@ def _afmoe(fields: ModelFields) -> dict[str, Any]:
 
 MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
+    "bailingmoe2": _bailingmoe2,
     "deepseek2": _deepseek2,
     "deepseek32": _deepseek32,
     "dots1": _dots1,

@@ -8,7 +8,7 @@ import signal
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -92,6 +92,12 @@ def decoders(others: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
     ]
 
 
+def only_decoder() -> psutil.Process:
+    """Return the process that decodes when those that are ending have ended."""
+    assert eventually(lambda: len(decoders()) == 1)
+    return decoders()[0]
+
+
 def outcome(read: Any, *args: Any) -> Any:
     try:
         return read(*args)
@@ -152,7 +158,7 @@ def test_sounds_are_read_in_pieces_or_refused(pool: MediaProcesses) -> None:
         expected = outcome(read, lambda g=given, s=seconds: AudioReader(g, "file", 16_000, s))
         opening = OpenSound("file", 16_000, seconds)
         assert outcome(read, lambda g=given, o=opening: pool.open_sound(g, o)) == expected
-    [process] = decoders()
+    process = only_decoder()
     with closing(pool.open_sound(data, OpenSound("file", 16_000, 60.0))) as sound:
         sound.read(10)
     assert eventually(lambda: not is_running(process.pid))
@@ -164,14 +170,14 @@ def test_a_crash_fails_its_own_request_and_no_other(
 ) -> None:
     source = file_of(picture(1, 90, 60))
     expected = pool.read_image(source, WHERE, 1)
-    [process] = decoders()
+    process = only_decoder()
     process.suspend()
     with ThreadPoolExecutor(2) as threads:
-        crashed = threads.submit(pool.read_image, source, WHERE, 1)
-        # The stopped process has the first image, so the second one goes to another.
-        assert eventually(
-            lambda: threads.submit(pool.read_image, source, WHERE, 1).result() == expected
-        )
+        reads = [threads.submit(pool.read_image, source, WHERE, 1) for _ in range(2)]
+        # The stopped process has one of the images, so the other one goes to another.
+        done, rest = wait(reads, return_when=FIRST_COMPLETED)
+        [other], [crashed] = done, rest
+        assert other.result() == expected
         process.send_signal(signum)
         process.resume()
         with pytest.raises(ParameterError) as caught:
@@ -197,15 +203,18 @@ def test_an_image_outlives_a_process_that_was_killed_between_images(pool: MediaP
 
 
 def test_a_killed_decoder_or_fork_server_is_replaced() -> None:
-    others = decoders()
-    with limited() as pool:
-        source = slow_file()
-        with ThreadPoolExecutor(1) as threads:
-            read = threads.submit(pool.read_image, source, WHERE, 1)
+    others, source = decoders(), slow_file()
+
+    def kill_decoder() -> str:
+        with limited() as pool, ThreadPoolExecutor(1) as threads:
+            read = threads.submit(outcome, pool.read_image, source, WHERE, 1)
             assert eventually(lambda: bool(decoders(others)))
             decoders(others)[0].kill()
-            with pytest.raises(ParameterError, match="its process was killed, perhaps because"):
-                read.result()
+            return str(read.result())
+
+    # It may have decoded the file before it was killed.
+    assert eventually(lambda: "its process was killed, perhaps because" in kill_decoder())
+    with limited() as pool:
         assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
         [child] = decoders(others)
         parent = child.parent()
@@ -237,4 +246,6 @@ def test_a_file_over_a_limit_is_refused(limits: dict[str, Any], problem: str) ->
         with pytest.raises(ParameterError) as caught:
             pool.read_image(slow_file(), WHERE, 1)
         assert str(caught.value) == f"{WHERE} {problem}"
-        assert pool.read_image(file_of(picture(1, 30, 30)), WHERE, 1).num_outputs == 1
+        # On a busy machine a small file may take that long, too.
+        small = file_of(picture(1, 30, 30))
+        assert eventually(lambda: not isinstance(outcome(pool.read_image, small, WHERE, 1), str))

@@ -1,5 +1,6 @@
 """Small random models of every family, in transformers."""
 
+import copy
 import json
 import random
 import re
@@ -35,7 +36,9 @@ def make_reference(name, **others):
     """Make a random transformers model in which every norm, bias and multiplier has an effect."""
     family, differences = CONFIGS[name]
     config_name = f"{family}Config" if family not in WITH_TEXT_CONFIG else f"{family}TextConfig"
-    config = getattr(transformers, config_name)(**SMALL | differences | others)
+    # A config keeps its values and changes some of them.
+    values = copy.deepcopy(SMALL | differences | others)
+    config = getattr(transformers, config_name)(**values)
     # Falcon's eager attention adds ALiBi twice.
     attention = "sdpa" if family == "Falcon" else "eager"
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
@@ -64,6 +67,7 @@ def save_reference(reference, path):
     if reference.config.model_type in _WITHOUT_CLASS:
         config = json.loads((path / "config.json").read_text())
         name = type(reference.config).__name__.removesuffix("Config")
+        name = getattr(reference.config, "published_as", name)
         config["architectures"] = [f"{name}ForCausalLM"]
         (path / "config.json").write_text(json.dumps(config))
 

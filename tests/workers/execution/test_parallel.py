@@ -202,6 +202,16 @@ INDEXED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+SMALL_VALUES = {
+    # Layers with a window have twice as many keys and values, which each rank has some of.
+    "num_key_value_heads": 2,
+    "v_head_dim": 16,
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 EXPERTS = {
     "num_key_value_heads": 12,
     "num_experts_per_tok": 3,
@@ -212,6 +222,28 @@ MIXTURES = {
     "qwen2-moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", EXPERTS | {"num_experts": 8}),
     # Ranks have two experts or one.
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", EXPERTS | {"num_local_experts": 5}),
+}
+OTHER_MIXTURES = {
+    # Biases of experts and of the router, and sinks.
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        EXPERTS | {"num_local_experts": 5, "sliding_window": 16},
+    ),
+    # Latent attention, a correction bias and groups, whose experts are on several ranks, behind a dense layer.
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        INDEXED
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
 PRODUCTS = [(1, 3), (2, 2), (4, 1)]
 
@@ -308,10 +340,14 @@ def test_fused_projections_biases_and_head_norms_can_be_split(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("backend", [CPUBackend.TORCH, CPUBackend.NATIVE])
-def test_layers_that_share_keys_stay_in_one_stage(tmp_path: Path, backend: CPUBackend) -> None:
+def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
+    tmp_path: Path, backend: CPUBackend
+) -> None:
     checkpoints = {}
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
+    if backend == CPUBackend.TORCH:
+        models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()
@@ -331,18 +367,22 @@ def test_workers_that_divide_experts_give_the_tokens_of_one_worker(
 ) -> None:
     tokenizer = sentencepiece_tokenizer()
     checkpoints = {}
-    for name, (config, model_class, experts) in MIXTURES.items():
+    for name, (config, model_class, experts) in (MIXTURES | OTHER_MIXTURES).items():
         checkpoints[name] = tmp_path / name
         model = random_model(config, model_class, SIZES | experts, tokenizer)
         model.save_pretrained(checkpoints[name])
     alone = run_alone(checkpoints, tmp_path, backend)
-    served = [Served(path, backend) for path in checkpoints.values()]
-    for tensor, stages, whole in ((2, 1, False), (2, 2, True), (3, 1, True)):
+    for tensor, stages, whole, names in (
+        (2, 1, False, MIXTURES),
+        (2, 2, True, MIXTURES),
+        (3, 1, True, checkpoints),
+    ):
+        served = [Served(checkpoints[name], backend) for name in names]
         parallel = ParallelConfig(tensor, stages, enable_expert_parallel=whole)
         directory = tmp_path / f"{tensor} {stages} {whole}"
         directory.mkdir()
         results = run_replica(directory, parallel, served)
-        for name, *ranks in zip(checkpoints, *results, strict=True):
+        for name, *ranks in zip(names, *results, strict=True):
             assert_equal(ranks, alone[name], parallel)
             most_read = max(rank.bytes_read for rank in ranks)
             assert most_read < 0.75 * alone[name].bytes_read, (name, parallel)

@@ -122,7 +122,7 @@ class AttentionRecorder:
             **attention,
         )
         sinks = None
-        if spec.has_sinks:
+        if spec.has_sinks and layer.has_sinks:
             name = f"{prefix}self_attn.sinks"
             sinks = self._weights.vector(name, spec.num_heads, shard.heads(spec)) * _LOG2_E
         gates = sum(len(heads) for heads in (shard.heads(spec), *[shard.kv_heads(spec)] * 2))

@@ -54,17 +54,25 @@ FAMILIES = (
 )
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+_SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+"""Model types that checkpoints have for another one."""
+
 _WITH_ANY_DECODER = {
     "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
@@ -157,7 +165,8 @@ def _family(fields: ConfigFields) -> Family:
         names = (*architectures, *known)
         found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)
     else:
-        found = _BY_MODEL_TYPE.get(fields.text("model_type", ""))
+        model_type = fields.text("model_type", "")
+        found = _BY_MODEL_TYPE.get(_SAME_FAMILY.get(model_type, model_type))
     if found is None:
         named = ", ".join(architectures) or f"of model_type {fields.get('model_type')!r}"
         raise UnknownArchitecture(

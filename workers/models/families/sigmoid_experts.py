@@ -117,7 +117,31 @@ def _sarvam_moe(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _ling2(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        attention_bias=fields.boolean("use_qkv_bias", False),
+        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
+        moe_intermediate_size=512,
+        n_group=8,
+        topk_group=4,
+    )
+    rope = read_rope(fields, head_dim(fields), theta=600_000.0, partial=True)
+    spec = llama(
+        fields,
+        layers=uniform_layers(fields, rope),
+        attention_output_bias=fields.boolean("use_bias", False),
+        qk_norm="head" if fields.boolean("use_qk_norm", True) else None,
+    )
+    return with_experts(
+        spec,
+        deepseek_experts(fields),
+        first_dense(fields, 1),
+        tensor_names=(*_FUSED_NAMES, *unused_layers(fields)),
+    )
+
+
 FAMILIES = (
+    Family("BailingMoeV2ForCausalLM", "bailing_moe_v2", _ling2),
     Family("ExaoneMoEForCausalLM", "exaone_moe", _exaone_moe),
     Family("ExaoneMoeForCausalLM", "exaone_moe", _exaone_moe),
     Family("HYV3ForCausalLM", "hy_v3", _hunyuan3),

@@ -11,6 +11,7 @@ from .common import Family, attention_biases, base_spec, head_dim, sliding_layer
 from .experts import (
     GRANITE_NAMES,
     SHARED_EXPERT_NAMES,
+    deepseek_experts,
     granite_experts,
     has_listed_experts,
     has_sparse_step,
@@ -162,6 +163,65 @@ def _afmoe(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _mimo_v2(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a MiMo-V2. Layers with a window have more key/value heads, and sinks."""
+    num_layers = fields.layer_count("num_hidden_layers")
+    fields = fields.with_defaults(
+        head_dim=192, num_key_value_heads=4, rms_norm_eps=1e-5, partial_rotary_factor=0.334
+    )
+    size, num_kv_heads = head_dim(fields), fields.integer("num_key_value_heads")
+    value_dim = fields.integer("v_head_dim", 128, maximum=size)
+    full, local = (
+        read_rope_of_layer_type(fields, kind, size, theta_field=name, theta=theta, partial=True)
+        for kind, name, theta in (
+            ("full_attention", "rope_theta", 5_000_000.0),
+            ("sliding_attention", "swa_rope_theta", 10_000.0),
+        )
+    )
+    previous = fields.optional_integer("sliding_window_size")
+    window = fields.integer("sliding_window", 129) if previous is None else previous + 1
+    num_local = fields.integer("swa_num_key_value_heads", 2 * num_kv_heads)
+    has_sinks, local_has_sinks = (
+        fields.boolean("add_full_attention_sink_bias", False),
+        fields.boolean("add_swa_attention_sink_bias", True),
+    )
+    pattern = fields.per_layer("hybrid_layer_pattern", num_layers)
+    slides = sliding_layers(
+        fields, lambda i: bool(i and (i + 1) % 6) if pattern is None else bool(pattern[i])
+    )
+    layers = tuple(
+        LayerSpec(local, window, num_kv_heads=num_local, has_sinks=local_has_sinks)
+        if sliding
+        else LayerSpec(full, has_sinks=has_sinks)
+        for sliding in slides
+    )
+    spec = base_spec(
+        fields,
+        layers,
+        value_dim=None if value_dim == size else value_dim,
+        has_sinks=has_sinks or local_has_sinks,
+        # The factor on values is applied to outputs, which are linear in them.
+        attention_multiplier=fields.optional_positive("attention_value_scale") or 1.0,
+        qkv_bias=fields.boolean("attention_bias", False),
+    )
+    sparse = fields.per_layer("moe_layer_freq", num_layers)
+    experts = deepseek_experts(
+        fields.with_values(
+            {"n_shared_experts": 0, "routed_scaling_factor": fields.get("routed_scaling_factor", 1)}
+        ).with_defaults(moe_intermediate_size=2048)
+    )
+    return with_experts(
+        spec,
+        experts,
+        has_listed_experts(fields, lambda i: bool(i) if sparse is None else bool(sparse[i])),
+        tensor_names=(
+            (r"\.attention_sink_bias$", ".sinks"),
+            (r"(model\.)?mtp\..*", ""),
+            *unused_layers(fields),
+        ),
+    )
+
+
 FAMILIES = (
     Family("AfmoeForCausalLM", "afmoe", _afmoe),
     Family("CwmForCausalLM", "cwm", _cwm),
@@ -169,4 +229,5 @@ FAMILIES = (
     Family("GraniteMoeSWAForCausalLM", "granitemoe_swa", _granite_moe_windows),
     Family("GraniteSWAForCausalLM", "granite_swa", _granite_windows),
     Family("MellumForCausalLM", "mellum", _mellum),
+    Family("MiMoV2FlashForCausalLM", "mimo_v2_flash", _mimo_v2),
 )
