@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -15,9 +15,6 @@ from ...protocol.kv_cache_groups import (
     max_request_tokens,
 )
 from ...protocol.messages import EngineCoreRequest, FinishReason
-
-MIN_STEPS_FORESEEN: Final = 4
-"""Minimum number of steps in flight whose drafts must fit into the KV cache."""
 
 
 def check_config(
@@ -88,13 +85,7 @@ class Requirements(msgspec.Struct, frozen=True):
         has_grammars: bool,
     ) -> Self:
         """Return the limits of a scheduler that can allocate `num_blocks` blocks."""
-        max_uncertain_tokens = 0
-        if config.speculative is not None:
-            # Steps in flight may verify drafts beyond the known tokens of a decoding request.
-            num_steps = max(config.max_steps_in_flight, MIN_STEPS_FORESEEN)
-            max_uncertain_tokens = config.speculative.num_lookahead_tokens + num_steps * (
-                config.speculative.num_speculative_tokens + 1
-            )
+        max_uncertain_tokens = config.max_uncertain_tokens
         return cls(
             vocab_size=vocab_size,
             max_model_len=max_model_len,

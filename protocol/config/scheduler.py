@@ -72,6 +72,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         return self.num_speculative_tokens if self.method is ProposerMethod.DRAFT_MODEL else 0
 
 
+_MIN_STEPS_FORESEEN: Final = 4
+"""Minimum number of steps in flight whose drafts must fit into the KV cache."""
+
 DEFAULT_SPECULATION: Final = SpeculativeConfig(
     num_speculative_tokens=16, method=ProposerMethod.SUFFIX, suffix_decoding_max_cached_requests=0
 )
@@ -221,3 +224,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     def max_steps_in_flight(self) -> int:
         """One step for each stage, and one more that is ready when the first stage is free."""
         return self.num_micro_batches + self.async_scheduling
+
+    @property
+    def max_uncertain_tokens(self) -> int:
+        """The maximum number of tokens of one request in flight, if steps verify drafts; else 0."""
+        if self.speculative is None:
+            return 0
+        num_steps = max(self.max_steps_in_flight, _MIN_STEPS_FORESEEN)
+        tokens_per_step = self.speculative.num_speculative_tokens + 1
+        return self.speculative.num_lookahead_tokens + num_steps * tokens_per_step

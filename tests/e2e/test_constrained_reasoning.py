@@ -51,10 +51,14 @@ SAMPLING_FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Return flags with a chat template that renders the last message unchanged, so tests choose the prompt's end."""
+    """Return flags with a chat template that renders the last message unchanged, so tests choose the prompt's end.
+
+    With a parser of its own for tool calls, the server does not describe tools in the prompt.
+    """
     template = tmp_path_factory.mktemp("template") / "last.jinja"
     template.write_text("{{ messages[-1]['content'] }}")
-    return ("--max-model-len", "1024", "--chat-template", str(template))
+    format = ("--chat-template", str(template), "--tool-call-parser", "hermes")
+    return ("--max-model-len", "1024", *format)
 
 
 @pytest.fixture(scope="module")

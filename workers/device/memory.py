@@ -39,9 +39,10 @@ def count_kv_blocks(
             and the length that fits.
     """
     cache = config.cache
-    max_step_tokens = config.scheduler.max_num_batched_tokens
+    num_uncertain = config.scheduler.max_uncertain_tokens
+    max_step_tokens = max(config.scheduler.max_num_batched_tokens, num_uncertain)
     blocks_per_request = max_request_blocks(
-        groups, config.model.max_model_len, max_step_tokens, cache.block_size
+        groups, config.model.max_model_len, max_step_tokens, cache.block_size, num_uncertain
     )
     useful = blocks_per_request * config.scheduler.max_num_seqs + 1
     if config.model.is_encoder:
@@ -71,6 +72,7 @@ def count_kv_blocks(
             max_step_tokens,
             cache.block_size,
             config.model.max_model_len,
+            num_uncertain,
         )
         needed = (blocks_per_request + 1) * block_bytes
         raise ConfigError(

@@ -11,8 +11,10 @@ from engine.protocol.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.protocol.errors import ConfigError
+from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.workers.device.device import usable_cores
 from engine.workers.device.memory import (
     available_bytes,
@@ -48,6 +50,17 @@ def test_an_encoder_gets_blocks_for_the_steps_in_flight() -> None:
     step_blocks = longer.max_model_len // CONFIG.cache.block_size
     num_steps = scheduler.max_steps_in_flight
     assert found == [4 * step_blocks + 1, num_steps * step_blocks + 4 + 1]
+
+
+def test_recurrent_layers_get_blocks_for_the_drafts_in_flight() -> None:
+    groups = (KVCacheGroup(), KVCacheGroup(AttentionKind.STATE_SPACE, 8))
+    drafting = msgspec.structs.replace(CONFIG.scheduler, speculative=SpeculativeConfig(4))
+    found = [
+        count_kv_blocks(msgspec.structs.replace(CONFIG, scheduler=scheduler), 1, groups)
+        for scheduler in (CONFIG.scheduler, drafting)
+    ]
+    # 20 tokens of a request may be uncertain, which are in two blocks beside the one that is read.
+    assert found == [4 * (4 + 2) + 1, 4 * (4 + 3) + 1]
 
 
 def test_kv_cache_memory_bytes_limits_the_cache() -> None:
