@@ -31,8 +31,8 @@ _PRIOR_ACCEPTANCE: Final = 0.75
 _PRIOR_TRIES: Final = 3.0
 """The drafts for which the prior acceptance of a new request stands."""
 
-_LEAST_GAIN: Final = 1.04
-"""Drafts must be expected to raise the tokens per second by this factor."""
+_LEAST_GAIN: Final = 1.08
+"""Drafts must be expected to raise the tokens per second by this factor, because what is expected is uncertain."""
 
 _PROBE_STEPS: Final = {ProposerMethod.DRAFT_MODEL: 512}
 """Steps between two drafts of requests whose drafts do not pay, by method."""
@@ -112,8 +112,9 @@ class DraftLimits:
         self._slots = slots
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
-        # Text that is looked up costs nothing where nothing is found, so every request tries what is found.
-        self._has_common_prior = config.method is ProposerMethod.DRAFT_MODEL
+        # Text that is looked up costs nothing where nothing is found, so every request tries some of what is found.
+        self._prior_share = 0.0 if config.method is ProposerMethod.DRAFT_MODEL else 0.5
+        """The share of the prior acceptance in that of a new request. The rest is the acceptance of other requests."""
         self._probe_steps = _PROBE_STEPS.get(config.method, _DEFAULT_PROBE_STEPS)
         self._costs = StepCosts()
         self._draft_seconds = 0.0
@@ -161,9 +162,8 @@ class DraftLimits:
         new = slots[self._generation[slots] != self._slots.generation[slots]]
         if len(new):
             self._generation[new] = self._slots.generation[new]
-            prior = _PRIOR_ACCEPTANCE
-            if self._has_common_prior:
-                prior = self._accepted_in_all / max(self._tried_in_all, 1e-9)
+            common = self._accepted_in_all / max(self._tried_in_all, 1e-9)
+            prior = common + self._prior_share * (_PRIOR_ACCEPTANCE - common)
             self._tried[new] = _PRIOR_TRIES
             self._accepted[new] = _PRIOR_TRIES * prior
             self.limits[new] = self._sent[new] = self._max_drafts
