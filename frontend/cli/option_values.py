@@ -108,15 +108,18 @@ def _speculative(text: str) -> SpeculativeConfig | None:
     fields = parse_object(text)
     fields.pop("prompt_lookup_max", None)
     method = fields.setdefault("method", "draft_model" if "model" in fields else "ngram")
+    if isinstance(method, str) and method.endswith("_mtp"):
+        # Older names have the family, such as deepseek_mtp.
+        method = fields["method"] = ProposerMethod.MTP.value
     # Checked first, so that the error names the method rather than one of its fields.
     if method not in list(ProposerMethod):
         raise ValueError(
             f"method {method!r} is not supported; use one of {', '.join(ProposerMethod)}"
         )
-    if (method == ProposerMethod.DRAFT_MODEL) != ("model" in fields):
+    if ProposerMethod(method).has_own_checkpoint != ("model" in fields):
         raise ValueError(
-            "method 'draft_model' needs the field model, a draft model with the same tokenizer, and other methods "
-            f"have none; got {text}"
+            "methods 'draft_model' and 'eagle' need the field model, a draft model with the same tokenizer or a head "
+            f"for this model, and other methods have none; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None

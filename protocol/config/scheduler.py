@@ -36,6 +36,23 @@ class ProposerMethod(enum.StrEnum):
     NGRAM = "ngram"
     SUFFIX = "suffix"
     DRAFT_MODEL = "draft_model"
+    EAGLE = "eagle"
+    MTP = "mtp"
+
+    @property
+    def runs_model(self) -> bool:
+        """True if a model or a part of one proposes, which writes keys and values."""
+        return self in (ProposerMethod.DRAFT_MODEL, ProposerMethod.EAGLE, ProposerMethod.MTP)
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """True if the proposals are made of the hidden states of the model."""
+        return self in (ProposerMethod.EAGLE, ProposerMethod.MTP)
+
+    @property
+    def has_own_checkpoint(self) -> bool:
+        """True if what proposes is in a checkpoint beside that of the model."""
+        return self in (ProposerMethod.DRAFT_MODEL, ProposerMethod.EAGLE)
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,13 +60,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     `ngram` proposes the tokens that followed an earlier occurrence of the last `prompt_lookup_min` or more tokens.
     `suffix` lets all such occurrences vote, those in recent answers to other requests as well. `draft_model` runs a
-    smaller model with the same vocabulary.
+    smaller model with the same vocabulary. `eagle` (arXiv 2401.15077) and `mtp` run a layer that reads the model's
+    hidden states: of a checkpoint of its own, or the layer for the prediction of further tokens in the model's.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler lowers it by request.
         adaptive: Whether each request's number of drafts follows from acceptance and costs; else it is the maximum.
         prompt_lookup_min: The tokens that must match.
-        model: The directory or file of the draft model.
+        model: The directory or file of the draft model or the EAGLE head.
         suffix_decoding_max_tree_depth: The tokens up to which a longer match counts more.
         suffix_decoding_max_cached_requests: The answers that are kept; 0 searches only the request's own tokens.
         suffix_decoding_max_spec_factor: The maximum number of proposed tokens for each matched token.
@@ -69,7 +87,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     @property
     def num_lookahead_tokens(self) -> int:
         """The number of positions after the computed ones for which the proposer writes KV entries."""
-        return self.num_speculative_tokens if self.method is ProposerMethod.DRAFT_MODEL else 0
+        return self.num_speculative_tokens if self.method.runs_model else 0
 
 
 _MIN_STEPS_FORESEEN: Final = 4

@@ -60,6 +60,7 @@ class NativeDecoder:
         num_threads: The number of threads; by default as many as the process may use.
         loras: The LoRA adapters that requests may use.
         places_embeddings: Whether embeddings may take the place of tokens in a model without an encoder.
+        keeps_hidden: Whether `kept_hidden_TE` has the hidden states of all tokens of a step.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -81,8 +82,12 @@ class NativeDecoder:
         num_threads: int | None = None,
         loras: LoraAdapters | None = None,
         places_embeddings: bool = False,
+        keeps_hidden: bool = False,
     ) -> None:
         self.spec = spec
+        self.kept_hidden_TE: Tensor | None = None
+        """The hidden states of the last step: the normed ones, then those before the final norm, [T, 2 D]."""
+        self._keeps_hidden = keeps_hidden
         self.loras = loras
         self.encoder: Encoder | None = None
         self.placed: Placed | None = None
@@ -128,7 +133,7 @@ class NativeDecoder:
             )
             shape = model_shape(store_spec, shard, attention, num_threads)
             self._store = NativeProgram(shape, spec.norm_eps)
-        Recorder(
+        recorder = Recorder(
             self._program,
             spec,
             shard,
@@ -136,12 +141,21 @@ class NativeDecoder:
             max_model_len,
             self._store,
             places_embeddings=places_embeddings,
-        ).record()
+            keeps_hidden=keeps_hidden,
+        )
+        recorder.record()
         self._embeds = shard.is_first and spec.has_embedding
         if shard.tensor_parallel.size > 1:
             self._program.join_ranks(shard.tensor_parallel)
         if shard.expert_group is not None:
             self._program.join_experts(shard.expert_group)
+        self._embedding: NativeProgram | None = None
+        if keeps_hidden and recorder.embedding is not None:
+            self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
+            scale = spec.rounded_embedding_scale(weights.dtype)
+            self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
+            self._embedding.add_op("final_norm", vectors=[None])
+            self._embedding.add_op("head")
         self._output_width = spec.hidden_size
         if not shard.is_last:
             self._output_width = spec.stage_width(shard.layers.stop)
@@ -246,7 +260,7 @@ class NativeDecoder:
             positions_T,
             kv_caches,
             attn_metadata,
-            wants_all_hidden=False,
+            wants_all_hidden=self._keeps_hidden,
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
             tokens=tokens_S.data_ptr(),
@@ -254,6 +268,51 @@ class NativeDecoder:
         )
         logprobs = None if rows is None else rows.logprobs()
         return SamplerOutput(tokens_S.long(), metadata, logprobs)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings of tokens, float32 [T, D]. Supported if the decoder `keeps_hidden`."""
+        assert self._embedding is not None
+        ids_T = _int32(ids_T)
+        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
+        positions_T = torch.zeros_like(ids_T)
+        bounds = np.array([0, len(ids_T)], np.int32)
+        step = Step(
+            num_tokens=len(ids_T),
+            num_sequences=1,
+            wants_all_hidden=True,
+            input_ids=ids_T.data_ptr(),
+            positions=positions_T.data_ptr(),
+            query_start_loc=bounds.ctypes.data,
+            hidden=hidden_TD.data_ptr(),
+            hidden_stride=hidden_TD.shape[1],
+        )
+        if not self._embedding.run(step):
+            raise ValueError(f"token ids must be in [0, {self.spec.num_token_ids})")
+        return hidden_TD
+
+    def choose_tokens(
+        self, hidden_SD: Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the tokens that the requests in these slots would sample from hidden states, int32 [S].
+
+        Args:
+            hidden_SD: Hidden states as the final norm returns them.
+            slots_S: The slots.
+            positions_S: The index of the token that each row samples, which determines its random number.
+        """
+        metadata = self._sampler.describe(slots_S)
+        rows = None
+        if not metadata.takes_most_likely:
+            rows = RowsToSample(self._sampler, metadata, len(slots_S), positions_S)
+        tokens_S = torch.empty(len(slots_S), dtype=torch.int32)
+        adapters = None if self.loras is None else self.loras.of_slots(slots_S)
+        self._run_head(
+            hidden_SD,
+            _numbers(adapters),
+            tokens=tokens_S.data_ptr(),
+            sampling=None if rows is None else rows.pointer,
+        )
+        return tokens_S.clamp_(min=0)
 
     def join_round(self) -> None:
         """Compute rows of other replicas, which chose experts of this rank."""
@@ -281,7 +340,10 @@ class NativeDecoder:
         if not (self.shard.is_first and self.shard.is_last):
             return None
         loras = None if self.loras is None else self.loras.number_by_slot
-        return NativeDecoding(self._program, batch, kv_caches, self._sampler, speculative, loras)
+        width = 2 * self.spec.hidden_size if self._keeps_hidden else 0
+        return NativeDecoding(
+            self._program, batch, kv_caches, self._sampler, speculative, loras, width
+        )
 
     def profile(self) -> list[tuple[str, float]]:
         """Return the kind of each operation, in order, and the seconds spent in it so far."""
@@ -307,6 +369,11 @@ class NativeDecoder:
         else:
             ids_T = torch.zeros_like(positions_T)
             hidden_TD = inputs.float().contiguous()
+        if self._keeps_hidden:
+            kept_TE = torch.empty((len(ids_T), 2 * self.spec.hidden_size), dtype=torch.float32)
+            if not self._embeds:
+                kept_TE[:, : hidden_TD.shape[1]] = hidden_TD
+            self.kept_hidden_TE = hidden_TD = kept_TE
         if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
             # Encoder outputs replace the embeddings, but not the inputs of layers.
             ids_T = _int32(self.placed.replace_ids(ids_T, self.spec.encoder.layer_token_id))

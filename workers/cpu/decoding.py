@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...protocol.arrays import Int32Array
+from ...protocol.arrays import Float32Array, Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..sampling import Grammar, Logprobs, SamplingMetadata
@@ -46,6 +46,7 @@ class NativeDecoding:
         sampler: NativeSampler,
         speculative: SpeculativeConfig | None = None,
         adapter_by_slot: Int32Array | None = None,
+        hidden_width: int = 0,
     ) -> None:
         self._program = program
         self._sampler = sampler
@@ -54,6 +55,10 @@ class NativeDecoding:
         self._tokens = np.empty(self._max_rows, np.int32)
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
+        self.hidden_KE: Float32Array | None = None
+        """With a `hidden_width`, the hidden states of the last step: of each row, the last token and its drafts."""
+        if hidden_width:
+            self.hidden_KE = np.empty((self._max_rows, hidden_width), np.float32)
         # Native code has only the addresses of these arrays, so they must be kept alive.
         tables = batch.block_tables
         strides = np.array([table.shape[1] for table in tables], np.int64)
@@ -76,6 +81,8 @@ class NativeDecoding:
             adapters=None if adapter_by_slot is None else adapter_by_slot.ctypes.data,
             rotary_offsets=None if batch.rotary is None else batch.rotary.offsets_N.ctypes.data,
             source_lens=batch.source_lens.ctypes.data,
+            hidden=None if self.hidden_KE is None else self.hidden_KE.ctypes.data,
+            hidden_stride=hidden_width,
         )
 
     def step(

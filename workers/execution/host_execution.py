@@ -20,7 +20,9 @@ from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
 from ..sampling import SamplerOutput, SamplingMetadata
-from .drafting.draft_model import DraftModel, SlotArray
+from .drafting.computed import ComputedRows
+from .drafting.draft_head import DraftHead
+from .drafting.draft_model import DraftModel
 from .kv_cache import KVCache
 from .model_loader import Model
 from .pipeline import Pipeline
@@ -47,7 +49,7 @@ class HostExecution:
         kv_cache: KVCache,
         pipeline: Pipeline,
         speculative: SpeculativeConfig | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | DraftHead | None = None,
     ) -> None:
         self._model = model
         self._shard = model.shard
@@ -121,18 +123,22 @@ class HostExecution:
         self._decoded_rows = rows = self._rows_to_decode(output)
         if self._decoding is None or rows is None:
             return self._execute(output, await_grammar)
+        begins_S = self._batch.num_tokens[rows.slots_S] - 1
         result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
-            self._propose(rows.slots_S, self._drafts, samples=True)
+            if self._draft_model is not None:
+                computed = _decoded_rows(self._decoding, rows.slots_S, begins_S, result)
+                self._propose(computed, self._drafts, samples=True)
             result.drafts = self._drafts.get_found(output.step)
         return result
 
-    def _propose(self, slots_S: SlotArray, drafts: Drafts, *, samples: bool) -> None:
+    def _propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> None:
         if self._draft_model is None:
             return
         began = perf_counter()
-        self._draft_passes = self._draft_model.propose(slots_S, drafts, samples=samples)
-        self._draft_seconds = perf_counter() - began
+        self._draft_passes = self._draft_model.propose(computed, drafts, samples=samples)
+        if self._draft_passes:
+            self._draft_seconds = perf_counter() - began
 
     def _decode(
         self,
@@ -216,6 +222,8 @@ class HostExecution:
         result = ModelRunnerOutput(output.step)
         if len(slots_R):
             result = self._take_sampled(output, plan, slots_R, sampled)
+        elif self._drafts is not None:
+            self._propose(self._computed_rows(plan), self._drafts, samples=False)
         return result if pooled is None else pooled.add_to(result)
 
     def _take_sampled(
@@ -237,12 +245,21 @@ class HostExecution:
             # A partial prompt continues in the next step, which therefore verifies no drafts either.
             if len(slots_R) < len(plan.slots_S):
                 self._drafts.drop_drafts(slots_R)
-                self._propose(plan.slots_S, self._drafts, samples=False)
+                self._propose(self._computed_rows(plan), self._drafts, samples=False)
             else:
                 self._drafts.look_up(slots_R)
-                self._propose(slots_R, self._drafts, samples=True)
+                self._propose(self._computed_rows(plan), self._drafts, samples=True)
                 result.drafts = self._drafts.get_found(output.step)
         return result
+
+    def _computed_rows(self, plan: StepPlan) -> ComputedRows:
+        hidden_TE = None
+        if isinstance(self._model, NativeDecoder):
+            hidden_TE = self._model.kept_hidden_TE
+        starts_S = plan.query_start_loc[:-1]
+        counts_S = np.diff(plan.query_start_loc)
+        begins_S = plan.seq_lens_S - counts_S
+        return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, hidden_TE)
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
         """Return the rows of a step that `_decoding` can run: every slot computes only its last token and drafts."""
@@ -290,6 +307,24 @@ class HostExecution:
             )
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
         return inputs, torch.from_numpy(plan.positions_T), self._kv_cache.layers, metadata
+
+
+def _decoded_rows(
+    decoding: NativeDecoding,
+    slots_S: Int64Array,
+    begins_S: Int32Array,
+    result: ModelRunnerOutput,
+) -> ComputedRows:
+    """Return the rows of a step that counted, from the last token of each slot on."""
+    counts_S = np.ones_like(begins_S)
+    rows_S = np.arange(len(slots_S))
+    if result.num_sampled:
+        counts_S = int32_view(result.num_sampled)
+        ends_S = np.cumsum(1 + int32_view(result.num_verified))
+        rows_S = ends_S - 1 - int32_view(result.num_verified)
+    hidden_KE = decoding.hidden_KE
+    hidden_TE = None if hidden_KE is None else torch.from_numpy(hidden_KE)
+    return ComputedRows(slots_S, begins_S, counts_S, rows_S, hidden_TE)
 
 
 def _has_chunks(output: SchedulerOutput) -> bool:

@@ -56,6 +56,14 @@ class KVCache:
         self._page_bytes = self._bytes_of_layer(own_layers, model)
         self._cpu_offload: CPUOffloadCache | None = None
         self.num_blocks = 0
+        self._followers: list[KVCache] = []
+
+    def add_follower(self, other: KVCache) -> None:
+        """Allocate `other` with this cache. Its layers are at the places of this cache's blocks of full attention.
+
+        If its blocks have the size of this cache's in one layer, they are copied and stored as parts of these.
+        """
+        self._followers.append(other)
 
     @property
     def has_states(self) -> bool:
@@ -64,8 +72,9 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group in this worker."""
-        return self._page_bytes * self._num_tensors
+        """Bytes of one block over all layers of a group in this worker, and over those of followers."""
+        own = self._page_bytes * self._num_tensors
+        return own + sum(other.block_bytes for other in self._followers)
 
     def _bytes_of_layer(self, layers: Sequence[LayerSpec], model: Model) -> int:
         """Return the bytes of a block in one layer, which are equal for attention and states."""
@@ -97,6 +106,10 @@ class KVCache:
         ]
         tensors = [memory.view(dtype) for memory in memories]
         pages = [memory.view(num_blocks, self._page_bytes) for memory in memories]
+        for other in self._followers:
+            other.allocate(num_blocks)
+            if other.memory is not None and other.memory.page_bytes == self._page_bytes:
+                pages += other.memory.pages
         self.memory = BlockMemory(pages)
         self.layers = []
         for group, place in zip(self._group_of_cache, self._places, strict=True):

@@ -150,6 +150,11 @@ class Model(Protocol):
         """Run `forward`, and sample from the logits of its rows `rows_S` for these slots."""
 
 
+def torch_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype of the model's float weights."""
+    return _DTYPES[config.model.dtype]
+
+
 def load_model(
     config: EngineConfig,
     device: torch.device,
@@ -370,6 +375,7 @@ def _load_native(
     # The native program has its own threads, with which spinning threads of torch would compete.
     torch.set_num_threads(1)
     num_threads = count_threads(config)
+    speculative = config.scheduler.speculative
     try:
         decoder = NativeDecoder(
             spec,
@@ -386,6 +392,7 @@ def _load_native(
             num_threads=num_threads,
             loras=_new_loras(config),
             places_embeddings=config.model.enable_prompt_embeds,
+            keeps_hidden=speculative is not None and speculative.method.reads_hidden_states,
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:

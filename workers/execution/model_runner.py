@@ -21,12 +21,13 @@ from ..lora_loader import LoraLoader
 from ..models.torch_decoder import TorchDecoder
 from ..models.transformers_decoder import TransformersDecoder
 from .device_execution import DeviceExecution
+from .drafting.draft_head import DraftHead
 from .drafting.draft_model import DraftModel
 from .host_execution import HostExecution
 from .inputs.alignment import Alignments
 from .inputs.sources import Sources
 from .kv_cache import KVCache
-from .model_loader import Model, load_model
+from .model_loader import Model, load_model, torch_dtype
 from .parallel_state import ParallelState
 from .request_states import RequestStates
 from .runner import GrammarSource, StepResult
@@ -99,10 +100,13 @@ class ModelRunner:
         if model.loras is not None:
             self.loras = LoraLoader(model.loras.load, model.loras.install)
         self._execution: Execution
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftModel | DraftHead | None = None
         speculative = config.scheduler.speculative
         if speculative is not None and speculative.method is ProposerMethod.DRAFT_MODEL:
             self._draft_model = DraftModel(config, model, kv_cache, device, on_progress)
+        elif speculative is not None and speculative.method.reads_hidden_states:
+            dtype = torch_dtype(config)
+            self._draft_model = DraftHead(config, model, kv_cache, checkpoint, dtype, on_progress)
         if accelerator is None:
             self._execution = HostExecution(
                 model, requests, kv_cache, pipeline, speculative, self._draft_model

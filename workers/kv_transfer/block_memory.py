@@ -41,6 +41,11 @@ class BlockMemory:
             self._stream = torch.cuda.Stream(self.device)
 
     @property
+    def pages(self) -> list[torch.Tensor]:
+        """The cache tensors, uint8 [N, P]."""
+        return self._pages
+
+    @property
     def is_on_host(self) -> bool:
         """True if blocks are in host memory, so that `views` has them."""
         return self._stream is None

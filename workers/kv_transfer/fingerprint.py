@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -57,6 +58,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         config.model.seed if config.model.load_format is LoadFormat.DUMMY else None,
         config.model.quantization,
         repr(model.spec),
+        _describe_head(config),
         type(model).__name__,
         type(attention).__name__,
         (attention.kv_cache_shape(1), str(attention.dtype), config.cache.block_size),
@@ -69,6 +71,15 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
         else torch.__version__,
     )
     return hashlib.sha256(b"engine.kv.v1" + msgspec.msgpack.encode(facts)).digest()
+
+
+def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
+    """Return what determines the keys and values that a drafting head adds to blocks; None without one."""
+    speculative = config.scheduler.speculative
+    if speculative is None or not speculative.method.reads_hidden_states:
+        return None
+    files = sorted(Path(speculative.model or "").glob("*.safetensors")) if speculative.model else []
+    return speculative.method.value, hash_weights(map(os.fspath, files))
 
 
 def hash_weights(paths: Iterable[str]) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....protocol.arrays import Int32Array, Int64Array, int32_bytes
-from ....protocol.config import ProposerMethod, SpeculativeConfig
+from ....protocol.config import SpeculativeConfig
 from ...state.slots import SlotArray, Slots
 
 FloatArray = npt.NDArray[np.float64]
@@ -34,10 +34,9 @@ _PRIOR_TRIES: Final = 3.0
 _LEAST_GAIN: Final = 1.08
 """Drafts must be expected to raise the tokens per second by this factor, because what is expected is uncertain."""
 
-_PROBE_STEPS: Final = {ProposerMethod.DRAFT_MODEL: 512}
-"""Steps between two drafts of requests whose drafts do not pay, by method."""
+_PROBE_STEPS: Final = 256
+"""Steps between two drafts of requests whose drafts do not pay; of a model twice as many."""
 
-_DEFAULT_PROBE_STEPS: Final = 256
 _ROWS_PER_PROBE: Final = 16
 _STEPS_PER_DECISION: Final = 8
 _LEAST_MEASUREMENTS: Final = 3
@@ -113,9 +112,9 @@ class DraftLimits:
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
         # Text that is looked up costs nothing where nothing is found, so every request tries some of what is found.
-        self._prior_share = 0.0 if config.method is ProposerMethod.DRAFT_MODEL else 0.5
+        self._prior_share = 0.0 if config.method.runs_model else 0.5
         """The share of the prior acceptance in that of a new request. The rest is the acceptance of other requests."""
-        self._probe_steps = _PROBE_STEPS.get(config.method, _DEFAULT_PROBE_STEPS)
+        self._probe_steps = _PROBE_STEPS * (1 + config.method.runs_model)
         self._costs = StepCosts()
         self._draft_seconds = 0.0
         """The seconds of a draft model for one token of every row."""

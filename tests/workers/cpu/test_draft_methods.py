@@ -11,9 +11,11 @@ from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput
+from support.draft_heads import write_eagle_head
 from support.native_decoders import BLOCK_SIZE
-from support.tiny_checkpoints import gemma3_gguf, layers_directory, qwen3_directory
+from support.tiny_checkpoints import QWEN3, gemma3_gguf, layers_directory, qwen3_directory
 from support.worker_steps import GREEDY, Steps
+from transformers import LlamaConfig
 
 pytestmark = pytest.mark.slow
 
@@ -48,16 +50,18 @@ class Received(NamedTuple):
 class Checkpoints(NamedTuple):
     target: tuple[object, int]
     other: tuple[object, int]
+    head: object
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Checkpoints:
-    """Write two models with one tokenizer. The first one's layers have several KV-cache groups."""
+    """Write two models with one tokenizer, and a head. The first one's layers have several KV-cache groups."""
     target, target_model = gemma3_gguf(tmp_path_factory.mktemp("target"))
     other, other_model = qwen3_directory(tmp_path_factory.mktemp("other"))
-    return Checkpoints(
-        (target, target_model.config.vocab_size), (other, other_model.config.vocab_size)
-    )
+    head = tmp_path_factory.mktemp("head")
+    vocab_size = target_model.config.vocab_size
+    write_eagle_head(head, LlamaConfig(**QWEN3 | {"vocab_size": vocab_size}))
+    return Checkpoints((target, vocab_size), (other, other_model.config.vocab_size), head)
 
 
 def make_steps(model: tuple[object, int], speculative: SpeculativeConfig | None) -> Steps:
@@ -132,9 +136,10 @@ def method(name: str, **fields) -> SpeculativeConfig:
 
 
 @pytest.mark.parametrize("resumes", (False, True), ids=("alone", "resumed"))
-@pytest.mark.parametrize("name", list(ProposerMethod))
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle"])
 def test_drafts_change_no_token(checkpoints, plain, name, resumes):
-    fields = {"model": str(checkpoints.other[0])} if name == ProposerMethod.DRAFT_MODEL else {}
+    models = {"draft_model": checkpoints.other[0], "eagle": checkpoints.head}
+    fields = {"model": str(models[name])} if name in models else {}
     steps = make_steps(checkpoints.target, method(name, **fields))
     received, num_verified, num_right = generate(steps, resumes=resumes)
     assert received == plain["target"]

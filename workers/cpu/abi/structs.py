@@ -452,6 +452,8 @@ class DecodeBatch(ctypes.Structure):
         ("adapters", c_void_p),
         ("rotary_offsets", c_void_p),
         ("source_lens", c_void_p),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
     )
 
 

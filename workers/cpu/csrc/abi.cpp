@@ -112,7 +112,8 @@ std::string describe() {
          num_from_prediction, found_slots, found_counts, found_tokens)
   STRUCT(DecodeBatch, num_slots, num_groups, chooses_later, slots, max_model_len, token_ids,
          num_tokens, num_computed_tokens, block_tables, block_table_strides, kv_caches, sampling,
-         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets, source_lens)
+         num_drafts, lookup, tokens, num_sampled, num_verified, adapters, rotary_offsets, source_lens,
+         hidden, hidden_stride)
   ENUM(OpKind, embed, quantize, linear, gated_linear, rotate_store, attention, norm_add, final_norm,
        head, sum, route, gated_experts, expert_outputs, combine_experts, short_convolution,
        convolve, scan, gate_mixed, quantize_columns, latent_queries, latent_values, norm,

@@ -54,7 +54,7 @@ class Drafts:
             num_drafts=self._num_drafts.ctypes.data,
             limits=self.limits.ctypes.data,
             suffixes=None if self._suffixes is None else ctypes.pointer(self._suffixes.suffixes),
-            is_searching=config.method is not ProposerMethod.DRAFT_MODEL,
+            is_searching=not config.method.runs_model,
             most=config.num_speculative_tokens,
             shortest_match=config.prompt_lookup_min,
             forced_width=width,

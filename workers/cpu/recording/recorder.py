@@ -26,7 +26,8 @@ from .mixers import record_mixer
 class Recorder:
     """Records the layers of this shard, with their weights, in a program.
 
-    What fills the caches of cross attention is recorded in the program `store`.
+    What fills the caches of cross attention is recorded in the program `store`. With `keeps_hidden` the hidden states
+    before the final norm are written behind the normed ones.
     """
 
     def __init__(
@@ -39,8 +40,12 @@ class Recorder:
         store: NativeProgram | None = None,
         *,
         places_embeddings: bool = False,
+        keeps_hidden: bool = False,
     ) -> None:
         self._places_embeddings = places_embeddings
+        self._keeps_hidden = keeps_hidden
+        self.embedding: PackedWeight | None = None
+        """The embedding of tokens, once it is recorded."""
         self._program = program
         self._store = None
         if store is not None and spec.source is not None:
@@ -81,7 +86,7 @@ class Recorder:
         if self._store is not None:
             self._store.program.add_op("embed")
         if embeds:
-            embedding = self._embedding()
+            embedding = self.embedding = self._embedding()
             tables = [embedding, *self._position_embeddings()]
             if self._blocks.is_alone:
                 program.add_op("embed", parts=tables, scale=scale)
@@ -105,6 +110,8 @@ class Recorder:
         if shard.is_last:
             if self._altup is not None:
                 self._altup.reduce()
+            if self._keeps_hidden:
+                program.add_op("keep_hidden", first_column=spec.hidden_size)
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)
         if shard.is_last and not spec.has_head:

@@ -13,7 +13,7 @@ Shapes: S slots of a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from ....protocol.config import EngineConfig, ParallelConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import NewRequestData, SchedulerOutput
-from ...batch import PersistentBatch, StepPlan
+from ...batch import PersistentBatch
 from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
@@ -34,8 +34,7 @@ from ...models.kv_cache_groups import kv_cache_groups
 from ..kv_cache import KVCache
 from ..model_loader import Model, load_model
 from ..parallel_state import ParallelState
-
-SlotArray: TypeAlias = Int32Array | Int64Array
+from .computed import ComputedRows, plan_chunks
 
 _PADDING_TOKENS: Final = 1024
 """The sizes of equal vocabularies may differ by the padding of their matrices."""
@@ -151,13 +150,13 @@ class DraftModel:
             self._sampler.remove_request(slot)
 
     @torch.inference_mode()
-    def propose(self, slots: SlotArray, drafts: Drafts, *, samples: bool) -> int:
+    def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
         """Write drafts for slots that may have some. Return the number of passes through the draft model.
 
         Without `samples`, only compute the tokens that the model has computed. A pass computes at most as many tokens
         as a step of the model. Requests of which more are missing get no drafts yet.
         """
-        slots_S: Int64Array = slots.astype(np.int64)
+        slots_S: Int64Array = computed.slots_S.astype(np.int64)
         self._drop_rejected(slots_S)
         lengths_S = self._target.num_tokens[slots_S].astype(np.int64)
         room_S = self._target.max_model_len - 1 - lengths_S
@@ -214,7 +213,7 @@ class DraftModel:
         granted_S = np.clip(self._budget - before_S, 0, missing_S)
         is_ready_S: BoolArray = (granted_S == missing_S) & samples
         is_run_S = granted_S > 0
-        plan = _chunks(slots_S[is_run_S], begins_S[is_run_S], granted_S[is_run_S])
+        plan = plan_chunks(slots_S[is_run_S], begins_S[is_run_S], granted_S[is_run_S])
         inputs = self._batch.input_ids(plan)
         inputs.clamp_(max=self._vocab_size - 1)
         rows = (plan.query_start_loc[1:] - 1)[is_ready_S[is_run_S]]
@@ -253,30 +252,13 @@ class DraftModel:
     def warm_up(self) -> None:
         """Run the draft model into the null block, because kernels are prepared on first use."""
         for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
-            plan = _chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
+            plan = plan_chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
             self._model.forward(
                 torch.zeros(num_tokens, dtype=torch.int32),
                 torch.from_numpy(plan.positions_T),
                 self._cache.layers,
                 self._cache.attention_metadata(self._batch, plan),
             )
-
-
-def _chunks(slots_S: Int64Array, begins_S: Int64Array, counts_S: Int64Array) -> StepPlan:
-    """Return the plan of a step that computes `counts_S` tokens of each slot, from `begins_S`."""
-    query_start_loc = np.concatenate(([0], np.cumsum(counts_S))).astype(np.int32)
-    first_S = begins_S - query_start_loc[:-1]
-    positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, counts_S)
-    slots_32 = slots_S.astype(np.int32)
-    return StepPlan(
-        slots_32,
-        begins_S.astype(np.int32),
-        (begins_S + counts_S).astype(np.int32),
-        query_start_loc,
-        np.repeat(slots_32, counts_S),
-        positions_T.astype(np.int32),
-        sampling_rows=np.arange(len(slots_S), dtype=np.int32),
-    )
 
 
 def _draft_config(config: EngineConfig, path: str) -> EngineConfig:

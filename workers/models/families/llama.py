@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -69,6 +70,11 @@ def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
 def qwen2(fields: ConfigFields) -> ModelSpec:
     """Return the spec of a Qwen2 model."""
     return base_spec(fields, qwen_layers(fields), qkv_bias=True)
+
+
+def _mimo(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a MiMo model without its layers that predict further tokens."""
+    return replace(qwen2(fields), tensor_names=((r"^model\.mtp_layers\..*", ""),))
 
 
 def qwen3(fields: ConfigFields) -> ModelSpec:
@@ -166,6 +172,7 @@ def granite(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("GraniteForCausalLM", "granite", granite),
     Family("LlamaForCausalLM", "llama", llama),
+    Family("MiMoForCausalLM", "mimo", _mimo),
     Family("MinistralForCausalLM", "ministral", ministral),
     Family("Ministral3ForCausalLM", "ministral3", ministral3),
     Family("MistralForCausalLM", "mistral", mistral),

@@ -67,6 +67,8 @@ struct DecodeBatch {
   const int32_t* adapters;       // [slots], as those of a step; or null
   const int32_t* rotary_offsets;       // [slots], added to positions for embeddings with axes; null for 0
   const int32_t* source_lens;    // [slots]
+  float* hidden;                 // [num_slots and drafts, hidden_stride], receives the hidden states; or null
+  int64_t hidden_stride;
 };
 
 // Long steps run in slices, so that what lies between two operations stays small. A slice has this many tokens, or whole

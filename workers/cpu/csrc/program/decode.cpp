@@ -65,7 +65,7 @@ const SamplingRows* DecodeLayout::rows_to_sample(const DecodeBatch& batch) {
 }
 
 Step DecodeLayout::step(const DecodeBatch& batch) {
-  hidden_.reserve(sizeof(float) * num_rows() * shape_.hidden_size);
+  if (!batch.hidden) hidden_.reserve(sizeof(float) * num_rows() * shape_.hidden_size);
   Step step{};
   step.num_tokens = step.num_logit_rows = num_rows();
   step.num_sequences = batch.num_slots;
@@ -76,8 +76,8 @@ Step DecodeLayout::step(const DecodeBatch& batch) {
   step.source_lens = batch.source_lens;
   step.groups = groups_.data();
   step.kv_caches = batch.kv_caches;
-  step.hidden = hidden_.floats();
-  step.hidden_stride = shape_.hidden_size;
+  step.hidden = batch.hidden ? batch.hidden : hidden_.floats();
+  step.hidden_stride = batch.hidden ? batch.hidden_stride : shape_.hidden_size;
   step.logit_rows = array(kLogitRows);
   step.sampling = rows_to_sample(batch);
   step.adapters = has_adapters_ ? array(kAdapters) : nullptr;

@@ -1,0 +1,277 @@
+"""A head that proposes drafts from the hidden states of the model: a layer of EAGLE or of multi-token prediction.
+
+At each position it reads the hidden state of the position's token and the embedding of the next token. It runs for
+every token that the model computes, because hidden states are not kept. So its keys and values are at the places of
+the model's blocks of full attention, and the prefix cache, preemption and the handoff to another core serve both.
+
+The keys and values of the last token of a block depend on the first token of the next block, which another request
+with the same block may not have. Blocks may also come from elsewhere without keys and values of the head. Drafts are
+then likelier to be wrong, which changes nothing else.
+
+Shapes: S slots of a step, T tokens, D hidden size, E elements of the hidden states of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....protocol.arrays import Int32Array, Int64Array
+from ....protocol.config import EngineConfig, ProposerMethod
+from ....protocol.errors import ConfigError
+from ....protocol.kv_cache_groups import AttentionKind
+from ....protocol.worker_messages import SchedulerOutput
+from ...attention import AttentionSpec
+from ...batch import PersistentBatch
+from ...cpu.attention import NativeAttention
+from ...cpu.decoder import NativeDecoder
+from ...cpu.drafts import Drafts
+from ...cpu.library import NotSupportedNatively
+from ...device.device import usable_cores
+from ...loaders import Checkpoint, open_checkpoint
+from ...loaders.tensor_names import translate_names
+from ...models.kv_cache_groups import group_layers, kv_cache_groups
+from ...parallel.shard import ModelShard
+from ...source.products import NativeProduct
+from ..kv_cache import KVCache
+from ..model_loader import Model
+from . import head_layouts
+from .computed import ComputedRows, SlotArray, plan_chunks
+from .head_layouts import HeadLayout, read_eagle, read_mtp
+
+
+class DraftHead:
+    """The drafting head of a worker.
+
+    Raises:
+        CheckpointError: The head cannot be served.
+        ConfigError: It does not fit to the model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Model,
+        target_cache: KVCache,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        speculative = config.scheduler.speculative
+        assert speculative is not None
+        self._name = f"--speculative-config with method {speculative.method.value!r}"
+        if not isinstance(target, NativeDecoder) or target.shard.tensor_parallel.size > 1:
+            raise ConfigError(
+                f"{self._name} needs a model that runs as a native CPU program without --tensor-parallel-size; "
+                "use another method"
+            )
+        if speculative.method is ProposerMethod.EAGLE:
+            assert speculative.model is not None
+            checkpoint = open_checkpoint(speculative.model)
+            layout = read_eagle(checkpoint)
+        else:
+            layout = read_mtp(target.spec, checkpoint)
+        kinds = [group.kind for group in target_cache.groups]
+        if AttentionKind.FULL not in kinds or target.spec.num_positions:
+            raise ConfigError(
+                f"{self._name} needs a model with full attention and without a table of positions; use another method"
+            )
+        self._group = kinds.index(AttentionKind.FULL)
+        if layout.spec.hidden_size != target.spec.hidden_size:
+            raise ConfigError(
+                f"{self._name}: the head has a hidden size of {layout.spec.hidden_size}, the model of "
+                f"{target.spec.hidden_size}; use a head for this model"
+            )
+        self._target, self._layout = target, layout
+        self._size = target.spec.hidden_size
+        self._model = self._load(config, target, layout, checkpoint, dtype, on_progress)
+        self._cache = KVCache(self._model, config.model.max_model_len, torch.device("cpu"))
+        target_cache.add_follower(self._cache)
+        self._read_projection(layout, checkpoint, dtype)
+        self._batch: PersistentBatch
+
+    def _load(
+        self,
+        config: EngineConfig,
+        target: NativeDecoder,
+        layout: HeadLayout,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        on_progress: Callable[[int, int], None],
+    ) -> NativeDecoder:
+        spec = group_layers(layout.spec, config.model.max_model_len)
+        groups = kv_cache_groups(spec, config.model.max_model_len)
+        if [group.kind for group in groups] != [AttentionKind.FULL]:
+            raise ConfigError(
+                f"{self._name}: the head has layers of other kinds than full attention; use another method"
+            )
+        shard = ModelShard.whole(spec)
+        attention = AttentionSpec.from_model(
+            spec,
+            shard,
+            block_size=config.cache.block_size,
+            dtype=target.attention.dtype,
+            device=torch.device("cpu"),
+        )
+        self._num_threads = config.device.threads or max(
+            1, usable_cores() // config.parallel.num_workers
+        )
+        try:
+            return NativeDecoder(
+                spec,
+                checkpoint,
+                NativeAttention(attention),
+                dtype=dtype,
+                max_model_len=config.model.max_model_len,
+                shard=shard,
+                on_progress=on_progress,
+                quantization=config.model.quantization,
+                num_threads=self._num_threads,
+                keeps_hidden=True,
+            )
+        except NotSupportedNatively as error:
+            raise ConfigError(f"{self._name}: {error}; use another method") from error
+
+    def _read_projection(
+        self, layout: HeadLayout, checkpoint: Checkpoint, dtype: torch.dtype
+    ) -> None:
+        stored = translate_names(checkpoint.names(), layout.tensor_names)
+
+        def read(name: str) -> Tensor | None:
+            return checkpoint.tensor(stored[name], torch.float32) if name in stored else None
+
+        if head_layouts.PROJECTION not in stored:
+            raise checkpoint.missing("fc.weight")
+        matrix = checkpoint.tensor(stored[head_layouts.PROJECTION], dtype)
+        if matrix.shape != (self._size, 2 * self._size):
+            raise ConfigError(
+                f"{self._name}: the projection has the shape {tuple(matrix.shape)}, not "
+                f"{(self._size, 2 * self._size)}; use a head for this model"
+            )
+        self._project = NativeProduct(matrix, self._num_threads)
+        self._projection_bias = read(head_layouts.PROJECTION_BIAS)
+        self._embedding_norm = read(head_layouts.EMBEDDING_NORM)
+        self._hidden_norm = read(head_layouts.HIDDEN_NORM)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block beside those of the model's KV cache, which includes the head's."""
+        return 0
+
+    def use_batch(self, batch: PersistentBatch, num_blocks: int) -> None:
+        """Prepare for the requests of `batch`."""
+        self._batch = batch.with_own_lengths(self._group)
+        self._num_tokens = batch.num_tokens
+
+    def apply_output(self, output: SchedulerOutput) -> None:
+        """Do nothing: requests have no state here."""
+
+    def release_requests(self) -> None:
+        """Do nothing: requests have no state here."""
+
+    @torch.inference_mode()
+    def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
+        """Run the head for the tokens of a step, and write drafts for slots that may have some.
+
+        Return the number of drafts of the request with the most, one for each pass through the head. Without `samples`
+        there are none.
+        """
+        slots_S = computed.slots_S.astype(np.int64)
+        lengths_S = self._num_tokens[slots_S].astype(np.int64)
+        begins_S = computed.begins_S.astype(np.int64)
+        # The token after the last one is not known if nothing was sampled.
+        counts_S = np.minimum(computed.counts_S, lengths_S - 1 - begins_S)
+        rows_S = computed.rows_S.astype(np.int64)
+        has_rows_S = counts_S > 0
+        if not has_rows_S.any():
+            return 0
+        slots_S, lengths_S, begins_S = (
+            slots_S[has_rows_S],
+            lengths_S[has_rows_S],
+            begins_S[has_rows_S],
+        )
+        counts_S, rows_S = counts_S[has_rows_S], rows_S[has_rows_S]
+        assert computed.hidden_TE is not None
+        offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
+        rows_T = torch.from_numpy(np.repeat(rows_S, counts_S) + offsets_T)
+        hidden_TE = computed.hidden_TE[rows_T]
+        hidden_TD = self._part(hidden_TE, is_normed=not self._layout.reads_unnormed)
+        outputs_TE = self._run(slots_S, begins_S, counts_S, hidden_TD)
+        room_S = self._batch.max_model_len - 1 - lengths_S
+        limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S[drafts.num_drafts(slots_S) > 0] = 0
+        wants_S = limits_S > 0
+        if not samples or not wants_S.any():
+            return 0
+        last_S = torch.from_numpy((np.cumsum(counts_S) - 1)[wants_S])
+        slots_S, lengths_S, limits_S = slots_S[wants_S], lengths_S[wants_S], limits_S[wants_S]
+        self._draft(slots_S, lengths_S, limits_S, outputs_TE[last_S])
+        drafts.add_found(slots_S, limits_S.astype(np.int32))
+        return int(limits_S.max())
+
+    def _draft(
+        self, slots_S: Int64Array, lengths_S: Int64Array, limits_S: Int32Array, outputs_SE: Tensor
+    ) -> None:
+        """Write `limits_S` drafts after the tokens of each slot, the first of which follow from `outputs_SE`."""
+        tokens = self._batch.token_ids_NL.numpy()
+        for index in range(int(limits_S.max())):
+            if index:
+                goes_on_S = limits_S > index
+                slots_S, lengths_S = slots_S[goes_on_S], lengths_S[goes_on_S]
+                limits_S, outputs_SE = limits_S[goes_on_S], outputs_SE[torch.from_numpy(goes_on_S)]
+                hidden_SD = self._part(outputs_SE, is_normed=self._layout.returns_normed)
+                begins_S = lengths_S + index - 2
+                outputs_SE = self._run(slots_S, begins_S, np.ones_like(slots_S), hidden_SD)
+            normed_SD = self._part(outputs_SE, is_normed=True)
+            positions_S = (lengths_S + index).astype(np.int32)
+            chosen_S = self._target.choose_tokens(normed_SD, slots_S.astype(np.int32), positions_S)
+            tokens[slots_S, positions_S] = chosen_S.numpy()
+
+    def _run(
+        self, slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray, hidden_TD: Tensor
+    ) -> Tensor:
+        """Return the head's hidden states [T, E] at `counts_S` positions of each slot, from `begins_S`."""
+        plan = plan_chunks(slots_S, begins_S, counts_S)
+        tokens = self._batch.token_ids_NL.numpy()
+        embedded_TD = self._target.embed(
+            torch.from_numpy(tokens[plan.slots_T, plan.positions_T + 1])
+        )
+        self._model.forward(
+            self._fuse(embedded_TD, hidden_TD),
+            torch.from_numpy(plan.positions_T),
+            self._cache.layers,
+            self._cache.attention_metadata(self._batch, plan),
+        )
+        assert self._model.kept_hidden_TE is not None
+        return self._model.kept_hidden_TE
+
+    def _fuse(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Return the input of the head's layer."""
+        parts = [_norm(embedded_TD, self._embedding_norm, self._model.spec.norm_eps)]
+        parts.append(_norm(hidden_TD, self._hidden_norm, self._model.spec.norm_eps))
+        if self._layout.has_hidden_first:
+            parts.reverse()
+        projected_TD = self._project(torch.cat(parts, dim=1))
+        return (
+            projected_TD if self._projection_bias is None else projected_TD + self._projection_bias
+        )
+
+    def _part(self, hidden_TE: Tensor, *, is_normed: bool) -> Tensor:
+        """Return the hidden states after the final norm, or before it."""
+        return hidden_TE[:, : self._size] if is_normed else hidden_TE[:, self._size :]
+
+    def warm_up(self) -> None:
+        """Run the head into the null block, because kernels are prepared on first use."""
+        num_tokens = min(self._batch.block_size, self._batch.max_model_len) - 1
+        for count in (num_tokens, 1):
+            hidden_TD = torch.zeros((count, self._size), dtype=torch.float32)
+            self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), hidden_TD)
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    if weight_D is None:
+        return x_TD
+    return torch.nn.functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
