@@ -22,6 +22,9 @@ class BlockListener(Protocol):
     def block_evicted(self, key: bytes, block_id: int) -> None:
         """Handle content whose last block is about to be overwritten."""
 
+    def copy_dropped(self, key: bytes, block_id: int) -> None:
+        """Handle one of several blocks with a content that is about to be overwritten. The content stays findable."""
+
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
         """Handle content that may be wrong, or is no longer needed."""
 
@@ -290,3 +293,5 @@ class BlockPool:
         self._hash_of[block] = None
         self._serial_of[block] = -1
         self.lifetimes.stop_following(block)
+        if self.listener is not None:
+            self.listener.copy_dropped(digest, block)

@@ -154,6 +154,9 @@ class BlockConnector(KVConnector):
     def block_evicted(self, key: bytes, block_id: int) -> None:
         """Handle a block that the next step may overwrite, after it has applied the metadata."""
 
+    def copy_dropped(self, key: bytes, block_id: int) -> None:
+        """Handle one of several blocks with this content, which the next step may overwrite."""
+
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
         """Handle content that may be wrong, or is no longer needed."""
 
@@ -165,7 +168,11 @@ ConnectorFactory: TypeAlias = Callable[[KVTransferConfig], KVConnector]
 
 _FACTORIES: Final[dict[str, ConnectorFactory]] = {}
 
-_BUILT_IN: Final = {"disk": ".disk_tier"}
+_BUILT_IN: Final = {
+    "MultiConnector": ".multi_connector",
+    "direct": ".direct_transfer",
+    "disk": ".disk_tier",
+}
 """The modules that register the connectors of these names when they are imported."""
 
 

@@ -314,13 +314,13 @@ class KVCacheManager:
         self.reserved[request.transfer_id] = tuple(kept)
 
     def keep_blocks(self, request: Request, num_blocks: int) -> None:
-        """Hold the first blocks of a running request beyond the end of its slot.
-
-        Supports one KV-cache group.
-        """
-        blocks = self.blocks[0][request.slot][:num_blocks]
-        self.pool.hold_blocks(blocks, 0)
-        self.reserved[request.transfer_id] = (blocks,)
+        """Hold the first blocks of a running request beyond the end of its slot, except those for cross attention."""
+        kept = []
+        for group, table in zip(self.groups, self.tables.get_tables(request.slot), strict=True):
+            blocks = [] if group.kind is AttentionKind.CROSS else list(table[:num_blocks])
+            self.pool.hold_blocks(_held_tail(blocks), 0)
+            kept.append(blocks)
+        self.reserved[request.transfer_id] = tuple(kept)
 
     def trim_reserved(self, request: Request, num_tokens: int) -> None:
         """Release all reserved blocks except those of the first tokens, which become findable."""

@@ -160,6 +160,10 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
         """Forward the call."""
         self._blocks.block_evicted(key, block_id)
 
+    def copy_dropped(self, key: bytes, block_id: int) -> None:
+        """Forward the call."""
+        self._blocks.copy_dropped(key, block_id)
+
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
         """Forward the call."""
         self._blocks.blocks_removed(keys)

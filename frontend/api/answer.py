@@ -89,6 +89,11 @@ class Answer(ABC, Generic[Request]):
         """Return the final usage."""
         return self.usage_so_far() | self.receipt()
 
+    def transfer(self) -> Json:
+        """Return the field for the engine that continues the request; {} unless blocks are held for one."""
+        params = self._group.sequences[0].kv_transfer_params
+        return {} if params is None else {"kv_transfer_params": params}
+
     def receipt(self) -> Json:
         """Return the field of the usage that has the receipt; {} unless the request asks for it."""
         if self.receipt_source is None:

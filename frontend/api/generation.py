@@ -38,6 +38,7 @@ from ..http.errors import (
     unavailable,
 )
 from .bodies.body import ClientDisconnected
+from .inputs.transfer_params import transfer_params
 from .prompts import verify_num_sequences
 from .routes.replicas import parse_rank
 from .sampling import params_for_output
@@ -271,6 +272,9 @@ async def sequence_requests(
     verify_num_sequences(len(prompts) * n)
     priority = verify_priority(request.priority)
     lora = serving.find_lora(request.model)
+    transfer = transfer_params(getattr(request, "kv_transfer_params", None), serving.config)
+    if transfer is not None and len(prompts) * n > 1:
+        raise bad_request("kv_transfer_params", "kv_transfer_params needs one prompt and n=1")
     sequences: list[SequenceRequest] = []
     for prompt in prompts:
         num_before = len(sequences)
@@ -289,6 +293,7 @@ async def sequence_requests(
                 pooling=prompt.pooling,
                 lora=lora,
                 encoder_inputs=prompt.encoder_inputs,
+                kv_transfer_params=transfer,
             )
             for j in range(1 if is_search else n)
         )

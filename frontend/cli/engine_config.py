@@ -21,7 +21,6 @@ from ...protocol.config import (
     DeviceConfig,
     EngineConfig,
     FrontendConfig,
-    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     PreemptionMode,
@@ -35,9 +34,9 @@ from ...protocol.config.images import SpanKind
 from ...protocol.config.scheduler import DEFAULT_SPECULATION
 from ...protocol.errors import ConfigError
 from ...protocol.file_identity import identify_files
-from ...protocol.kv_transfer.disk import DISK_CONNECTOR
 from ..model_source.options import ModelOptions, ResolvedModel
 from .arguments import Settings
+from .kv_transfer import make_kv_transfer
 from .option_values import PerReplica
 from .options import cpu_defaults
 
@@ -77,7 +76,9 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
             "which is not divided into stages; remove it"
         )
     _check_cpu_offload(cache, scheduler)
-    kv_transfer = _make_kv_transfer(cache, parallel, device.device)
+    kv_transfer, cache = make_kv_transfer(
+        settings["cache"].get("kv_transfer"), cache, parallel, device.device
+    )
     frontend = make_frontend_config(settings, model.default_sampling)
     if model.config.enable_prompt_embeds and (
         model.config.span_kind is not None or model.config.reads_source
@@ -129,14 +130,24 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
     Raises:
         ConfigError: The settings for several machines are incomplete or invalid.
     """
-    parallel = ParallelConfig(**settings["parallel"])
+    given = dict(settings["parallel"])
+    num_roles = len(given.get("replica_roles", ()))
+    if num_roles and given.setdefault("data_parallel_size", num_roles) != num_roles:
+        raise ConfigError(
+            f"--replica-roles has {num_roles} replicas, but --data-parallel-size is {given['data_parallel_size']}; "
+            "remove the second"
+        )
+    parallel = ParallelConfig(**given)
     if parallel.divides_experts_among_replicas and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             f"--enable-expert-parallel with --data-parallel-size {parallel.data_parallel_size} does not support "
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size}; use --tensor-parallel-size instead"
         )
     if not parallel.is_distributed:
-        return parallel
+        if parallel.cluster_key is None:
+            return parallel
+        load_cluster_key(parallel.cluster_key)
+        return msgspec.structs.replace(parallel, cluster_key=os.path.abspath(parallel.cluster_key))
     if parallel.is_external and parallel.nnodes > 1:
         raise ConfigError(
             f"--nnodes {parallel.nnodes} must not be given with --distributed-executor-backend external_launcher, "
@@ -269,6 +280,7 @@ def _make_cache_config(
     settings: Settings, parallel: ParallelConfig, model: ResolvedModel, device: Device
 ) -> CacheConfig:
     given = dict(settings["cache"])
+    given.pop("kv_transfer", None)
     if model.config.is_encoder or model.config.span_kind is SpanKind.PROMPT:
         # A token's keys and values depend on the tokens after it.
         given["enable_prefix_caching"] = False
@@ -291,26 +303,6 @@ def _make_cache_config(
     if given.get("disk_path") is not None:
         given["disk_path"] = os.path.abspath(os.path.expanduser(given["disk_path"]))
     return CacheConfig(**given)
-
-
-def _make_kv_transfer(
-    cache: CacheConfig, parallel: ParallelConfig, device: Device
-) -> KVTransferConfig | None:
-    """Return the KV connector of the disk; None without one."""
-    if cache.disk_path is None:
-        return None
-    if not cache.enable_prefix_caching:
-        raise ConfigError(
-            f"--kv-disk {cache.disk_path} needs prefix caching, which is disabled or not supported for this model; "
-            "remove the flag"
-        )
-    if device is Device.NULL:
-        raise ConfigError(
-            f"--kv-disk {cache.disk_path} needs a KV cache, which --device null has not; remove one of the two flags"
-        )
-    return KVTransferConfig(
-        DISK_CONNECTOR, kv_connector_extra_config={"num_workers": parallel.workers_per_core}
-    )
 
 
 def _check_prefix_hash(cache: CacheConfig) -> None:

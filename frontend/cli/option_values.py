@@ -14,7 +14,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ...protocol.config import KVEventsConfig, ProposerMethod, SpeculativeConfig
+from ...protocol.config import (
+    KVEventsConfig,
+    KVTransferConfig,
+    ProposerMethod,
+    ReplicaRole,
+    SpeculativeConfig,
+)
 
 _INTEGER = re.compile(
     r"(?P<number>[+-]?\d+(?:\.\d+)?)\s*(?:(?P<unit>[kKmMgGtT])(?P<binary>i?)(?P<byte>B?))?"
@@ -100,6 +106,49 @@ def _kv_events(text: str) -> KVEventsConfig | None:
     return config
 
 
+def _kv_transfer(text: str) -> KVTransferConfig:
+    """Return the configuration of a KV connector. Names of vLLM's connectors stand for those that do the same here.
+
+    Its fields about memory buffers and ranks are accepted and ignored.
+    """
+    fields = _with_own_names(parse_object(text))
+    if "kv_connector" not in fields:
+        raise ValueError(f'needs a field such as {{"kv_connector": "direct"}}, got {text}')
+    config: KVTransferConfig = _convert(fields, KVTransferConfig)
+    return config
+
+
+def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
+    name = fields.get("kv_connector")
+    if isinstance(name, str) and "kv_connector_module_path" not in fields:
+        fields["kv_connector"] = _CONNECTORS.get(name, name)
+    extra = fields.get("kv_connector_extra_config")
+    if isinstance(extra, dict) and isinstance(extra.get("connectors"), list):
+        children = [_with_own_names(child) for child in extra["connectors"] if child]
+        fields["kv_connector_extra_config"] = {**extra, "connectors": children}
+    return fields
+
+
+_CONNECTORS: Final = {
+    "ExampleConnector": "disk",
+    "NixlConnector": "direct",
+    "P2pNcclConnector": "direct",
+    "SharedStorageConnector": "disk",
+}
+"""vLLM's names of connectors."""
+
+
+def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
+    """Return the role of each replica."""
+    roles: list[ReplicaRole] = []
+    for part in text.split(","):
+        name, _, count = part.strip().partition("=")
+        if name not in list(ReplicaRole):
+            raise ValueError(f"has no role {name!r}; use {', '.join(ReplicaRole)}, got {text!r}")
+        roles += [ReplicaRole(name)] * parse_integer(count or "1", 1, 256)
+    return tuple(roles)
+
+
 def _speculative(text: str) -> SpeculativeConfig | None:
     """Return the settings for speculative decoding, or None if they disable it.
 
@@ -164,8 +213,10 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "dotted_name": _dotted_name,
     "file": _existing_file,
     "kv_events": _kv_events,
+    "kv_transfer": _kv_transfer,
     "origins": _origins,
     "per_replica": _per_replica,
+    "replica_roles": _replica_roles,
     "speculative": _speculative,
 }
 """The parsers of syntaxes that a field's type does not imply, by the name in `OptionSpec.parse`."""

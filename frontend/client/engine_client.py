@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
+from .replicas.remote_prefill import RemotePrefill
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
 from .request_indices import RequestIndices
@@ -121,14 +123,20 @@ class EngineClient:
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []
-        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
+        roles = config.parallel.replica_roles
+        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs, roles)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
         self.output_log: OutputLog | None = None
         self.metrics.watch_replicas(self._is_up)
         self._started: asyncio.Future[None] | None = None
-        self._indices = RequestIndices(self._output.sequences)
+        self._prefill = RemotePrefill(
+            config, client_index, self._router, lambda: self._indices.next_free(), self._send
+        )
+        self._indices = RequestIndices(
+            ChainMap[int, Any](self._output.sequences, self._prefill.prefills)
+        )
 
     @property
     def ready(self) -> bool:
@@ -250,7 +258,7 @@ class EngineClient:
             group.recording = begin_recording(group)
         for sequence in started:
             if not is_poison and not sequence.finished:
-                self._send(sequence)
+                self._prefill.send(sequence, self.cores[sequence.core_index])
         self._watch_deadline(group, sequences[0].deadline)
         if is_poison:
             # No core has received this group.
@@ -368,6 +376,7 @@ class EngineClient:
             )
 
     def _abort_at_core(self, sequence: Sequence) -> None:
+        self._prefill.cancel(sequence)
         self.cores[sequence.core_index].abort_request(sequence.request_index)
 
     def _handle_ready_core(self, ready: CoreReady) -> None:
@@ -376,6 +385,7 @@ class EngineClient:
         self._isolation_queue[ready.core_index].reset(
             (self.client_index + ready.epoch) % num_frontends
         )
+        self._prefill.drop_core(ready.core_index)
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence)
@@ -432,6 +442,7 @@ class EngineClient:
             sequence = self._output.sequences.get(done.request_index)
             if sequence is not None and done.message == POISON_REQUEST:
                 self._fail_as_poison(sequence)
+        self._prefill.apply_outputs(outputs)
         self._output.process(outputs)
         self._isolation_queue[outputs.core_index].advance()
 
@@ -445,6 +456,8 @@ class EngineClient:
             return
         for core, replica in zip(self.cores, status.replicas, strict=False):
             core.apply_status(replica)
+            if not core.ready:
+                self._prefill.drop_core(core.core_index)
         if not self.ready:
             return
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
@@ -464,6 +477,7 @@ class EngineClient:
         for indices, is_suspect in ((lost.suspects, True), (lost.unsuspected, False)):
             for index in int32_view(indices).tolist():
                 sequence = self._output.sequences.get(index)
+                self._prefill.suspect(index, is_suspect=is_suspect)
                 if sequence is not None:
                     sequence.mark_suspected(is_suspect=is_suspect)
 

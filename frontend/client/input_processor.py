@@ -145,6 +145,7 @@ class InputProcessor:
             pooling_params=request.pooling,
             lora=request.lora,
             encoder_inputs=request.encoder_inputs,
+            kv_transfer_params=request.kv_transfer_params,
         )
 
     def _prompt(self, token_ids: TokenIds, *, generates: bool, has_sound: bool) -> Int32Array:

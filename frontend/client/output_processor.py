@@ -310,6 +310,7 @@ class OutputProcessor:
         if rejection := REJECTIONS.get(done.reason):
             self._metrics.record_rejection(sequence.core_index, rejection)
         sequence.retry_after_s = done.retry_after_s
+        sequence.kv_transfer_params = done.kv_transfer_params
         self.finish(sequence, done.reason, stop_reason=done.stop_reason, error=error)
 
     def _apply_event(self, event: RequestEvent) -> None:

@@ -62,6 +62,7 @@ class Sequence:
         "group",
         "has_stop_strings",
         "has_updates",
+        "kv_transfer_params",
         "last_token_time",
         "load",
         "logprobs",
@@ -129,14 +130,13 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.retry_after_s = 0.0
+        self.kv_transfer_params: dict[str, object] | None = None
         self.trace_headers = request.trace_headers
 
         self.arrival_time = request.arrival_time
-        self.queued_time = 0.0
-        self.scheduled_time = 0.0
+        self.queued_time = self.scheduled_time = 0.0
         self.scheduler_time = self.core_time = 0.0
-        self.first_token_time = 0.0
-        self.last_token_time = 0.0
+        self.first_token_time = self.last_token_time = 0.0
         self.finish_time = 0.0
 
         self._detokenizer = detokenizer

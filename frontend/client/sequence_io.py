@@ -47,6 +47,7 @@ class SequenceRequest:
         pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
         lora: The LoRA adapter to use; None for the base model.
         encoder_inputs: Images in place of some tokens of the prompt.
+        kv_transfer_params: For the KV connector: what another engine computes of the request.
     """
 
     prompt_token_ids: TokenIds
@@ -62,6 +63,7 @@ class SequenceRequest:
     pooling: PoolingParams | None = None
     lora: LoraAdapter | None = None
     encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    kv_transfer_params: dict[str, object] | None = None
 
 
 class Delta(msgspec.Struct, gc=False):

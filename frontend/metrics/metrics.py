@@ -36,6 +36,7 @@ from .names import (
     OWN_GAUGES,
     OWN_HISTOGRAMS,
     REJECTIONS,
+    TRANSFER_COUNTERS,
     VLLM_COUNTERS,
     VLLM_HOST_COUNTERS,
     WAITING_REASONS,
@@ -214,6 +215,11 @@ class Metrics(Collector):
             counters["kv_disk_hits"] += connector.prefix_cache_hits
             for name in ("read_bytes", "written_bytes", "errors"):
                 counters[f"kv_disk_{name}"] += int(connector.counts.get(name, 0))
+            counters["kv_transfer_hits"] += connector.prefix_cache_hits
+            counters["kv_transfer_failed_loads"] += connector.num_failed_loads
+            counters["kv_transfer_expired"] += connector.num_expired_transfers
+            for name in ("received_bytes", "sent_bytes"):
+                counters[f"kv_transfer_{name}"] += int(connector.counts.get(name, 0))
         if (drafts := stats.spec_decoding) is not None:
             counters["spec_decode_num_drafts"] += drafts.num_drafts
             counters["spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
@@ -244,6 +250,8 @@ class Metrics(Collector):
         own_counters = {**COUNTERS, **OWN_COUNTERS}
         if self._config.cache.disk_path is not None:
             own_counters |= DISK_COUNTERS
+        if self._config.kv_transfer is not None:
+            own_counters |= TRANSFER_COUNTERS
         yield from self._families("engine", cores, {**GAUGES, **OWN_GAUGES}, _counted(own_counters))
         yield from self._histograms("engine", cores, {name: name for name in OWN_HISTOGRAMS})
         if self._config.model.enable_lora:
@@ -458,7 +466,7 @@ def _new_core_metrics(config: EngineConfig) -> CoreMetrics:
     lengths = decimal_bounds(config.model.max_model_len)
     drafts = config.scheduler.speculative
     return CoreMetrics(
-        counters=dict.fromkeys((*COUNTERS, *OWN_COUNTERS, *DISK_COUNTERS), 0),
+        counters=dict.fromkeys((*COUNTERS, *OWN_COUNTERS, *DISK_COUNTERS, *TRANSFER_COUNTERS), 0),
         histograms={
             name: Histogram.with_bounds(lengths if bounds is None else bounds)
             for name, (_, bounds) in (HISTOGRAMS | OWN_HISTOGRAMS).items()

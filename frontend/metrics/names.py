@@ -99,6 +99,15 @@ DISK_COUNTERS: Final = {
 }
 """Counters of a server with --kv-disk."""
 
+TRANSFER_COUNTERS: Final = {
+    "kv_transfer_hits": "Prompt tokens loaded by KV connectors, beyond those in the prefix cache.",
+    "kv_transfer_failed_loads": "Requests whose blocks a KV connector could not load, in whole or in part.",
+    "kv_transfer_expired": "Requests whose blocks were held for another replica, and not fetched in time.",
+    "kv_transfer_received_bytes": "Bytes of KV-cache blocks received from other replicas.",
+    "kv_transfer_sent_bytes": "Bytes of KV-cache blocks sent to other replicas.",
+}
+"""Counters of a server with KV connectors."""
+
 FIRST_TOKEN_BOUNDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),

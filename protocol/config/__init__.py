@@ -16,7 +16,7 @@ from .cache import CacheConfig, KVEventsConfig, KVTransferConfig, LoadFailurePol
 from .device import CPUBackend, Device, DeviceConfig
 from .frontend import FrontendConfig
 from .model import LoadFormat, ModelConfig, ModelImpl
-from .parallel import ExecutorBackend, ParallelConfig
+from .parallel import ExecutorBackend, ParallelConfig, ReplicaRole
 from .recovery import RecoveryConfig
 from .scheduler import (
     PreemptionMode,
@@ -49,6 +49,7 @@ __all__ = [
     "PrefixHash",
     "ProposerMethod",
     "RecoveryConfig",
+    "ReplicaRole",
     "SchedulerConfig",
     "SchedulingPolicy",
     "SpeculativeConfig",
@@ -56,7 +57,7 @@ __all__ = [
     "load_config",
 ]
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 """Raised whenever a message or this configuration changes its encoding."""
 
 FIRST_EPOCH: Final = 1
@@ -97,6 +98,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         if self.parallel.is_distributed:
             return self.parallel.master_address(1 + core_index)
         return f"ipc://{self.run_dir}/core{core_index}.workers"
+
+    def kv_address(self, core_index: int, rank: int) -> str:
+        """Return the address at which a worker offers blocks to those of other replicas on its machine (ROUTER)."""
+        return f"ipc://{self.run_dir}/kv{core_index}.{rank}"
 
     def store_address(self) -> str:
         """Return the address at which frontends reach the store (ROUTER)."""

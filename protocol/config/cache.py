@@ -39,6 +39,40 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topic: str = ""
 
 
+class LoadFailurePolicy(enum.StrEnum):
+    """The treatment of a request whose blocks a KV connector could not load.
+
+    `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
+    """
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True):
+    """The KV connector that moves blocks in and out.
+
+    Attributes:
+        kv_connector: A registered name, or the name of a class in `kv_connector_module_path`.
+        kv_role: `kv_producer` computes blocks for others, `kv_consumer` loads them, `kv_both` does both.
+        kv_connector_extra_config: Settings that only the connector knows.
+        engine_id: The name of this engine for others.
+        kv_ip: The address at which other engines reach the workers, if there is a `kv_port`.
+        kv_port: The port of the first worker; those of the others follow it.
+        transfer_timeout_s: Blocks that wait longer than this to be fetched are released.
+    """
+
+    kv_connector: str
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: dict[str, object] = {}
+    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    engine_id: str | None = None
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 0
+    transfer_timeout_s: float = 480.0
+
+
 class CacheConfig(msgspec.Struct, frozen=True):
     """The blocks of the KV cache, and how much memory they may use."""
 
@@ -125,6 +159,14 @@ class CacheConfig(msgspec.Struct, frozen=True):
             ge=0.001,
         ),
     ] = 10.0
+    kv_transfer: Annotated[
+        KVTransferConfig | None,
+        option(
+            "KV connector that moves blocks in and out: {kv_connector, kv_role, …}",
+            name="--kv-transfer-config",
+            parse="kv_transfer",
+        ),
+    ] = None
     prefix_hash: Annotated[
         PrefixHash,
         option(
@@ -133,29 +175,3 @@ class CacheConfig(msgspec.Struct, frozen=True):
             synonyms={"xxhash": "xxh3"},
         ),
     ] = PrefixHash.SHA256
-
-
-class LoadFailurePolicy(enum.StrEnum):
-    """The treatment of a request whose blocks a KV connector could not load.
-
-    `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
-    """
-
-    RECOMPUTE = "recompute"
-    FAIL = "fail"
-
-
-class KVTransferConfig(msgspec.Struct, frozen=True):
-    """The KV connector that moves blocks in and out.
-
-    Attributes:
-        kv_connector: A registered name, or the name of a class in `kv_connector_module_path`.
-        transfer_timeout_s: Blocks that wait longer than this to be fetched are released.
-    """
-
-    kv_connector: str
-    kv_role: str = "kv_both"
-    kv_connector_module_path: str | None = None
-    kv_connector_extra_config: dict[str, object] = {}
-    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-    transfer_timeout_s: float = 480.0

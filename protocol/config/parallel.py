@@ -20,6 +20,14 @@ class ExecutorBackend(enum.StrEnum):
     EXTERNAL_LAUNCHER = "external_launcher"
 
 
+class ReplicaRole(enum.StrEnum):
+    """What a replica is for: computing long prompts, generating tokens, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
 class ParallelConfig(msgspec.Struct, frozen=True):
     """The number of processes of each kind, and their machines.
 
@@ -48,6 +56,17 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         int,
         option("Model replicas, each with its own KV cache", "--dp --dp-size -dp", ge=1, le=256),
     ] = 1
+    replica_roles: Annotated[
+        tuple[ReplicaRole, ...],
+        option(
+            "Replicas of each role, such as prefill=1,decode=3; sets their number",
+            parse="replica_roles",
+            metavar="ROLE=N,…",
+        ),
+    ] = ()
+    remote_prefill_tokens: Annotated[
+        int, option("Uncached prompt tokens from which a prefill replica computes them", ge=1)
+    ] = 256
     api_server_count: Annotated[
         int, option("Frontend processes that share the port", ge=1, le=256)
     ] = 1
@@ -71,6 +90,10 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         str | None,
         machines("Key file from engine keygen, the same on every machine", "--key", parse="file"),
     ] = None
+
+    def role_of(self, core_index: int) -> ReplicaRole:
+        """Return the role of a replica."""
+        return self.replica_roles[core_index] if self.replica_roles else ReplicaRole.BOTH
 
     @property
     def is_external(self) -> bool:

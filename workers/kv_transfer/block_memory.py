@@ -89,6 +89,19 @@ class BlockMemory:
                 target_kLP[row].copy_(gathered_kLP[index], non_blocking=True)
         gathered_kLP.record_stream(self._stream)
 
+    def copy_out(self, block: int, out_1B: NDArray[np.uint8], fence: Fence) -> None:
+        """Copy a block, which was complete at `fence`, to a `host_buffer`. May be called from any thread; waits."""
+        parts_LP = out_1B.reshape(self.num_pages, self.page_bytes)
+        if self._stream is None or fence is None:
+            for layer, page in enumerate(self._host_pages):
+                parts_LP[layer] = page[block]
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(fence)
+            gathered_LP = torch.stack([page[block] for page in self._pages])
+            torch.from_numpy(parts_LP).copy_(gathered_LP, non_blocking=True)
+        self._stream.synchronize()
+
     def write(self, blocks: Sequence[int], data_kB: NDArray[np.uint8], fence: Fence) -> None:
         """Copy the first rows of `data_kB` to blocks that no later step uses, after `fence`.
 

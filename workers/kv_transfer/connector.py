@@ -90,7 +90,11 @@ ConnectorFactory: TypeAlias = Callable[[ConnectorContext], KVConnector]
 
 _FACTORIES: Final[dict[str, ConnectorFactory]] = {}
 
-_BUILT_IN: Final = {"disk": ".disk.disk_connector"}
+_BUILT_IN: Final = {
+    "MultiConnector": ".multi_connector",
+    "direct": ".direct_connector",
+    "disk": ".disk.disk_connector",
+}
 """The modules that register the connectors of these names when they are imported."""
 
 

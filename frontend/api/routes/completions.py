@@ -312,7 +312,7 @@ class _Answer(Answer[CompletionRequest]):
                 self.choice(position).render(outputs[position]) | {"index": index}
             ),
         )
-        return self.envelope | {"choices": choices, "usage": self.usage()}
+        return self.envelope | {"choices": choices, "usage": self.usage()} | self.transfer()
 
     def chunks(self) -> ChunkEncoder:
         return _Chunks(self)

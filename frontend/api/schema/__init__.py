@@ -63,6 +63,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     # The tenant, unless the server has several API keys.
     user: str | None = None
 
+    # Where the blocks of the prompt are, or that they stay for another engine.
+    kv_transfer_params: dict[str, Any] | None = None
+
     # Constraints under their names in SGLang, llama.cpp and earlier releases of vLLM.
     regex: str | None = None
     ebnf: str | None = None
@@ -99,7 +102,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     # Rejected (see REFUSED), because an answer that ignored them would be wrong.
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
-    kv_transfer_params: Any = None
     vllm_xargs: Any = None
     mm_processor_kwargs: Any = None
     lora_path: Any = None
@@ -345,7 +347,6 @@ _NOT_SUPPORTED = "is not supported"
 REFUSED: dict[str, str] = {
     "guided_whitespace_pattern": "is not supported; use structured_outputs.grammar",
     "logits_processors": "is not supported; use logit_bias",
-    "kv_transfer_params": _NOT_SUPPORTED,
     "vllm_xargs": _NOT_SUPPORTED,
     "mm_processor_kwargs": _NOT_SUPPORTED,
     "lora_path": _NOT_SUPPORTED,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ....protocol.block_hash import adapter_key, block_keys
+from ....protocol.config import ReplicaRole
 from ....protocol.errors import EngineError
 from ....protocol.messages import EngineCoreRequest
 from ...metrics.metrics import Metrics
@@ -28,11 +29,19 @@ class ReplicaUnavailable(EngineError):
 class Router:
     """Chooses the core for each sequence of one frontend.
 
-    `cores` is the caller's list, in the order of the replicas, and may change.
+    `cores` is the caller's list, in the order of the replicas, and may change. Sequences go to prefill replicas only
+    while no other serves.
     """
 
-    def __init__(self, cores: list[CoreConnection], metrics: Metrics, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        cores: list[CoreConnection],
+        metrics: Metrics,
+        max_num_seqs: int,
+        roles: Sequence[ReplicaRole] = (),
+    ) -> None:
         self._cores = cores
+        self._roles = roles
         self._metrics = metrics
         self._max_num_seqs = max_num_seqs
 
@@ -104,6 +113,24 @@ class Router:
         if not candidates:
             # The requests wait for a core. A drained core would not accept them by itself.
             candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
+        if self._roles:
+            candidates = [c for c in candidates if not self._is_for_prefill(c)] or candidates
+        return self._choose_among(candidates, request, more)
+
+    def choose_prefill_core(self, request: EngineCoreRequest) -> CoreConnection | None:
+        """Return the prefill replica for a prompt, or None if none serves."""
+        candidates = [core for core in self.open_cores() if self._is_for_prefill(core)]
+        return self._choose_among(candidates, request, _NO_SEQUENCES) if candidates else None
+
+    def _is_for_prefill(self, core: CoreConnection) -> bool:
+        return self._roles[core.core_index] is ReplicaRole.PREFILL
+
+    def _choose_among(
+        self,
+        candidates: Sequence[CoreConnection],
+        request: EngineCoreRequest,
+        more: Mapping[int, int],
+    ) -> CoreConnection:
         if len(candidates) == 1:
             return candidates[0]
         blocks = block_keys(request.block_hashes)

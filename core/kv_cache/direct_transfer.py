@@ -1,0 +1,249 @@
+"""The scheduler's half of the direct KV connector: offers the blocks of this replica, and fetches those of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from ...protocol.arrays import int32_bytes
+from ...protocol.config import KVTransferConfig
+from ...protocol.kv_transfer.direct import (
+    DIRECT_CONNECTOR,
+    MAX_NAME_CHARS,
+    DirectCommands,
+    DirectFetch,
+    DirectReport,
+    DirectSource,
+)
+from ...protocol.messages import FinishReason
+from ...protocol.worker_messages import SchedulerOutput
+from ..state.request import Request
+from .connector import BlockConnector, RequestEnd, register_connector
+
+_MAX_PORT: Final = 65535
+
+_decode_report = msgspec.msgpack.Decoder(DirectReport).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class DirectTransfer(BlockConnector):
+    """Offers every cached block soon after it is complete, until it is about to be overwritten.
+
+    A request with `do_remote_decode` is computed for another replica. Its blocks are held when it ends, until they were
+    fetched. A request with `do_remote_prefill` fetches its blocks, which the other replica may still be computing.
+
+    Args:
+        role: `kv_producer` to offer blocks, `kv_consumer` to fetch them, `kv_both` for both.
+        engine_id: The name of this engine in the answers to requests.
+        host: The address at which other engines reach the workers; "" if they cannot.
+        port: The port of the first worker.
+    """
+
+    def __init__(
+        self, role: str = "kv_both", engine_id: str = "", host: str = "", port: int = 0
+    ) -> None:
+        self._offers = role != "kv_consumer"
+        self._fetches = role != "kv_producer"
+        self._engine_id, self._host, self._port = engine_id, host, port
+        self._step = 1
+        """The step that is planned next."""
+        self._find_block: Callable[[bytes], int | None] = lambda key: None
+        self._pending: dict[bytes, int] = {}
+        """The blocks to be offered, and the step that was planned when each became findable."""
+        self._offered: dict[bytes, int] = {}
+        self._fetching: set[int] = set()
+        """The requests that have fetched blocks, by transfer id."""
+        self._commands = DirectCommands()
+        self._counts: Counter[str] = Counter()
+
+    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+        """Receive the function that returns the block with some content."""
+        self._find_block = find_block
+
+    # what the prefix cache does
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Offer blocks once they are complete."""
+        if self._offers:
+            offered = self._offered
+            for key in keys:
+                if key not in offered:
+                    self._pending[key] = self._step
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Withdraw a block before the next step overwrites it."""
+        self._pending.pop(key, None)
+        self._withdraw(key)
+
+    def copy_dropped(self, key: bytes, block_id: int) -> None:
+        """Offer another copy of a block in place of this one."""
+        if self._offered.get(key) == block_id:
+            self._withdraw(key)
+            self._pending[key] = self._step
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Withdraw blocks that may be wrong."""
+        for key in keys:
+            self._pending.pop(key, None)
+            self._withdraw(key)
+
+    def cache_cleared(self) -> None:
+        """Withdraw all blocks."""
+        self._pending.clear()
+        self._offered.clear()
+        self._commands.withdrawn.clear()
+        self._commands.clears = self._offers
+
+    def _withdraw(self, key: bytes) -> None:
+        if self._offered.pop(key, None) is not None:
+            self._commands.withdrawn.append(key)
+
+    # what requests need
+
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return 1 for every key of a request that was prefilled elsewhere: whether a block is there shows later."""
+        params = request.kv_transfer_params
+        if not self._fetches or not params or params.get("do_remote_prefill") is not True:
+            return b""
+        return b"\1" * len(keys) if _source_of(params) is not None else b""
+
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Fetch blocks with the next step's metadata."""
+        source = _source_of(request.kv_transfer_params or {})
+        assert source is not None
+        self._fetching.add(request.transfer_id)
+        self._commands.fetches.append(
+            DirectFetch(request.transfer_id, source, list(keys), int32_bytes(list(block_ids)))
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> RequestEnd:
+        """Hold the blocks of a request that another replica continues, and tell the client where they are."""
+        params = request.kv_transfer_params
+        if not params:
+            return RequestEnd()
+        self._end_fetch(request, params)
+        if not self._offers or params.get("do_remote_decode") is not True:
+            return RequestEnd()
+        name = _name_of(request, params)
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_whole and block_ids):
+            self._commands.ended.append(name)
+            return RequestEnd()
+        self._commands.held.append((name, request.transfer_id))
+        answer: dict[str, object] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_block_ids": list(block_ids),
+            "remote_request_id": name,
+        }
+        if self._host:
+            answer |= {"remote_host": self._host, "remote_port": self._port}
+        return RequestEnd(True, answer)
+
+    def _end_fetch(self, request: Request, params: Mapping[str, object]) -> None:
+        """Let the blocks of a request be held no longer if it has ended without a fetch."""
+        if request.transfer_id in self._fetching:
+            self._fetching.remove(request.transfer_id)
+        elif self._fetches and params.get("do_remote_prefill") is True:
+            source = _source_of(params)
+            if source is not None:
+                # A fetch of no blocks ends at once, and is reported to the source.
+                self._commands.fetches.append(DirectFetch(request.transfer_id, source, [], b""))
+
+    def transfer_expired(self, transfer_id: int) -> None:
+        """Tell the workers that the blocks are held no longer."""
+        self._commands.expired.append(transfer_id)
+
+    # messages
+
+    def needs_step(self) -> bool:
+        """Return whether there is anything to offer or to fetch."""
+        commands = self._commands
+        return bool(
+            self._pending or commands.fetches or commands.ended or commands.held or commands.clears
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the commands for the workers."""
+        step = scheduler_output.step
+        self._step = step + 1
+        commands = self._commands
+        if self._pending:
+            self._offer_complete(step)
+        if commands == _NO_COMMANDS:
+            return b""
+        self._commands = DirectCommands()
+        return _encode(commands)
+
+    def _offer_complete(self, step: int) -> None:
+        """Offer the blocks that earlier steps have filled."""
+        ready = [key for key, since in self._pending.items() if since < step]
+        blocks = []
+        for key in ready:
+            del self._pending[key]
+            block = self._find_block(key)
+            if block is not None:
+                self._offered[key] = block
+                self._commands.offered.append(key)
+                blocks.append(block)
+        self._commands.offered_blocks = int32_bytes(blocks)
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Add a worker's counts."""
+        report = _decode_report(data)
+        self._counts["received_bytes"] += report.num_bytes_received
+        self._counts["sent_bytes"] += report.num_bytes_sent
+        self._counts["failed_fetches"] += report.num_errors
+
+    def take_stats(self) -> dict[str, float]:
+        """Return counts since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return {name: float(count) for name, count in counts.items() if count}
+
+
+_NO_COMMANDS: Final = DirectCommands()
+
+
+def _name_of(request: Request, params: Mapping[str, object]) -> str:
+    """Return the name under which another replica fetches the blocks of a request."""
+    name = params.get("remote_request_id")
+    if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS:
+        return name
+    # The time makes it unique beyond the life of this process.
+    client_index, request_index = request.key
+    return f"{client_index}.{request_index}.{request.arrival_time!r}"
+
+
+def _source_of(params: Mapping[str, object]) -> DirectSource | None:
+    """Return where the blocks of a request are; None if its parameters do not say it."""
+    name, replica = params.get("remote_request_id"), params.get("replica")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        return None
+    if isinstance(replica, int) and replica >= 0:
+        return DirectSource(name, replica)
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if isinstance(port, str) and port.isdecimal():
+        port = int(port)
+    if isinstance(host, str) and host and isinstance(port, int) and 0 < port <= _MAX_PORT:
+        return DirectSource(name, -1, host, port)
+    return None
+
+
+def _create(config: KVTransferConfig) -> DirectTransfer:
+    return DirectTransfer(
+        config.kv_role,
+        config.engine_id or "",
+        config.kv_ip if config.kv_port else "",
+        config.kv_port,
+    )
+
+
+register_connector(DIRECT_CONNECTOR, _create)

@@ -1,0 +1,174 @@
+"""The scheduler's half of the KV connector that consists of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from ...protocol.config import KVTransferConfig
+from ...protocol.errors import ConfigError
+from ...protocol.kv_events import KVCacheEvent
+from ...protocol.kv_transfer.multi import (
+    MULTI_CONNECTOR,
+    MultiCommands,
+    MultiReport,
+    child_configs,
+)
+from ...protocol.messages import FinishReason
+from ...protocol.worker_messages import SchedulerOutput
+from ..state.request import Request
+from .connector import BlockConnector, RequestEnd, create_connector, register_connector
+
+_decode_report = msgspec.msgpack.Decoder(MultiReport).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class MultiConnector(BlockConnector):
+    """Loads each block from the first of several connectors that finds it. All of them see what is cached.
+
+    Only one of them may hold the blocks of a request that ends.
+    """
+
+    def __init__(self, connectors: Sequence[BlockConnector]) -> None:
+        self.connectors = list(connectors)
+        self.polls_workers = any(each.polls_workers for each in connectors)
+        self._owners: dict[int, dict[bytes, int]] = {}
+        """For each request with blocks that were found and are not being loaded, the connector of each block."""
+        self._loads: list[tuple[int, int]] = []
+
+    def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
+        """Return a byte for each key: 1 if any connector can load the block."""
+        owners: dict[bytes, int] = {}
+        left = list(keys)
+        for number, connector in enumerate(self.connectors):
+            mask = connector.find_blocks(request, left) if left else b""
+            if mask:
+                found = [key for key, is_found in zip(left, mask, strict=True) if is_found]
+                owners.update(dict.fromkeys(found, number))
+                left = [key for key, is_found in zip(left, mask, strict=True) if not is_found]
+        if not owners:
+            self._owners.pop(request.transfer_id, None)
+            return b""
+        self._owners[request.transfer_id] = owners
+        return bytes(key in owners for key in keys)
+
+    def load_blocks(
+        self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        """Load each block by the connector that found it."""
+        owners = self._owners.pop(request.transfer_id)
+        numbers = sorted({owners[key] for key in keys})
+        self._loads.append((request.transfer_id, len(numbers)))
+        for number in numbers:
+            chosen = [
+                (key, block)
+                for key, block in zip(keys, block_ids, strict=True)
+                if owners[key] == number
+            ]
+            self.connectors[number].load_blocks(
+                request, [key for key, _ in chosen], [block for _, block in chosen]
+            )
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int], reason: FinishReason
+    ) -> RequestEnd:
+        """Hold the blocks if a connector does, and return its parameters.
+
+        Raises:
+            ValueError: Several connectors would hold them.
+        """
+        self._owners.pop(request.transfer_id, None)
+        ends = [each.request_finished(request, block_ids, reason) for each in self.connectors]
+        if sum(end.delays_free for end in ends) > 1:
+            raise ValueError("several connectors hold the blocks of one request")
+        params = (end.params for end in ends if end.params is not None)
+        return RequestEnd(any(end.delays_free for end in ends), next(params, None))
+
+    def transfer_expired(self, transfer_id: int) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.transfer_expired(transfer_id)
+
+    def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.observe_pool(find_block)
+
+    def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.blocks_cached(keys, block_ids)
+
+    def block_evicted(self, key: bytes, block_id: int) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.block_evicted(key, block_id)
+
+    def copy_dropped(self, key: bytes, block_id: int) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.copy_dropped(key, block_id)
+
+    def blocks_removed(self, keys: Iterable[bytes]) -> None:
+        """Forward the call."""
+        keys = list(keys)
+        for each in self.connectors:
+            each.blocks_removed(keys)
+
+    def cache_cleared(self) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.cache_cleared()
+
+    def needs_step(self) -> bool:
+        """Return whether any connector needs one."""
+        return bool(self._loads) or any(each.needs_step() for each in self.connectors)
+
+    def is_flushed(self) -> bool:
+        """Return whether all connectors are flushed."""
+        return all(each.is_flushed() for each in self.connectors)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
+        """Return the metadata of all connectors."""
+        metadata = [each.build_connector_meta(scheduler_output) for each in self.connectors]
+        loads, self._loads = self._loads, []
+        return _encode(MultiCommands(metadata, loads)) if any(metadata) else b""
+
+    def receive(self, rank: int, data: bytes) -> None:
+        """Forward a report to the connector that it is for."""
+        report = _decode_report(data)
+        self.connectors[report.connector].receive(rank, report.data)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the events of all connectors."""
+        return [event for each in self.connectors for event in each.take_events()]
+
+    def take_stats(self) -> dict[str, float]:
+        """Return the sums of all connectors' counts."""
+        counts: Counter[str] = Counter()
+        for each in self.connectors:
+            for name, count in each.take_stats().items():
+                counts[name] += count  # type: ignore[assignment]
+        return dict(counts)
+
+    def shutdown(self) -> None:
+        """Forward the call."""
+        for each in self.connectors:
+            each.shutdown()
+
+
+def _create(config: KVTransferConfig) -> MultiConnector:
+    connectors = []
+    for child in child_configs(config):
+        connector = create_connector(child)
+        if not isinstance(connector, BlockConnector):
+            raise ConfigError(
+                f"kv_connector={child.kv_connector!r} is not a BlockConnector, so it cannot be combined with others"
+            )
+        connectors.append(connector)
+    return MultiConnector(connectors)
+
+
+register_connector(MULTI_CONNECTOR, _create)

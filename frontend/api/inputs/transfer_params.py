@@ -1,0 +1,53 @@
+"""The field `kv_transfer_params`, by which proxies connect an engine that prefills with one that decodes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ....protocol.config import EngineConfig
+from ...http.errors import bad_request, echo
+
+FIELD: Final = "kv_transfer_params"
+
+_MAX_CHARS: Final = 256
+_FLAGS: Final = ("do_remote_prefill", "do_remote_decode")
+
+
+class _TransferParams(msgspec.Struct, omit_defaults=True):
+    """The fields that vLLM's proxies send. Others are ignored."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | str | None = None
+
+
+def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:
+    """Return what a request says about its KV transfer.
+
+    Raises:
+        APIError: The server has no KV connector, or a field is invalid (400).
+    """
+    if value is None:
+        return None
+    if config.kv_transfer is None:
+        raise bad_request(
+            FIELD, f"{FIELD} is not supported: the server has no --kv-transfer-config"
+        )
+    try:
+        params = msgspec.convert(value, _TransferParams)
+    except msgspec.ValidationError as error:
+        raise bad_request(FIELD, f"{FIELD}: {error}, got {echo(value)}") from None
+    fields: dict[str, object] = msgspec.to_builtins(params)
+    for name, each in fields.items():
+        if isinstance(each, str) and len(each) > _MAX_CHARS:
+            raise bad_request(
+                FIELD, f"{FIELD}.{name} must have at most {_MAX_CHARS} characters, got {len(each)}"
+            )
+    if all(fields.get(name) for name in _FLAGS):
+        raise bad_request(FIELD, f"{FIELD} must not have both of {' and '.join(_FLAGS)}")
+    return fields or None

@@ -1,0 +1,202 @@
+"""Long prompts of decode replicas, which prefill replicas compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ....protocol.block_hash import block_keys
+from ....protocol.config import EngineConfig, ReplicaRole
+from ....protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EventKind,
+    FinishReason,
+)
+from ....protocol.sampling_params import SamplingParams
+from ..request_group import Sequence
+from .core_connection import CoreConnection
+from .routing import Router
+
+_COMPUTED: Final = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class _Prefill:
+    """A prompt that a prefill replica computes, and the sequences that are sent when it begins.
+
+    `sequences` are pairs of a sequence and its request index at the time.
+    """
+
+    def __init__(self, request: EngineCoreRequest, name: str, core: CoreConnection) -> None:
+        self.request = request
+        self.name = name
+        self.core = core
+        self.num_tokens = len(request.prompt_token_ids) // 4
+        self.keys: list[int] = []
+        self.was_queued = self.was_scheduled = False
+        self.sequences: list[tuple[Sequence, int]] = []
+        self.prompt: bytes = b""
+
+
+class RemotePrefill:
+    """Sends prompts to prefill replicas. Their sequences follow to decode replicas once the prompts are scheduled.
+
+    A decode replica fetches the blocks while they are computed, and computes those that it does not get.
+
+    Args:
+        config: The engine's configuration.
+        client_index: The number of this frontend.
+        router: Chooses the replicas.
+        next_index: Returns a free request index.
+        send: Sends a sequence to its replica.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client_index: int,
+        router: Router,
+        next_index: Callable[[], int],
+        send: Callable[[Sequence], None],
+    ) -> None:
+        self._parallel = config.parallel
+        self._block_size = config.cache.block_size
+        self._client_index = client_index
+        self._router = router
+        self._next_index = next_index
+        self._send = send
+        self.prefills: dict[int, _Prefill] = {}
+        """The prompts being computed, by their request index."""
+        self._latest: _Prefill | None = None
+
+    def send(self, sequence: Sequence, core: CoreConnection) -> None:
+        """Send a new sequence to its replica, at once or when a prefill replica computes its prompt."""
+        if not self._begin(sequence, core):
+            self._send(sequence)
+
+    def _begin(self, sequence: Sequence, core: CoreConnection) -> bool:
+        request = sequence.request
+        if not self._is_worthwhile(request, core):
+            return False
+        latest = self._latest
+        if (
+            latest is not None
+            and latest.prompt is request.prompt_token_ids
+            and latest.request.request_index in self.prefills
+            and not latest.was_scheduled
+        ):
+            latest.sequences.append((sequence, request.request_index))
+            return True
+        source = self._router.choose_prefill_core(request)
+        if source is None:
+            return False
+        index = self._next_index()
+        name = f"{self._client_index}.{index}.{request.arrival_time!r}"
+        params: dict[str, object] = {"do_remote_decode": True, "remote_request_id": name}
+        prefill = _Prefill(
+            msgspec.structs.replace(
+                request,
+                request_index=index,
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+                predicted_token_ids=b"",
+                kv_transfer_params=params,
+            ),
+            name,
+            source,
+        )
+        prefill.keys = self._router.keys(request)
+        prefill.prompt = request.prompt_token_ids
+        prefill.sequences.append((sequence, request.request_index))
+        self.prefills[index] = self._latest = prefill
+        source.load.record_submitted(prefill.num_tokens, prefill.keys)
+        source.add_request(prefill.request)
+        return True
+
+    def _is_worthwhile(self, request: EngineCoreRequest, core: CoreConnection) -> bool:
+        """Return whether enough of a prompt is not cached at its replica, and can be computed elsewhere."""
+        if self._parallel.role_of(core.core_index) is not ReplicaRole.DECODE:
+            return False
+        if (
+            request.pooling_params is not None
+            or request.sampling_params.prompt_logprobs is not None
+            or request.encoder_inputs
+            or request.kv_transfer_params is not None
+            or request.is_resubmitted
+        ):
+            return False
+        keys = block_keys(request.block_hashes)
+        num_missing = len(keys) - core.load.prefixes.count_blocks(keys)
+        return num_missing * self._block_size >= self._parallel.remote_prefill_tokens
+
+    def apply_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Apply the events of prompts that are being computed."""
+        if not self.prefills:
+            return
+        for event in (event for group in outputs.events for event in group.split()):
+            prefill = self.prefills.get(event.request_index)
+            if prefill is None:
+                continue
+            if event.kind is EventKind.QUEUED and not prefill.was_queued:
+                prefill.was_queued = True
+                prefill.core.load.record_queued()
+            elif event.kind is EventKind.SCHEDULED and not prefill.was_scheduled:
+                self._leave_queue(prefill)
+                self._release(prefill, is_computed=True)
+        for done in outputs.finished:
+            prefill = self.prefills.pop(done.request_index, None)
+            if prefill is not None:
+                self._leave_queue(prefill)
+                prefill.core.load.record_finished(prefill.keys)
+                self._release(prefill, is_computed=done.reason in _COMPUTED)
+
+    def _leave_queue(self, prefill: _Prefill) -> None:
+        if not prefill.was_scheduled:
+            prefill.was_scheduled = True
+            prefill.core.load.record_left_queue(prefill.num_tokens, was_queued=prefill.was_queued)
+
+    def _release(self, prefill: _Prefill, *, is_computed: bool) -> None:
+        """Send the sequences of a prompt, unless they ended or were sent otherwise."""
+        sequences, prefill.sequences = prefill.sequences, []
+        for sequence, request_index in sequences:
+            if sequence.finished or sequence.request_index != request_index:
+                continue
+            if is_computed:
+                sequence.request.kv_transfer_params = {
+                    "do_remote_prefill": True,
+                    "replica": prefill.core.core_index,
+                    "remote_request_id": prefill.name,
+                }
+            self._send(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop computing the prompt of a sequence that has ended, unless others need it."""
+        params = sequence.request.kv_transfer_params
+        name = None if params is None else params.get("remote_request_id")
+        for index, prefill in list(self.prefills.items()):
+            waits = [each for each in prefill.sequences if each[0] is not sequence]
+            is_own = len(waits) < len(prefill.sequences) or prefill.name == name
+            prefill.sequences = waits
+            if is_own and not waits:
+                self._forget(prefill)
+                prefill.core.abort_request(index)
+
+    def _forget(self, prefill: _Prefill) -> None:
+        del self.prefills[prefill.request.request_index]
+        self._leave_queue(prefill)
+        prefill.core.load.record_moved(prefill.keys)
+
+    def drop_core(self, core_index: int) -> None:
+        """Let the decode replicas compute the prompts of a replica that is gone."""
+        for prefill in list(self.prefills.values()):
+            if prefill.core.core_index == core_index:
+                self._forget(prefill)
+                self._release(prefill, is_computed=False)
+
+    def suspect(self, request_index: int, *, is_suspect: bool) -> None:
+        """Record that a replica was lost while it computed a prompt."""
+        prefill = self.prefills.get(request_index)
+        if prefill is not None:
+            for sequence, _ in prefill.sequences:
+                sequence.mark_suspected(is_suspect=is_suspect)

@@ -1,0 +1,39 @@
+"""The configuration and messages of the KV connector that consists of others."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ..config import KVTransferConfig
+
+MULTI_CONNECTOR: Final = "MultiConnector"
+"""The name of the connector, as in vLLM."""
+
+
+class MultiCommands(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The metadata of a step: that of each connector, and the transfers that end with more than one of them.
+
+    `loads` are pairs of transfer id and number of connectors that load blocks for it.
+    """
+
+    metadata: list[bytes]
+    loads: list[tuple[int, int]] = []
+
+
+class MultiReport(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The data of a report, and the number of the connector that it comes from."""
+
+    connector: int
+    data: bytes
+
+
+def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
+    """Return the configurations of the connectors, in the order in which they are searched.
+
+    Raises:
+        msgspec.ValidationError: `connectors` is no list of configurations.
+    """
+    connectors = config.kv_connector_extra_config.get("connectors", [])
+    return msgspec.convert(connectors, list[KVTransferConfig])

@@ -1,0 +1,188 @@
+"""Two replicas, one of which computes prompts for the other. Every token is checked against the request run alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine.core.kv_cache.direct_transfer import DirectTransfer
+from engine.protocol.config import LoadFailurePolicy
+from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
+from engine.protocol.messages import EventKind, FinishReason
+from support.client_view import Key
+from support.direct_exchange import Exchange
+from support.scheduler_harness import Harness
+
+PREFILL, DECODE = 0, 1
+WINDOWED = (KVCacheGroup(), KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8))
+
+
+class Pair:
+    """A prefill replica and a decode replica, whose workers exchange blocks."""
+
+    def __init__(self, seed: int = 0, **limits: object) -> None:
+        self.rng = random.Random(seed)
+        self.replicas = [Harness(connector=DirectTransfer(), **limits) for _ in range(2)]
+        self.peers: list[Exchange | None] = []
+        for harness in self.replicas:
+            exchange = Exchange(harness.worker.kv_cache, self.peers, self.rng)
+            harness.worker.transfers = exchange
+            self.peers.append(exchange)
+        self.exchanges = [each for each in self.peers if each is not None]
+        self.num_prompts = 0
+
+    def prefill(self, prompt: list[int] | int) -> tuple[Key, str]:
+        self.num_prompts += 1
+        name = f"prompt {self.num_prompts}"
+        params = {"do_remote_decode": True, "remote_request_id": name}
+        return self.replicas[PREFILL].add(prompt, 1, kv_transfer_params=params), name
+
+    def decode(self, prompt: list[int] | int, name: str, max_tokens: int = 6) -> Key:
+        params = {"do_remote_prefill": True, "remote_request_id": name, "replica": PREFILL}
+        return self.replicas[DECODE].add(prompt, max_tokens, kv_transfer_params=params)
+
+    def turn(self) -> bool:
+        """Let each replica process a step, and some blocks move. Return False if nothing is left to do."""
+        worked = [harness.step() for harness in self.replicas]
+        for harness, exchange in zip(self.replicas, self.exchanges, strict=True):
+            exchange.move()
+            exchange.deliver(harness.scheduler, harness.now)
+        return any(worked) or not all(exchange.is_idle for exchange in self.exchanges)
+
+    def drain(self) -> None:
+        idle = 0
+        for _ in range(10_000):
+            idle = 0 if self.turn() else idle + 1
+            if idle > 4:
+                break
+            if idle:
+                # Blocks that nobody fetches are held for a while.
+                self.replicas[PREFILL].now += 100.0
+        for harness, peer in zip(self.replicas, self.peers, strict=True):
+            if peer is not None:
+                harness.check_empty()
+
+    def hits(self) -> int:
+        stats = self.replicas[DECODE].stats
+        return sum(each.kv_connector.prefix_cache_hits for each in stats)
+
+
+def test_blocks_move_while_the_prompt_is_computed():
+    pair = Pair(max_num_batched_tokens=8)
+    source, name = pair.prefill(41)
+    pair.replicas[PREFILL].step()
+    assert pair.replicas[PREFILL].received[source].num_events(EventKind.SCHEDULED)
+    key = pair.decode(41, name)
+    while pair.exchanges[DECODE].num_fetched < 4:
+        pair.turn()
+    assert not pair.replicas[PREFILL].received[source].is_over
+    pair.drain()
+    assert pair.hits() == 40
+    received = pair.replicas[DECODE].received[key]
+    assert received.reason is FinishReason.LENGTH
+    assert received.events[1].num_cached_tokens == 40
+    # Only the last token was computed there.
+    assert pair.replicas[DECODE].worker.num_prompt_tokens_computed <= 1
+
+
+def test_a_prefill_replica_that_dies_at_any_moment_costs_only_what_was_not_fetched():
+    for num_turns in range(0, 12, 2):
+        pair = Pair(num_turns, max_num_batched_tokens=8)
+        _, name = pair.prefill(41)
+        pair.replicas[PREFILL].step()
+        key = pair.decode(41, name)
+        for _ in range(num_turns):
+            pair.turn()
+        pair.peers[PREFILL] = None
+        num_fetched = pair.exchanges[DECODE].num_fetched
+        pair.drain()
+        received = pair.replicas[DECODE].received[key]
+        assert received.reason is FinishReason.LENGTH
+        assert received.events[1].num_cached_tokens == 4 * num_fetched
+
+
+def test_blocks_are_held_until_they_are_fetched_or_the_time_is_over():
+    pair = Pair(transfer_timeout_s=50.0)
+    source, name = pair.prefill(20)
+    harness = pair.replicas[PREFILL]
+    while not harness.received[source].is_over:
+        harness.step()
+    params = harness.received[source].finished.kv_transfer_params
+    assert params is not None and params["do_remote_prefill"] is True
+    assert params["remote_request_id"] == name and len(params["remote_block_ids"]) == 5
+    pool = harness.scheduler.kv_cache_manager.pool
+    assert pool.num_free == pool.num_blocks - 1 - 5
+    pair.decode(20, name)
+    pair.drain()
+    _, name = pair.prefill([7] * 20)
+    while not pair.exchanges[PREFILL].held:
+        harness.step()
+    pair.drain()
+    assert not pair.exchanges[PREFILL].held
+    assert sum(each.kv_connector.num_expired_transfers for each in harness.stats) == 1
+    # It comes too late for the held blocks, but they are cached.
+    key = pair.decode([7] * 20, name)
+    pair.drain()
+    assert pair.replicas[DECODE].received[key].events[1].num_cached_tokens == 16
+
+
+def test_the_policy_fail_fails_a_request_whose_blocks_are_missing():
+    pair = Pair(load_failure_policy=LoadFailurePolicy.FAIL)
+    _, name = pair.prefill(20)
+    key = pair.decode(20, name)
+    pair.peers[PREFILL] = None
+    pair.drain()
+    assert pair.replicas[DECODE].received[key].reason is FinishReason.ERROR
+
+
+def test_a_request_that_ends_without_a_fetch_lets_its_blocks_go():
+    pair = Pair(transfer_timeout_s=1e6)
+    _, name = pair.prefill(20)
+    while not pair.exchanges[PREFILL].held:
+        pair.replicas[PREFILL].step()
+    key = pair.decode(20, name)
+    pair.replicas[DECODE].abort(key)
+    pair.drain()
+    assert not pair.exchanges[PREFILL].held
+
+
+@pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_with_losses_aborts_and_preemptions(seed: int, groups) -> None:
+    rng = random.Random(seed)
+    pair = Pair(
+        seed,
+        num_blocks=rng.choice((24, 40)),
+        groups=groups,
+        max_num_batched_tokens=16,
+        inject_preemption=0.02,
+        transfer_timeout_s=60.0,
+    )
+    for exchange in pair.exchanges:
+        exchange.loss = 0.02
+    waiting: list[tuple[Key, str, list[int]]] = []
+    prefill = pair.replicas[PREFILL]
+    for _ in range(150):
+        if rng.random() < 0.25:
+            # Some have a common beginning.
+            first = rng.choice(([5] * 12, [9] * 20, []))
+            prompt = first + [rng.randrange(1, 500) for _ in range(rng.randrange(1, 24))]
+            waiting.append((*pair.prefill(prompt), prompt))
+        if rng.random() < 0.1:
+            # What else runs there evicts blocks that are offered.
+            rng.choice(pair.replicas).add(rng.randrange(1, 50), 3)
+        for entry in list(waiting):
+            source, name, prompt = entry
+            received = prefill.received[source]
+            if received.is_over or received.num_events(EventKind.SCHEDULED):
+                waiting.remove(entry)
+                if rng.random() < 0.9:
+                    pair.decode(prompt, name, rng.randrange(1, 8))
+        for harness in pair.replicas:
+            live = [key for key, view in harness.received.items() if not view.is_over]
+            if live and rng.random() < 0.03:
+                harness.abort(rng.choice(live))
+        pair.turn()
+    pair.drain()
+    assert pair.hits() > 0
+    assert not any(exchange.held for exchange in pair.exchanges)

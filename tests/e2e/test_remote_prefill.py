@@ -1,0 +1,81 @@
+"""A prefill replica and a decode replica: long prompts are computed by the first, whatever happens to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held, default_model
+
+PREFILL, DECODE = "0", "1"
+NUM_TOKENS = 600
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    args = ("--replica-roles", "prefill=1,decode=1", "--enable-prompt-tokens-details")
+    # Small steps, so that blocks move while the prompt is being computed.
+    limits = ("--max-model-len", "1024", "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
+    with Server(default_model(), *args, *limits) as server:
+        yield server
+        assert_nothing_is_held(server)
+        assert server.stop() == 0, server.log
+
+
+def body_for(first: int) -> dict[str, Any]:
+    return {
+        "prompt": [first, *((1000 + 7919 * i) % 20_000 for i in range(1, NUM_TOKENS))],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def ask(server: Server, body: dict[str, Any], replica: str | None = None) -> tuple[list[int], int]:
+    """Return the tokens, and how many of the prompt were not computed by the replica that generated them."""
+    headers = None if replica is None else {"X-data-parallel-rank": replica}
+    status, answer = server.post("/v1/completions", body, headers=headers)
+    assert status == 200, answer
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["token_ids"], cached
+
+
+def loaded(server: Server) -> float:
+    return server.metric("engine:kv_transfer_hits_total", engine=DECODE)
+
+
+def test_a_long_prompt_is_computed_by_the_prefill_replica(server: Server) -> None:
+    body = body_for(11)
+    tokens, cached = ask(server, body)
+    assert cached == NUM_TOKENS // 16 * 16
+    wait_until(lambda: loaded(server) == cached, what="the tokens are counted")
+    assert server.metric("engine:kv_transfer_received_bytes_total", engine=DECODE) > 0
+    assert server.metric("engine:kv_transfer_failed_loads_total") == 0
+    # The other replica has the blocks of the prompt, and the last of them is computed again.
+    assert ask(server, body, PREFILL)[0] == tokens
+    # What is cached at the decode replica is not computed elsewhere.
+    assert ask(server, body)[0] == tokens
+    assert loaded(server) == cached
+
+
+def test_a_prefill_replica_that_is_killed_costs_time_only(server: Server) -> None:
+    body = body_for(12)
+    answers: list[tuple[list[int], int]] = []
+    before = server.metric("engine:scheduled_tokens_total", engine=PREFILL)
+    asking = threading.Thread(target=lambda: answers.append(ask(server, body)))
+    asking.start()
+    worker = server.child("worker 0")
+    wait_until(
+        lambda: server.metric("engine:scheduled_tokens_total", engine=PREFILL) > before + 150,
+        what="a part of the prompt is computed",
+    )
+    worker.kill()
+    asking.join()
+    (answer,) = answers
+    server.wait_until_whole()
+    # The next prompt is computed there again, with the same tokens.
+    assert answer[0] == ask(server, body, PREFILL)[0]

@@ -1,0 +1,264 @@
+"""Fetches blocks from the workers of other replicas."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ...protocol.arrays import int32_view
+from ...protocol.kv_transfer.direct import (
+    MAX_KEYS,
+    BlockFetched,
+    DirectFetch,
+    FetchBlocks,
+    FetchEnded,
+)
+from ...protocol.transport import UNREADABLE
+
+if TYPE_CHECKING:
+    from .block_memory import Fence
+
+MAX_REQUESTED: Final = 32
+"""Blocks of a transfer that are requested and have not arrived."""
+
+KEYS_PER_MESSAGE: Final = 8
+assert KEYS_PER_MESSAGE <= MAX_KEYS
+
+CONNECT_S: Final = 5.0
+"""Seconds after which a peer that does not answer is given up."""
+
+MAX_CONNECTIONS: Final = 64
+
+_HEARTBEAT_MS: Final = 2000
+
+_LOST: Final = (
+    zmq.Event.DISCONNECTED
+    | zmq.Event.CONNECT_RETRIED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+)
+"""Events after which a connection is given up: a peer that restarts has none of its blocks."""
+
+_decode = msgspec.msgpack.Decoder(BlockFetched).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Transfer:
+    """A fetch that is under way.
+
+    Attributes:
+        missing: The blocks that have not arrived, by their position in the fetch.
+    """
+
+    def __init__(self, fetch: DirectFetch, generation: int, fence: Fence) -> None:
+        self.transfer_id = fetch.transfer_id
+        self.name = fetch.source.name
+        self.generation = generation
+        self.fence = fence
+        self.keys = fetch.keys
+        self.missing = dict(enumerate(int32_view(fetch.block_ids).tolist()))
+        self.num_requested = 0
+        self.last_progress = time.monotonic()
+        self.has_failed = False
+
+    @property
+    def num_awaited(self) -> int:
+        """The number of blocks that were requested and have not arrived."""
+        return self.num_requested - (len(self.keys) - len(self.missing))
+
+
+Write = Callable[[Transfer, int, memoryview], None]
+"""Writes the bytes of a block."""
+
+Secure = Callable[["zmq.Socket[bytes]", str], None]
+"""Prepares a socket for a connection to an address."""
+
+End = Callable[[Transfer], None]
+"""Reports the end of a transfer, whose `missing` blocks could not be fetched."""
+
+
+class _Connection:
+    """A connection to a peer, and the transfers from it."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, secure: Secure) -> None:
+        self.address = address
+        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            socket.set(option, value)
+        socket.set(zmq.IPV6, int("[" in address))
+        # A machine that vanished closes nothing.
+        socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+        secure(socket, address)
+        self.socket = socket
+        self.monitor: Any = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | _LOST)
+        socket.connect(address)
+        self.is_connected = False
+        self.since = time.monotonic()
+        self.numbers = itertools.count()
+        self.requests: dict[int, tuple[Transfer, int]] = {}
+        """The transfer of each request, and the position of its first key."""
+        self.transfers: dict[int, Transfer] = {}
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+
+class BlockClient:
+    """Fetches blocks through connections that it opens when they are needed. All methods are called by one thread.
+
+    A transfer ends as soon as one of its blocks is missing, or the connection is lost.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        fingerprint: bytes,
+        secure: Secure,
+        write: Write,
+        end: End,
+        patience_s: float,
+    ) -> None:
+        self._context = context
+        self._fingerprint = fingerprint
+        self._secure = secure
+        self._write = write
+        self._end = end
+        self._patience_s = patience_s
+        self._connections: dict[str, _Connection] = {}
+
+    @property
+    def sockets(self) -> list[Any]:
+        """The sockets to poll."""
+        return [
+            socket for each in self._connections.values() for socket in (each.socket, each.monitor)
+        ]
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a transfer is under way."""
+        return any(each.transfers for each in self._connections.values())
+
+    def fetch(self, address: str, transfer: Transfer) -> None:
+        """Begin a transfer from the worker at `address`."""
+        connection = self._connections.pop(address, None)
+        if connection is None:
+            self._close_idle()
+            connection = _Connection(self._context, address, self._secure)
+        self._connections[address] = connection
+        connection.transfers[id(transfer)] = transfer
+        if transfer.missing:
+            self._request(connection, transfer)
+        else:
+            self._finish(connection, transfer)
+
+    def _request(self, connection: _Connection, transfer: Transfer) -> None:
+        """Request the next blocks of a transfer, as far as there is room for them."""
+        while (
+            transfer.num_requested < len(transfer.keys)
+            and transfer.num_awaited <= MAX_REQUESTED - KEYS_PER_MESSAGE
+        ):
+            first = transfer.num_requested
+            keys = transfer.keys[first : first + KEYS_PER_MESSAGE]
+            number = next(connection.numbers)
+            connection.requests[number] = transfer, first
+            message = FetchBlocks(number, transfer.name, self._fingerprint, keys)
+            connection.socket.send(_encode(message))
+            transfer.num_requested += len(keys)
+
+    def receive(self, socket: Any) -> None:
+        """Handle what a poll has reported."""
+        for connection in list(self._connections.values()):
+            if socket is connection.socket:
+                self._receive_block(connection)
+            elif socket is connection.monitor:
+                event = recv_monitor_message(socket)["event"]
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    connection.is_connected = True
+                elif event & _LOST:
+                    self._lose(connection)
+
+    def _receive_block(self, connection: _Connection) -> None:
+        head, *data = connection.socket.recv_multipart(copy=False)
+        try:
+            answer = _decode(head.buffer)
+        except UNREADABLE:
+            return
+        transfer, first = connection.requests.get(answer.number, (None, 0))
+        if transfer is None or first + answer.index not in transfer.missing:
+            return
+        transfer.last_progress = time.monotonic()
+        if not (answer.is_found and len(data) == 1):
+            self._finish(connection, transfer)
+            return
+        position = first + answer.index
+        self._write(transfer, transfer.missing[position], data[0].buffer)
+        del transfer.missing[position]
+        if transfer.missing:
+            self._request(connection, transfer)
+        else:
+            self._finish(connection, transfer)
+
+    def _finish(self, connection: _Connection, transfer: Transfer) -> None:
+        """End a transfer, and let the peer know."""
+        del connection.transfers[id(transfer)]
+        connection.requests = {
+            number: request
+            for number, request in connection.requests.items()
+            if request[0] is not transfer
+        }
+        connection.socket.send(_encode(FetchEnded(transfer.name)))
+        self._end(transfer)
+
+    def _lose(self, connection: _Connection) -> None:
+        """End all transfers of a connection that is lost."""
+        del self._connections[connection.address]
+        connection.close()
+        for transfer in connection.transfers.values():
+            self._end(transfer)
+
+    def _close_idle(self) -> None:
+        """Close the connection that has been unused for the longest time, if there are too many."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            for connection in list(self._connections.values()):
+                if not connection.transfers:
+                    self._lose(connection)
+                    return
+
+    def give_up_late(self) -> None:
+        """End the transfers that make no progress."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if not connection.is_connected and now - connection.since > CONNECT_S:
+                self._lose(connection)
+                continue
+            for transfer in list(connection.transfers.values()):
+                if now - transfer.last_progress > self._patience_s:
+                    self._finish(connection, transfer)
+
+    def fail_all(self) -> None:
+        """End all transfers, because something unexpected went wrong."""
+        for connection in list(self._connections.values()):
+            self._lose(connection)
+
+    def reset(self) -> None:
+        """Drop all transfers, which nobody waits for any more."""
+        for connection in self._connections.values():
+            for transfer in list(connection.transfers.values()):
+                self._finish(connection, transfer)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()

@@ -1,0 +1,163 @@
+"""Answers the workers of other replicas that ask for blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import zmq
+
+from ...protocol.kv_transfer.direct import BlockFetched, FetchBlocks, FetchEnded, FetchMessage
+from ...protocol.transport import UNREADABLE
+from .offered_blocks import OfferedBlocks
+
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_REMEMBERED: Final = 4096
+"""Names of requests that ended, or whose blocks were fetched before they ended."""
+MAX_AWAITED: Final = 1 << 16
+"""Blocks that all peers may wait for; further ones are reported as missing."""
+
+_decode = msgspec.msgpack.Decoder(FetchMessage).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Waiter(NamedTuple):
+    """A peer that waits for a block: where, and under which connection, the answer belongs."""
+
+    socket: zmq.Socket[bytes]
+    identity: bytes
+    number: int
+    position: int
+    name: str
+
+
+class BlockServer:
+    """Sends the blocks of `offered` to peers. A block that is not there yet is sent when `add_offered` says so.
+
+    All methods are called by one thread, which polls `sockets`.
+    """
+
+    def __init__(self, offered: OfferedBlocks, fingerprint: bytes) -> None:
+        self._offered = offered
+        self._fingerprint = fingerprint
+        self.sockets: list[zmq.Socket[bytes]] = []
+        self.num_bytes_sent = 0
+        self._waiting: dict[bytes, list[_Waiter]] = {}
+        self._num_waiting = 0
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._fetched: OrderedDict[str, None] = OrderedDict()
+        self._held: dict[str, int] = {}
+
+    def listen(self, context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+        """Return a socket that accepts connections once the caller has bound it to an address."""
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
+            socket.set(option, value)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.IPV6, int("[" in address))
+        self.sockets.append(socket)
+        return socket
+
+    def receive(self, socket: zmq.Socket[bytes]) -> list[int]:
+        """Answer the next message. Return the transfers whose blocks need not be held any longer."""
+        identity, *frames = socket.recv_multipart()
+        try:
+            (frame,) = frames
+            message = _decode(frame)
+        except (ValueError, *UNREADABLE):
+            return []
+        if isinstance(message, FetchEnded):
+            return self._end_fetch(message.name)
+        self._answer(socket, identity, message)
+        return []
+
+    def _answer(self, socket: zmq.Socket[bytes], identity: bytes, message: FetchBlocks) -> None:
+        is_same = message.fingerprint == self._fingerprint
+        for index, key in enumerate(message.keys):
+            waiter = _Waiter(socket, identity, message.number, index, message.name)
+            if is_same and self._send(waiter, key):
+                continue
+            if not is_same or message.name in self._ended or self._num_waiting >= MAX_AWAITED:
+                self._send_missing(waiter)
+            else:
+                self._waiting.setdefault(key, []).append(waiter)
+                self._num_waiting += 1
+
+    def _send(self, waiter: _Waiter, key: bytes) -> bool:
+        data = self._offered.read(key)
+        if data is None:
+            return False
+        head = _encode(BlockFetched(waiter.number, waiter.position, True))
+        waiter.socket.send_multipart((waiter.identity, head, data), copy=False)
+        self.num_bytes_sent += len(data)
+        return True
+
+    def _send_missing(self, waiter: _Waiter) -> None:
+        head = _encode(BlockFetched(waiter.number, waiter.position, False))
+        waiter.socket.send_multipart((waiter.identity, head))
+
+    def add_offered(self, keys: Iterable[bytes]) -> None:
+        """Send blocks that are offered now to those who wait for them."""
+        if self._waiting:
+            for key in keys:
+                for waiter in self._waiting.pop(key, ()):
+                    self._num_waiting -= 1
+                    if not self._send(waiter, key):
+                        self._send_missing(waiter)
+
+    def end_requests(self, names: Sequence[str]) -> None:
+        """Tell those who wait for blocks of these requests that no more follow."""
+        for name in names:
+            _remember(self._ended, name)
+        if self._waiting:
+            ended = set(names)
+            for key, waiters in list(self._waiting.items()):
+                left = [waiter for waiter in waiters if waiter.name not in ended]
+                for waiter in waiters:
+                    if waiter.name in ended:
+                        self._num_waiting -= 1
+                        self._send_missing(waiter)
+                if left:
+                    self._waiting[key] = left
+                else:
+                    del self._waiting[key]
+
+    def hold_requests(self, held: Iterable[tuple[str, int]]) -> list[int]:
+        """Remember transfers whose blocks are held until they are fetched. Return those that were fetched already."""
+        done = []
+        for name, transfer_id in held:
+            if name in self._fetched:
+                done.append(transfer_id)
+            else:
+                self._held[name] = transfer_id
+        return done
+
+    def expire(self, transfer_ids: Iterable[int]) -> None:
+        """Forget transfers whose blocks are no longer held."""
+        gone = set(transfer_ids)
+        self._held = {
+            name: transfer_id for name, transfer_id in self._held.items() if transfer_id not in gone
+        }
+
+    def reset(self) -> None:
+        """Forget everything about the requests of a core that is gone."""
+        for waiter in (waiter for waiters in self._waiting.values() for waiter in waiters):
+            self._send_missing(waiter)
+        self._waiting.clear()
+        self._num_waiting = 0
+        self._held.clear()
+
+    def _end_fetch(self, name: str) -> list[int]:
+        transfer_id = self._held.pop(name, None)
+        if transfer_id is not None:
+            return [transfer_id]
+        _remember(self._fetched, name)
+        return []
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    names[name] = None
+    if len(names) > MAX_REMEMBERED:
+        names.popitem(last=False)

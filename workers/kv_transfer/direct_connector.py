@@ -1,0 +1,278 @@
+"""The workers' half of the direct KV connector: sends blocks to other replicas, and fetches theirs, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from ...protocol.arrays import int32_bytes, int32_view
+from ...protocol.cluster_key import ClusterKey, admit_clients, cluster_key_of
+from ...protocol.errors import ConfigError
+from ...protocol.kv_transfer.direct import (
+    DIRECT_CONNECTOR,
+    DirectCommands,
+    DirectFetch,
+    DirectReport,
+    DirectSource,
+)
+from ...protocol.worker_messages import KVConnectorOutput
+from .block_client import BlockClient, Transfer
+from .block_server import BlockServer
+from .connector import ConnectorContext, KVConnector, register_connector
+from .offered_blocks import OfferedBlocks
+from .report_queue import ReportQueue
+
+if TYPE_CHECKING:
+    from .block_memory import BlockMemory
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 60.0
+"""Seconds without a block after which a fetch is given up, unless `fetch_timeout_s` is set."""
+
+TICK_MS: Final = 200
+"""Milliseconds between two looks at fetches that make no progress."""
+
+CLOSE_S: Final = 2.0
+
+_MESSAGES_AT_ONCE: Final = 16
+
+
+class DirectConnector(KVConnector):
+    """Offers blocks at a socket in the engine's private directory and, if there is a `kv_port`, to other engines.
+
+    Those must have the same cluster key, which encrypts what is sent.
+
+    Raises:
+        ConfigError: A socket cannot be bound, or there is no key for other engines.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._config, self._rank = context.config, context.rank
+        self._memory: BlockMemory = context.memory
+        transfer = context.transfer
+        self._reports = ReportQueue()
+        self._decode = msgspec.msgpack.Decoder(DirectCommands).decode
+        self._offered = OfferedBlocks(self._memory)
+        self._writes = threading.Lock()
+        """Held while a block is written, or a report is made, of the current generation."""
+        self._generation = 0
+        self._num_bytes_received = self._num_errors = 0
+        self._num_bytes_reported = 0
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closing = False
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._key: ClusterKey | None = cluster_key_of(context.config)
+        if transfer.kv_port and self._key is None:
+            raise ConfigError(
+                f"kv_port {transfer.kv_port} needs --cluster-key FILE, the same for all engines; create the file "
+                "with engine keygen"
+            )
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._server = BlockServer(self._offered, context.fingerprint)
+        self._listen(context)
+        patience_s = transfer.kv_connector_extra_config.get("fetch_timeout_s", PATIENCE_S)
+        if not isinstance(patience_s, int | float):
+            raise ConfigError(f"fetch_timeout_s must be a number of seconds, got {patience_s!r}")
+        self._client = BlockClient(
+            self._context,
+            context.fingerprint,
+            self._secure,
+            self._write,
+            self._end,
+            float(patience_s),
+        )
+        self._thread = threading.Thread(target=self._run, name="KV exchange", daemon=True)
+        self._thread.start()
+
+    def _listen(self, context: ConnectorContext) -> None:
+        transfer = context.transfer
+        addresses = [self._config.kv_address(context.core_index, context.rank)]
+        if self._key is not None and transfer.kv_port and transfer.kv_role != "kv_consumer":
+            admit_clients(self._context, self._key)
+            number = context.core_index * self._config.parallel.workers_per_core + context.rank
+            host = f"[{transfer.kv_ip}]" if ":" in transfer.kv_ip else transfer.kv_ip
+            addresses.append(f"tcp://{host}:{transfer.kv_port + number}")
+        for address in addresses:
+            listener = self._server.listen(self._context, address)
+            if address.startswith("tcp") and self._key is not None:
+                self._key.secure_server(listener)
+            try:
+                listener.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"cannot listen on {address}: {error.strerror}") from None
+
+    def _secure(self, dealer: zmq.Socket[bytes], address: str) -> None:
+        if self._key is not None and address.startswith("tcp"):
+            self._key.secure_client(dealer)
+
+    # called by the worker
+
+    @property
+    def fd(self) -> int:
+        """A file descriptor that is readable while there are reports."""
+        return self._reports.fd
+
+    def begin_step(self, metadata: bytes) -> None:
+        """Change what is offered, and begin to fetch."""
+        if not metadata:
+            return
+        commands = self._decode(metadata)
+        if commands.clears:
+            self._offered.clear()
+        if commands.withdrawn:
+            self._offered.withdraw(commands.withdrawn)
+        if commands.offered:
+            self._offered.offer(commands.offered, int32_view(commands.offered_blocks).tolist())
+        if commands.offered or commands.ended or commands.held or commands.expired:
+            self._do(lambda: self._apply(commands))
+        if commands.fetches:
+            fence, generation = self._memory.fence(), self._generation
+            for fetch in commands.fetches:
+                self._do(partial(self._fetch, fetch, Transfer(fetch, generation, fence)))
+
+    def take_reports(self) -> list[KVConnectorOutput]:
+        """Return the reports since the last call."""
+        return self._reports.take()
+
+    def reset(self) -> None:
+        """Drop all transfers, and withdraw all blocks."""
+        with self._writes:
+            self._generation += 1
+            self._reports.clear()
+        self._offered.clear()
+        self._do(self._server.reset)
+        self._do(self._client.reset)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._is_closing = True
+        self._do(lambda: None)
+        self._thread.join(CLOSE_S)
+
+    def _do(self, action: Callable[[], None]) -> None:
+        """Let the thread do something."""
+        self._actions.put(action)
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    # the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        while not self._is_closing:
+            poller = zmq.Poller()
+            poller.register(self._wake.fileno(), zmq.POLLIN)
+            for each in (*self._server.sockets, *self._client.sockets):
+                poller.register(each, zmq.POLLIN)
+            ready = [each for each, _ in poller.poll(TICK_MS if self._client.is_busy else None)]
+            try:
+                self._handle(ready)
+            except Exception:
+                logger.exception("exchanging blocks of the KV cache failed")
+                self._client.fail_all()
+        self._client.close()
+        for each in self._server.sockets:
+            each.close()
+        self._context.destroy(linger=0)
+
+    def _handle(self, ready: list[Any]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+        while not self._actions.empty():
+            self._actions.get()()
+        sent: list[int] = []
+        for each in ready:
+            if each in self._server.sockets:
+                for _ in range(_MESSAGES_AT_ONCE):
+                    sent += self._server.receive(each)
+                    if not each.get(zmq.EVENTS) & zmq.POLLIN:
+                        break
+            elif not isinstance(each, int):
+                self._client.receive(each)
+        self._report_sent(sent)
+        self._client.give_up_late()
+
+    def _apply(self, commands: DirectCommands) -> None:
+        self._server.add_offered(commands.offered)
+        sent = self._server.hold_requests(commands.held)
+        self._server.end_requests([*commands.ended, *(name for name, _ in commands.held)])
+        self._server.expire(commands.expired)
+        self._report_sent(sent)
+
+    def _report_sent(self, transfer_ids: list[int]) -> None:
+        if transfer_ids:
+            with self._writes:
+                self._put(KVConnectorOutput(finished_sending=transfer_ids))
+
+    def _fetch(self, fetch: DirectFetch, transfer: Transfer) -> None:
+        address = self._address_of(fetch.source)
+        try:
+            if address is not None:
+                self._client.fetch(address, transfer)
+                return
+        except zmq.ZMQError as error:
+            logger.warning("blocks cannot be fetched from %s: %s", address, error.strerror)
+        self._end(transfer)
+
+    def _address_of(self, source: DirectSource) -> str | None:
+        """Return the address of the worker of this rank at a source; None if there can be none."""
+        parallel = self._config.parallel
+        if source.replica >= 0:
+            if source.replica >= parallel.data_parallel_size:
+                return None
+            return self._config.kv_address(source.replica, self._rank)
+        if self._key is None:
+            return None
+        host = f"[{source.host}]" if ":" in source.host else source.host
+        return f"tcp://{host}:{source.port + self._rank}"
+
+    def _write(self, transfer: Transfer, block: int, data: memoryview) -> None:
+        """Write a block, unless another core has taken over since its fetch began."""
+        with self._writes:
+            if transfer.generation != self._generation:
+                return
+            if len(data) != self._memory.block_bytes:
+                raise ValueError(f"{len(data)} bytes arrived for a block")
+            self._memory.write([block], np.frombuffer(data, np.uint8)[None], transfer.fence)
+            self._num_bytes_received += len(data)
+
+    def _end(self, transfer: Transfer) -> None:
+        with self._writes:
+            if transfer.generation == self._generation:
+                self._num_errors += bool(transfer.missing)
+                self._put(
+                    KVConnectorOutput(
+                        finished_recving=[transfer.transfer_id],
+                        invalid_block_ids=int32_bytes(list(transfer.missing.values())),
+                    )
+                )
+
+    def _put(self, output: KVConnectorOutput) -> None:
+        """Report, together with the counts since the last report. The caller holds `_writes`."""
+        num_sent = self._server.num_bytes_sent
+        report = DirectReport(
+            self._num_bytes_received, num_sent - self._num_bytes_reported, self._num_errors
+        )
+        self._num_bytes_received, self._num_bytes_reported, self._num_errors = 0, num_sent, 0
+        if report != _NOTHING:
+            output.data = msgspec.msgpack.encode(report)
+        self._reports.put(output)
+
+
+_NOTHING: Final = DirectReport()
+
+register_connector(DIRECT_CONNECTOR, DirectConnector)
