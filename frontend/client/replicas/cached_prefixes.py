@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import takewhile
 
 from ....protocol.arrays import uint64_view
 from ....protocol.messages import ReplicaLoadUpdate
@@ -49,9 +50,8 @@ class CachedPrefixes:
 
     def count_blocks(self, keys: Iterable[int]) -> int:
         """Return how many of a prompt's first blocks are cached or expected."""
-        num_found = 0
-        for key in keys:
-            if not self.has(key):
-                break
-            num_found += 1
-        return num_found
+        return sum(1 for _ in takewhile(self.has, keys))
+
+    def count_stored(self, keys: Iterable[int]) -> int:
+        """Return how many of a prompt's first blocks are cached."""
+        return sum(1 for _ in takewhile(self._stored.__contains__, keys))

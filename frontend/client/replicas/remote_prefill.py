@@ -127,7 +127,8 @@ class RemotePrefill:
         ):
             return False
         keys = block_keys(request.block_hashes)
-        num_missing = len(keys) - core.load.prefixes.count_blocks(keys)
+        # The blocks of the sequence itself are expected there already.
+        num_missing = len(keys) - core.load.prefixes.count_stored(keys)
         return num_missing * self._block_size >= self._parallel.remote_prefill_tokens
 
     def apply_outputs(self, outputs: EngineCoreOutputs) -> None:
