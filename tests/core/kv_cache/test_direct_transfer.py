@@ -11,7 +11,7 @@ from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCac
 from engine.protocol.messages import EventKind, FinishReason
 from support.client_view import Key
 from support.direct_exchange import Exchange
-from support.scheduler_harness import Harness
+from support.recorded_harness import RecordedHarness, replay
 
 PREFILL, DECODE = 0, 1
 WINDOWED = (KVCacheGroup(), KVCacheGroup(AttentionKind.SLIDING_WINDOW, 8))
@@ -22,7 +22,7 @@ class Pair:
 
     def __init__(self, seed: int = 0, **limits: object) -> None:
         self.rng = random.Random(seed)
-        self.replicas = [Harness(connector=DirectTransfer(), **limits) for _ in range(2)]
+        self.replicas = [RecordedHarness(connector=DirectTransfer(), **limits) for _ in range(2)]
         self.peers: list[Exchange | None] = []
         for harness in self.replicas:
             exchange = Exchange(harness.worker.kv_cache, self.peers, self.rng)
@@ -186,3 +186,5 @@ def test_random_traffic_with_losses_aborts_and_preemptions(seed: int, groups) ->
     pair.drain()
     assert pair.hits() > 0
     assert not any(exchange.held for exchange in pair.exchanges)
+    for harness in pair.replicas:
+        assert sum(replay(harness.dump())) > 100
