@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,9 @@ from hypothesis import settings
 
 # So that any test can say `from support.… import …`.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Compiling the package anew would be half the time of each server that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.triton_interpreter import interpret_without_gpu
 
