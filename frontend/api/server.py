@@ -197,6 +197,7 @@ class Frontend:
             await self._engine.watch_status()
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._num_blocks = sys.getallocatedblocks()
         self._enter(Stage.READY, "")
         self._app.recovery.start()
