@@ -21,6 +21,7 @@ from ..protocol.arrays import Int32Array, int32_bytes, int32_view
 from ..protocol.config.images import SpanKind
 from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
+from .dtypes import AnyArray, HostDevice, on_host, torch_device
 from .layers.spec import Window
 from .rotary_positions import RotaryPositions
 from .spans import Spans
@@ -146,7 +147,7 @@ class PersistentBatch:
         max_model_len: int,
         block_size: int,
         num_groups: int,
-        device: torch.device,
+        device: torch.device | HostDevice,
         *,
         has_rotary_axes: bool = False,
         span_kind: SpanKind | None = None,
@@ -156,17 +157,20 @@ class PersistentBatch:
         self.source_sizes = source_sizes
         self.num_slots = num_slots
         self.block_size = block_size
-        self.device = device
+        self._device = device
         self.max_model_len = max_model_len
         # The row after the last slot is read and written by padding.
         shape = (num_slots + 1, max_model_len)
         self._host_token_ids_NL: Int32Array | None = None
+        self.token_ids_NL: AnyArray
         if device.type == "cpu":
             # Untouched pages of numpy's zeros take no memory, and numpy indexes a few rows ten times as fast as torch.
             self._host_token_ids_NL = np.zeros(shape, np.int32)
-            self.token_ids_NL = torch.from_numpy(self._host_token_ids_NL)
+            self.token_ids_NL = self._host_token_ids_NL
+            if not isinstance(device, HostDevice):
+                self.token_ids_NL = torch.from_numpy(self._host_token_ids_NL)
         else:
-            self.token_ids_NL = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.token_ids_NL = torch.zeros(shape, dtype=torch.int32, device=torch_device(device))
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
@@ -185,6 +189,11 @@ class PersistentBatch:
         self._spans_need_windows = span_kind is SpanKind.IMAGE_IN_WINDOWS
         self._slots_S: Int32Array = np.zeros(0, np.int32)
         self._requests: dict[int, tuple[tuple[int, int], float]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tokens."""
+        return torch_device(self._device)
 
     def with_own_lengths(self, group: int) -> PersistentBatch:
         """Return a batch of the same tokens and the blocks of one group, which counts its tokens by itself."""
@@ -226,8 +235,11 @@ class PersistentBatch:
             tokens = int32_view(new.token_ids)
             slot = new.slot
             self._requests[slot] = new.request_id, new.arrival_time
-            # torch requires a writable array, and the message's bytes are read-only.
-            self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
+            if self._host_token_ids_NL is not None:
+                self._host_token_ids_NL[slot, : len(tokens)] = tokens
+            else:
+                # torch requires a writable array, and the message's bytes are read-only.
+                self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
             self.num_computed_tokens[slot] = new.num_computed_tokens
@@ -333,13 +345,13 @@ class PersistentBatch:
             )
         return batches
 
-    def input_ids(self, plan: StepPlan) -> torch.Tensor:
-        """Return the step's tokens, int32 [T] on the device."""
+    def input_ids(self, plan: StepPlan) -> AnyArray:
+        """Return the step's tokens, int32 [T]: a tensor on the device, or an array of numpy on the host."""
         if self._host_token_ids_NL is not None:
-            return torch.from_numpy(self._host_token_ids_NL[plan.slots_T, plan.positions_T])
+            return self._host_token_ids_NL[plan.slots_T, plan.positions_T]
         return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]
 
-    def append_tokens(self, slots: Int32Array, token_ids: torch.Tensor) -> None:
+    def append_tokens(self, slots: Int32Array, token_ids: AnyArray) -> None:
         """Append one sampled token to each of `slots`; `token_ids` are int [len(slots)] on the device."""
         self.store_tokens(slots, self.reserve_columns(slots), token_ids)
 
@@ -349,10 +361,10 @@ class PersistentBatch:
         self.num_tokens[slots] = columns + 1
         return columns
 
-    def store_tokens(self, slots: Int32Array, columns: Int32Array, token_ids: torch.Tensor) -> None:
+    def store_tokens(self, slots: Int32Array, columns: Int32Array, token_ids: AnyArray) -> None:
         """Write tokens, int [len(slots)] on the device, to reserved columns."""
         if self._host_token_ids_NL is not None:
-            self._host_token_ids_NL[slots, columns] = token_ids.numpy()
+            self._host_token_ids_NL[slots, columns] = on_host(token_ids)
         else:
             self.token_ids_NL[self._index(slots, columns)] = token_ids.to(torch.int32)
 

@@ -155,7 +155,7 @@ def read_config(path: Path) -> None:
     spec = model_spec(checkpoint.config, checkpoint.config_path)
     for rope in {layer.rope for layer in spec.layers} - {None}:
         frequencies, factor = rope.inverse_frequencies(model.max_model_len)
-        assert frequencies.isfinite().all() and (frequencies > 0).all() and factor > 0
+        assert np.isfinite(frequencies).all() and (frequencies > 0).all() and factor > 0
 
 
 def read_others(path: Path) -> None:

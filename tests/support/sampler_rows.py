@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from engine.protocol.arrays import int32_view
 from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.worker_messages import RowLogprobs
 from engine.workers.batch import PersistentBatch
 from engine.workers.cpu.decoder import NativeDecoder
 from engine.workers.sampling import (
@@ -15,6 +16,7 @@ from engine.workers.sampling import (
     SamplerOutput,
     TorchSampler,
     choose_tokens,
+    prompt_logprobs,
 )
 
 EOS = 2
@@ -40,6 +42,7 @@ class Rows:
         decoder: NativeDecoder | None = None,
     ) -> None:
         self.device = device
+        self._decoder = decoder
         self.batch = PersistentBatch(num_slots, 4096, 16, 1, CPU)
         self.lengths = self.batch.num_tokens
         self.sampler: Sampler
@@ -71,8 +74,16 @@ class Rows:
         output = self.sampler.sample(
             logits.to(self.device, copy=True), slots_S, self.lengths[slots_S], grammar
         )
-        self.batch.append_tokens(slots_S, output.token_ids.cpu())
+        self.batch.append_tokens(slots_S, torch.as_tensor(output.token_ids).cpu())
         return output
+
+    def score_prompt(
+        self, slot: int, logits: torch.Tensor, next_ids: list[int], count: int
+    ) -> RowLogprobs:
+        if self._decoder is None:
+            return prompt_logprobs(slot, logits, torch.tensor(next_ids), count)
+        score = self._decoder.make_prompt_scorer(len(next_ids))
+        return score(slot, logits.clone(), np.array(next_ids, np.int32), count)
 
     def tokens(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         return tokens_of(self.sample(logits, slots))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch import AttentionBatch
+from ..dtypes import HostDevice, HostDtype
 from ..layers.layers import HeadNorm
 from ..layers.rope import RotaryTables, apply_rotary
 from ..layers.spec import ModelSpec, Window
@@ -40,8 +41,8 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
-    device: torch.device
+    dtype: torch.dtype | HostDtype
+    device: torch.device | HostDevice
     reads_distances: bool = False
     has_distance_biases: bool = False
     latent_rank: int = 0
@@ -57,8 +58,8 @@ class AttentionSpec:
         shard: ModelShard,
         *,
         block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype | HostDtype,
+        device: torch.device | HostDevice,
     ) -> Self:
         """Return the spec for the shard's heads of the model, or of a layer with a spec from `for_layer`."""
         ranks = shard.tensor_parallel.size
@@ -191,6 +192,9 @@ class PagedAttention(ABC):
 
 class AttentionBackend(PagedAttention):
     """Attention that a model calls layer by layer. Native programs have their own attention."""
+
+    dtype: torch.dtype
+    device: torch.device
 
     @abstractmethod
     def forward(

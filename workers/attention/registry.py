@@ -4,7 +4,6 @@ from typing import Literal, TypeAlias
 
 from ...protocol.errors import ConfigError
 from .interface import AttentionBackend, AttentionSpec
-from .torch_paged import TorchPagedAttention
 
 BackendName: TypeAlias = Literal["torch_paged", "triton_paged", "triton_batch_invariant"]
 
@@ -29,7 +28,10 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
 
 
 def _backend_class(name: BackendName) -> type[AttentionBackend]:
+    # Imported here, because a worker without torch needs only the interface.
     if name == "torch_paged":
+        from .torch_paged import TorchPagedAttention
+
         return TorchPagedAttention
     try:
         from .batch_invariant import BatchInvariantAttention

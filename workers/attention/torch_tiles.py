@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..dtypes import torch_device, torch_dtype
 from ..layers.spec import Chunk, Window, first_visible
 from .interface import AttentionSpec
 
@@ -35,22 +36,23 @@ class QueryTiles:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
+        self._dtype, self._device = torch_dtype(spec.dtype), torch_device(spec.device)
         self._repeats = spec.num_heads // spec.num_kv_heads
 
     def bidirectional(self, tokens: slice, seq_len: int, window: Window | None) -> Iterator[Tile]:
         """Split a whole sequence, whose tokens see those behind them too, into tiles of queries."""
         num_keys = -(-seq_len // self._spec.block_size) * self._spec.block_size
-        mask_1L = torch.zeros((1, num_keys), dtype=self._spec.dtype)
+        mask_1L = torch.zeros((1, num_keys), dtype=self._dtype)
         mask_1L[:, seq_len:] = -math.inf
         tile_queries = _tile_queries(self._spec.num_heads, num_keys)
         for start in range(tokens.start, tokens.stop, tile_queries):
             stop = min(start + tile_queries, tokens.stop)
-            mask_ML = mask_1L.to(self._spec.device).expand((stop - start) * self._repeats, -1)
+            mask_ML = mask_1L.to(self._device).expand((stop - start) * self._repeats, -1)
             distance_ML: Tensor | None = None
             if isinstance(window, int) or self._spec.reads_distances:
                 queries = torch.arange(start - tokens.start, stop - tokens.start)
                 distance = queries[:, None] - torch.arange(num_keys)
-                distance_ML = distance.repeat_interleave(self._repeats, 0).to(self._spec.device)
+                distance_ML = distance.repeat_interleave(self._repeats, 0).to(self._device)
                 if isinstance(window, int):
                     mask_ML = mask_ML.masked_fill(distance_ML.abs() >= window, -math.inf)
             yield Tile(slice(start, stop), slice(0, num_keys), mask_ML, distance_ML)
@@ -121,7 +123,7 @@ class QueryTiles:
                 window,
                 self._repeats,
                 self._spec.dtype,
-                self._spec.device,
+                self._device,
             )
             yield Tile(
                 slice(start, start + queries),
@@ -148,14 +150,12 @@ class QueryTiles:
         if visible_Q2 is not None:
             visible = torch.from_numpy(visible_Q2)
             first, last = torch.minimum(first, visible[:, :1]), visible[:, 1:] - 1
-        mask = torch.zeros((len(queries), len(keys)), dtype=self._spec.dtype)
+        mask = torch.zeros((len(queries), len(keys)), dtype=self._dtype)
         mask.masked_fill_((key > last) | (key < first), -math.inf)
-        mask_ML = mask.repeat_interleave(self._repeats, 0).to(self._spec.device)
+        mask_ML = mask.repeat_interleave(self._repeats, 0).to(self._device)
         if not self._spec.reads_distances:
             return mask_ML, None
-        return mask_ML, (query - key).float().repeat_interleave(self._repeats, 0).to(
-            self._spec.device
-        )
+        return mask_ML, (query - key).float().repeat_interleave(self._repeats, 0).to(self._device)
 
     def _first_key(self, position: int, window: Window | None) -> int:
         """Return the start of the block with the first key that a query at this position attends to."""

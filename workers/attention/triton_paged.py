@@ -103,15 +103,15 @@ class TritonPagedAttention(CapturableAttention):
         self._padded_rotary_dim = max(16, power_of_2(rest)) if spec.latent_rank else 0
         if spec.latent_rank:
             # All heads share a key, and are too many for one program.
-            self._heads_per_group = heads_of_latent_tile(spec.num_heads, spec.dtype)
+            self._heads_per_group = heads_of_latent_tile(spec.num_heads, self.dtype)
             self._num_groups = spec.num_heads // self._heads_per_group
-            self.prefill_tile = latent_prefill_tile(spec.dtype)
-            self.decode_tile = latent_decode_tile(self._heads_per_group, spec.dtype)
+            self.prefill_tile = latent_prefill_tile(self.dtype)
+            self.decode_tile = latent_decode_tile(self._heads_per_group, self.dtype)
         else:
             self._heads_per_group = spec.num_heads // spec.num_kv_heads
             self._num_groups = spec.num_kv_heads
-            self.prefill_tile = prefill_tile(spec.head_dim, self._heads_per_group, spec.dtype)
-            self.decode_tile = decode_tile(spec.head_dim, self._heads_per_group, spec.dtype)
+            self.prefill_tile = prefill_tile(spec.head_dim, self._heads_per_group, self.dtype)
+            self.decode_tile = decode_tile(spec.head_dim, self._heads_per_group, self.dtype)
         self.split_keys = SPLIT_KEYS
         self.max_splits = max_splits(self._num_groups)
 

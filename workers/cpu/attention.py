@@ -7,15 +7,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..attention.interface import AttentionSpec, PagedAttention
 from ..batch import AttentionBatch
+from ..dtypes import dtype_name
 from ..layers.spec import Window
 from .library import NotSupportedNatively
 
-KV_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+KV_FORMATS = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
+"""`KVFormat` of native code by the names of dtypes."""
+
 _LANES = 16
 _SCALE_BYTES = 4
 
@@ -43,7 +45,7 @@ class NativeAttention(PagedAttention):
         super().__init__(spec)
         if spec.device.type != "cpu":
             raise NotSupportedNatively(f"the native backend runs on the CPU, not on {spec.device}")
-        if spec.dtype not in KV_FORMATS:
+        if dtype_name(spec.dtype) not in KV_FORMATS:
             raise NotSupportedNatively(f"a KV cache of {spec.dtype} is not supported natively")
         if spec.block_size % _LANES:
             raise NotSupportedNatively(
@@ -51,7 +53,7 @@ class NativeAttention(PagedAttention):
                 f"only multiples of {_LANES}"
             )
         for head_dim in {spec.head_dim, *(dim for _, dim in spec.heads_of_layers)}:
-            if head_dim % (4 if spec.dtype == torch.int8 else 2):
+            if head_dim % (4 if dtype_name(spec.dtype) == "int8" else 2):
                 raise NotSupportedNatively(f"a head_dim of {head_dim} is not supported natively")
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -85,7 +87,7 @@ class NativeAttention(PagedAttention):
 
     def _padded(self, head_dim: int) -> int:
         padded = -(-head_dim // _LANES) * _LANES
-        return padded + _SCALE_BYTES if self.dtype == torch.int8 else padded
+        return padded + _SCALE_BYTES if dtype_name(self.dtype) == "int8" else padded
 
     def build(
         self, batch: AttentionBatch, windows: Collection[Window | None]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.arrays import Int32Array
@@ -19,6 +20,16 @@ from ...protocol.checkpoint.vision.spec import VisionSpec
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
 from ..device.device import usable_cores
+from ..dtypes import (
+    AnyArray,
+    HostDtype,
+    address,
+    as_tensor,
+    configured_dtype,
+    float32_array,
+    on_host,
+    torch_dtype,
+)
 from ..layers.spec import ModelSpec
 from ..loaders import Checkpoint, DummyCheckpoint
 from ..models.cross_attention import QueryRecorder
@@ -37,7 +48,7 @@ from .library import NotSupportedNatively
 from .program import NativeProgram
 from .recording.model_shape import model_shape
 from .recording.recorder import Recorder
-from .sampling import NativeSampler, RowsToSample
+from .sampling import NativeSampler, PromptScorer, RowsToSample
 from .supported import check_supported
 from .weights import NativeWeightReader
 
@@ -73,7 +84,7 @@ class NativeDecoder:
         checkpoint: Checkpoint,
         attention: NativeAttention,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | HostDtype,
         max_model_len: int,
         shard: ModelShard | None = None,
         on_progress: ProgressCallback | None = None,
@@ -84,6 +95,7 @@ class NativeDecoder:
         places_embeddings: bool = False,
         keeps_hidden: bool = False,
     ) -> None:
+        self.is_foreign = False
         self.spec = spec
         self.kept_hidden_TE: Tensor | None = None
         """The hidden states of the last step: the normed ones, then those before the final norm, [T, 2 D]."""
@@ -91,10 +103,10 @@ class NativeDecoder:
         self.loras = loras
         self.encoder: Encoder | None = None
         self.placed: Placed | None = None
-        self.rotary_T3: Tensor | None = None
+        self.rotary_T3: AnyArray | None = None
         self.attention = attention
         self.shard = shard = shard or ModelShard.whole(spec)
-        self.hidden_dtype = torch.float32
+        self.hidden_dtype = configured_dtype("float32", attention.device)
         if isinstance(checkpoint, DummyCheckpoint):
             raise NotSupportedNatively("the native CPU backend does not support dummy weights")
         check_supported(spec)
@@ -107,7 +119,7 @@ class NativeDecoder:
         if loras is not None:
             loras.prepare(spec, shard)
             vocabulary = shard.tensor_parallel.part(spec.vocab_size)
-            adapters = NativeAdapters(loras, spec, vocabulary, dtype)
+            adapters = NativeAdapters(loras, spec, vocabulary, torch_dtype(dtype))
         weights = NativeWeightReader(
             checkpoint,
             dtype,
@@ -152,14 +164,14 @@ class NativeDecoder:
         self._embedding: NativeProgram | None = None
         if keeps_hidden and recorder.embedding is not None:
             self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
-            scale = spec.rounded_embedding_scale(weights.dtype)
+            scale = spec.rounded_embedding_scale(weights.any_dtype)
             self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
             self._embedding.add_op("final_norm", vectors=[None])
             self._embedding.add_op("head")
         self._output_width = spec.hidden_size
         if not shard.is_last:
             self._output_width = spec.stage_width(shard.layers.stop)
-        self._kv_caches: Sequence[Tensor] = ()
+        self._kv_caches: Sequence[AnyArray] = ()
         num_caches = sum(len(spec.layers[index].cache_groups) for index in shard.layers)
         self._kv_pointers = (ctypes.c_void_p * num_caches)()
         self._groups = (StepGroup * len(spec.windows_by_group))()
@@ -169,12 +181,12 @@ class NativeDecoder:
 
     def forward(
         self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
+        inputs: AnyArray,
+        positions_T: AnyArray,
+        kv_caches: Sequence[AnyArray],
         attn_metadata: Sequence[NativeAttentionMetadata],
-    ) -> Tensor:
-        """Fill the KV caches and return the hidden states in float32.
+    ) -> AnyArray:
+        """Fill the KV caches and return the hidden states in float32, as an array of the inputs' kind.
 
         Those of the last stage are normed, [T, D]. Others have what the next stages read, [T, `stage_width`].
 
@@ -184,12 +196,13 @@ class NativeDecoder:
             kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
             attn_metadata: Results of `NativeAttention.build` for each KV-cache group, also those of states.
         """
-        return self._run(inputs, positions_T, kv_caches, attn_metadata)
+        hidden_TD = self._run(inputs, positions_T, kv_caches, attn_metadata)
+        return hidden_TD if isinstance(inputs, np.ndarray) else as_tensor(hidden_TD)
 
     def store_source(
         self,
-        encoded_ED: Tensor,
-        kv_caches: Sequence[Tensor],
+        encoded_ED: AnyArray,
+        kv_caches: Sequence[AnyArray],
         attn_metadata: Mapping[int, NativeAttentionMetadata],
     ) -> None:
         """Store the keys and values of an encoder's outputs in the caches of cross attention.
@@ -201,26 +214,26 @@ class NativeDecoder:
                 many tokens.
         """
         assert self._store is not None
-        hidden_ED = encoded_ED.float().contiguous()
-        positions_E = torch.arange(len(hidden_ED), dtype=torch.int32)
-        ids_E = torch.zeros_like(positions_E)
+        hidden_ED = float32_array(encoded_ED)
+        positions_E = np.arange(len(hidden_ED), dtype=np.int32)
+        ids_E = np.zeros_like(positions_E)
         groups = (StepGroup * len(self._groups))()
         # All layers of cross attention have the same blocks, because there is one group of them.
         (metadata,) = attn_metadata.values()
         groups[0].block_table = metadata.block_table.ctypes.data
         groups[0].block_table_stride = metadata.block_table.shape[1]
         groups[0].slot_mapping = metadata.slot_mapping.ctypes.data
-        pointers = (ctypes.c_void_p * len(kv_caches))(*(cache.data_ptr() for cache in kv_caches))
+        pointers = (ctypes.c_void_p * len(kv_caches))(*map(address, kv_caches))
         step = Step(
             num_tokens=len(hidden_ED),
             num_sequences=1,
             wants_all_hidden=True,
-            input_ids=ids_E.data_ptr(),
-            positions=positions_E.data_ptr(),
+            input_ids=ids_E.ctypes.data,
+            positions=positions_E.ctypes.data,
             query_start_loc=metadata.query_start_loc.ctypes.data,
             groups=groups,
             kv_caches=pointers,
-            hidden=hidden_ED.data_ptr(),
+            hidden=hidden_ED.ctypes.data,
             hidden_stride=hidden_ED.shape[1],
         )
         self._store.run(step)
@@ -235,11 +248,15 @@ class NativeDecoder:
         self._batch = batch
         return self._sampler
 
+    def make_prompt_scorer(self, max_rows: int) -> PromptScorer:
+        """Return what computes the log-probabilities of at most `max_rows` tokens of prompts at a time."""
+        return PromptScorer(max_rows, self.spec.num_token_ids, self._program)
+
     def forward_and_sample(
         self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
+        inputs: AnyArray,
+        positions_T: AnyArray,
+        kv_caches: Sequence[AnyArray],
         attn_metadata: Sequence[NativeAttentionMetadata],
         rows_S: Int32Array,
         slots_S: Int32Array,
@@ -254,7 +271,7 @@ class NativeDecoder:
         if not metadata.takes_most_likely:
             positions_S = self._batch.num_tokens[slots_S]
             rows = RowsToSample(self._sampler, metadata, len(rows_S), positions_S)
-        tokens_S = torch.empty(len(rows_S), dtype=torch.int32)
+        tokens_S = np.empty(len(rows_S), np.int32)
         self._run(
             inputs,
             positions_T,
@@ -263,32 +280,32 @@ class NativeDecoder:
             wants_all_hidden=self._keeps_hidden,
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
-            tokens=tokens_S.data_ptr(),
+            tokens=tokens_S.ctypes.data,
             sampling=None if rows is None else rows.pointer,
         )
         logprobs = None if rows is None else rows.logprobs()
-        return SamplerOutput(tokens_S.long(), metadata, logprobs)
+        return SamplerOutput(tokens_S.astype(np.int64), metadata, logprobs)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens, float32 [T, D]. Supported if the decoder `keeps_hidden`."""
         assert self._embedding is not None
-        ids_T = _int32(ids_T)
-        hidden_TD = torch.empty((len(ids_T), self.spec.hidden_size), dtype=torch.float32)
-        positions_T = torch.zeros_like(ids_T)
+        tokens_T = _int32(ids_T)
+        hidden_TD = np.empty((len(tokens_T), self.spec.hidden_size), np.float32)
+        positions_T = np.zeros_like(tokens_T)
         bounds = np.array([0, len(ids_T)], np.int32)
         step = Step(
             num_tokens=len(ids_T),
             num_sequences=1,
             wants_all_hidden=True,
-            input_ids=ids_T.data_ptr(),
-            positions=positions_T.data_ptr(),
+            input_ids=tokens_T.ctypes.data,
+            positions=positions_T.ctypes.data,
             query_start_loc=bounds.ctypes.data,
-            hidden=hidden_TD.data_ptr(),
+            hidden=hidden_TD.ctypes.data,
             hidden_stride=hidden_TD.shape[1],
         )
         if not self._embedding.run(step):
             raise ValueError(f"token ids must be in [0, {self.spec.num_token_ids})")
-        return hidden_TD
+        return as_tensor(hidden_TD)
 
     def choose_tokens(
         self, hidden_SD: Tensor, slots_S: Int32Array, positions_S: Int32Array
@@ -304,33 +321,36 @@ class NativeDecoder:
         rows = None
         if not metadata.takes_most_likely:
             rows = RowsToSample(self._sampler, metadata, len(slots_S), positions_S)
-        tokens_S = torch.empty(len(slots_S), dtype=torch.int32)
+        tokens_S = np.empty(len(slots_S), np.int32)
         adapters = None if self.loras is None else self.loras.of_slots(slots_S)
         self._run_head(
             hidden_SD,
             _numbers(adapters),
-            tokens=tokens_S.data_ptr(),
+            tokens=tokens_S.ctypes.data,
             sampling=None if rows is None else rows.pointer,
         )
-        return tokens_S.clamp_(min=0)
+        return as_tensor(np.maximum(tokens_S, 0))
 
     def join_round(self) -> None:
         """Compute rows of other replicas, which chose experts of this rank."""
         self._program.join_round()
 
-    def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model."""
-        logits_SV = torch.empty((len(hidden_SD), self.spec.num_token_ids), dtype=torch.float32)
+    def compute_logits(self, hidden_SD: AnyArray, slots_S: Int32Array | None = None) -> AnyArray:
+        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model.
+
+        They are an array of the same kind as the hidden states.
+        """
+        logits_SV = np.empty((len(hidden_SD), self.spec.num_token_ids), np.float32)
         adapters = None
         if self.loras is not None and slots_S is not None:
             adapters = self.loras.of_slots(slots_S)
-        self._run_head(hidden_SD, _numbers(adapters), logits=logits_SV.data_ptr())
-        return logits_SV
+        self._run_head(hidden_SD, _numbers(adapters), logits=logits_SV.ctypes.data)
+        return logits_SV if isinstance(hidden_SD, np.ndarray) else as_tensor(logits_SV)
 
     def decoding(
         self,
         batch: PersistentBatch,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Sequence[AnyArray],
         speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
         """Return a faster way to decode the requests of `batch`, which also verifies drafts.
@@ -351,9 +371,9 @@ class NativeDecoder:
 
     def _run(
         self,
-        inputs: Tensor,
-        positions_T: Tensor,
-        kv_caches: Sequence[Tensor],
+        inputs: AnyArray,
+        positions_T: AnyArray,
+        kv_caches: Sequence[AnyArray],
         attn_metadata: Sequence[NativeAttentionMetadata],
         *,
         wants_all_hidden: bool = True,
@@ -361,27 +381,29 @@ class NativeDecoder:
         logit_rows: int | None = None,
         tokens: int | None = None,
         sampling: Any = None,
-    ) -> Tensor:
+    ) -> NDArray[np.float32]:
         positions_T = _int32(positions_T)
         if self._embeds:
             ids_T = _int32(inputs)
-            hidden_TD = torch.empty((len(ids_T), self._output_width), dtype=torch.float32)
+            hidden_TD = np.empty((len(ids_T), self._output_width), np.float32)
         else:
-            ids_T = torch.zeros_like(positions_T)
-            hidden_TD = inputs.float().contiguous()
+            ids_T = np.zeros_like(positions_T)
+            hidden_TD = float32_array(inputs)
         if self._keeps_hidden:
-            kept_TE = torch.empty((len(ids_T), 2 * self.spec.hidden_size), dtype=torch.float32)
+            kept_TE = np.empty((len(ids_T), 2 * self.spec.hidden_size), np.float32)
             if not self._embeds:
                 kept_TE[:, : hidden_TD.shape[1]] = hidden_TD
-            self.kept_hidden_TE = hidden_TD = kept_TE
+            hidden_TD = kept_TE
+            self.kept_hidden_TE = as_tensor(kept_TE)
         if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
             # Encoder outputs replace the embeddings, but not the inputs of layers.
-            ids_T = _int32(self.placed.replace_ids(ids_T, self.spec.encoder.layer_token_id))
+            token_id = self.spec.encoder.layer_token_id
+            ids_T = _int32(self.placed.replace_ids(as_tensor(ids_T), token_id))
         step = self._step
         step.num_tokens = len(ids_T)
         step.num_sequences = len(attn_metadata[0].seq_lens)
-        step.input_ids = ids_T.data_ptr()
-        step.positions = positions_T.data_ptr()
+        step.input_ids = ids_T.ctypes.data
+        step.positions = positions_T.ctypes.data
         step.query_start_loc = attn_metadata[0].query_start_loc.ctypes.data
         for group, metadata in zip(self._groups, attn_metadata, strict=True):
             group.block_table = metadata.block_table.ctypes.data
@@ -389,30 +411,30 @@ class NativeDecoder:
             group.slot_mapping = metadata.slot_mapping.ctypes.data
         if kv_caches is not self._kv_caches:
             self._kv_caches = kv_caches
-            self._kv_pointers[:] = [cache.data_ptr() for cache in kv_caches]
-        step.hidden, step.wants_all_hidden = hidden_TD.data_ptr(), wants_all_hidden
+            self._kv_pointers[:] = [*map(address, kv_caches)]
+        step.hidden, step.wants_all_hidden = hidden_TD.ctypes.data, wants_all_hidden
         step.hidden_stride = hidden_TD.shape[1]
         step.num_logit_rows, step.logit_rows = num_logit_rows, logit_rows
         step.tokens, step.sampling = tokens, sampling
         step.adapters = _numbers(None if self.loras is None else self.loras.tokens)
-        queries_LTHK: Tensor | None = None
+        queries_LTHK: NDArray[np.float32] | None = None
         step.source_queries = None
         if self._cross_group is not None:
             step.source_lens = attn_metadata[self._cross_group].seq_lens.ctypes.data
             if self._recorder is not None:
                 shape = len(self.shard.layers), len(ids_T), -1, self.spec.head_dim
                 num_queries = len(self.shard.heads(self.spec)) * len(ids_T) * len(self.shard.layers)
-                queries_LTHK = torch.empty(num_queries * self.spec.head_dim).view(shape)
-                step.source_queries = queries_LTHK.data_ptr()
+                queries_LTHK = np.empty(num_queries * self.spec.head_dim, np.float32).reshape(shape)
+                step.source_queries = queries_LTHK.ctypes.data
         step.placed = step.encoded = None
         if self.placed is not None:
-            encoded = self.placed.encoded.float().contiguous()
-            step.placed, step.encoded = self.placed.rows_T.ctypes.data, encoded.data_ptr()
+            encoded = float32_array(self.placed.encoded)
+            step.placed, step.encoded = self.placed.rows_T.ctypes.data, encoded.ctypes.data
             step.encoded_stride = encoded.shape[1]
         step.rotary = None
         if self.rotary_T3 is not None:
             rotary_T3 = _int32(self.rotary_T3)
-            step.rotary = rotary_T3.data_ptr()
+            step.rotary = rotary_T3.ctypes.data
         visible = attn_metadata[0].visible
         step.visible = None if visible is None else visible.ctypes.data
         step.spans_need_windows = attn_metadata[0].spans_need_windows
@@ -423,16 +445,16 @@ class NativeDecoder:
             )
         if queries_LTHK is not None and self._recorder is not None:
             for layer, q_THK in zip(self.shard.layers, queries_LTHK, strict=True):
-                self._recorder.record(layer, q_THK)
-        return hidden_TD[:, : self._output_width].contiguous()
+                self._recorder.record(layer, as_tensor(q_THK))
+        return np.ascontiguousarray(hidden_TD[:, : self._output_width])
 
-    def _run_head(self, hidden_SD: Tensor, adapters: int | None, **outputs: Any) -> None:
-        hidden_SD = hidden_SD.float().contiguous()
+    def _run_head(self, hidden_SD: AnyArray, adapters: int | None, **outputs: Any) -> None:
+        hidden_SD = float32_array(hidden_SD)
         rows = np.arange(len(hidden_SD), dtype=np.int32)
         step = Step(
             num_logit_rows=len(rows),
             logit_rows=rows.ctypes.data,
-            hidden=hidden_SD.data_ptr(),
+            hidden=hidden_SD.ctypes.data,
             hidden_stride=hidden_SD.shape[1],
             adapters=adapters,
             **outputs,
@@ -447,5 +469,5 @@ def _numbers(adapters: RowAdapters | None) -> int | None:
     return adapters.number_T.ctypes.data
 
 
-def _int32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.int32).contiguous()
+def _int32(array: AnyArray) -> NDArray[np.int32]:
+    return np.ascontiguousarray(on_host(array), np.int32)

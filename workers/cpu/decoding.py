@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ...protocol.arrays import Float32Array, Int32Array
 from ...protocol.config import SpeculativeConfig
 from ..batch import PersistentBatch
+from ..dtypes import AnyArray, address
 from ..sampling import Grammar, Logprobs, SamplingMetadata
 from .abi.structs import DecodeBatch
 from .drafts import Drafts
@@ -42,7 +42,7 @@ class NativeDecoding:
         self,
         program: NativeProgram,
         batch: PersistentBatch,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Sequence[AnyArray],
         sampler: NativeSampler,
         speculative: SpeculativeConfig | None = None,
         adapter_by_slot: Int32Array | None = None,
@@ -68,12 +68,12 @@ class NativeDecoding:
         self._batch = DecodeBatch(
             num_groups=len(tables),
             max_model_len=batch.token_ids_NL.shape[1],
-            token_ids=batch.token_ids_NL.data_ptr(),
+            token_ids=address(batch.token_ids_NL),
             num_tokens=batch.num_tokens.ctypes.data,
             num_computed_tokens=batch.num_computed_tokens.ctypes.data,
             block_tables=(ctypes.c_void_p * len(tables))(*(table.ctypes.data for table in tables)),
             block_table_strides=strides.ctypes.data,
-            kv_caches=(ctypes.c_void_p * len(kv_caches))(*(kv.data_ptr() for kv in kv_caches)),
+            kv_caches=(ctypes.c_void_p * len(kv_caches))(*map(address, kv_caches)),
             lookup=None if self.drafts is None else ctypes.pointer(self.drafts.lookup),
             tokens=self._tokens.ctypes.data,
             num_sampled=self._num_sampled.ctypes.data,

@@ -243,12 +243,12 @@ class NativeExpertExchange(structs.ExpertExchange):
         return _view(address, (self.group.size,), np.int64)
 
 
-_NOTHING = torch.zeros(64, dtype=torch.uint8)
+_NOTHING = np.zeros(64, np.uint8)
 """An address for no rows, because a null pointer means that a rank is lost."""
 
 
 def _address_of(rows: Tensor) -> int:
-    return rows.data_ptr() or _NOTHING.data_ptr()
+    return rows.data_ptr() or _NOTHING.ctypes.data
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: Any) -> Tensor:

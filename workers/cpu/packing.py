@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
 from ..device.host_memory import HUGE_PAGE_BYTES, allocate
+from ..dtypes import dtype_name
 from .abi import structs
 from .library import native_library
 
@@ -62,10 +63,11 @@ FLOAT8_ROWS = 1000
 """The number of `SourceType::f8` in `csrc/linear/pack.h`."""
 
 FLOAT_TYPES = {
-    torch.bfloat16: SourceType.BF16,
-    torch.float16: SourceType.F16,
-    torch.float32: SourceType.F32,
+    "bfloat16": SourceType.BF16,
+    "float16": SourceType.F16,
+    "float32": SourceType.F32,
 }
+"""The types of floats by the names of dtypes."""
 
 GROUP_SIZE = 32
 """Elements of a row that integer formats quantize together; rows are whole groups."""
@@ -136,9 +138,9 @@ class WeightMemory:
 
 def as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
     """Return a tensor in a type that can be packed."""
-    if tensor.dtype not in FLOAT_TYPES:
+    if dtype_name(tensor.dtype) not in FLOAT_TYPES:
         tensor = tensor.float()
-    return FLOAT_TYPES[tensor.dtype], tensor.contiguous().view(torch.uint8).numpy()
+    return FLOAT_TYPES[dtype_name(tensor.dtype)], tensor.contiguous().view(torch.uint8).numpy()
 
 
 def allocate_packed(
@@ -164,7 +166,7 @@ def pack_tensor(
     n, k = matrix.shape
     weight = allocate_packed(weight_format, n, k, memory)
     source = matrix.contiguous().view(torch.uint8).numpy()
-    if not pack_rows(weight, FLOAT_TYPES[matrix.dtype], source):
+    if not pack_rows(weight, FLOAT_TYPES[dtype_name(matrix.dtype)], source):
         return None
     weight.data = memory.shrink(finish_packing(weight), weight.data)
     return weight

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from ..dtypes import AnyArray, float32_array
 from ..layers.rope import RopeSpec
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.tensor_parallel import TensorParallel
@@ -51,12 +51,12 @@ class NativeProgram:
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
         self.add_rotation(inv_freq, factor, rope.axes)
 
-    def add_rotation(self, inv_freq: Tensor, factor: float, axis_of_each: Sequence[int]) -> None:
+    def add_rotation(self, inv_freq: AnyArray, factor: float, axis_of_each: Sequence[int]) -> None:
         """Compute tables of a rotation in every step: of these frequencies, and times `factor`.
 
         With `axis_of_each` frequency it has one of three positions of a token.
         """
-        frequencies = np.ascontiguousarray(inv_freq.numpy(), np.float32)
+        frequencies = float32_array(inv_freq)
         axes = np.array(axis_of_each, np.int32)
         self._library.engine_program_add_rope(
             self._handle,

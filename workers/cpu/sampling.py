@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...protocol.arrays import Int32Array
+from ...protocol.worker_messages import RowLogprobs
 from ..batch import PersistentBatch
+from ..dtypes import AnyArray, HostDevice, address, float32_array, on_host
 from ..sampling import Grammar, Logprobs, Sampler, SamplerOutput, SamplingMetadata
 from ..sampling.state import SamplingState
 from .abi.structs import LogitRules, LogprobRows, SamplingRows, Step
@@ -28,7 +29,7 @@ class NativeSampler(Sampler):
     """
 
     def __init__(self, batch: PersistentBatch, vocab_size: int, program: NativeProgram) -> None:
-        super().__init__(batch.num_slots, vocab_size, torch.device("cpu"))
+        super().__init__(batch.num_slots, vocab_size, HostDevice())
         self._batch = batch
         self._program = program
         self._rules = (LogitRules * batch.num_slots)()
@@ -46,7 +47,7 @@ class NativeSampler(Sampler):
             "seed": state.seed.ctypes.data,
             "changes_logits": state.changes_logits.ctypes.data,
             "rules": self._rules,
-            "token_ids": batch.token_ids_NL.data_ptr(),
+            "token_ids": address(batch.token_ids_NL),
             "max_model_len": batch.max_model_len,
             "num_prompt_tokens": batch.num_prompt_tokens.ctypes.data,
             "num_tokens": batch.num_tokens.ctypes.data,
@@ -56,25 +57,25 @@ class NativeSampler(Sampler):
 
     def sample(
         self,
-        logits_SV: torch.Tensor,
+        logits_SV: AnyArray,
         slots_S: Int32Array,
         positions_S: Int32Array,
         grammar: Grammar | None = None,
     ) -> SamplerOutput:
         """Sample one token for each row."""
         metadata = self.describe(slots_S)
-        logits_SV = logits_SV.contiguous()
-        tokens_S = torch.empty(len(logits_SV), dtype=torch.int32)
+        logits_SV = float32_array(logits_SV)
+        tokens_S = np.empty(len(logits_SV), np.int32)
         rows = RowsToSample(self, metadata, len(slots_S), positions_S)
         step = Step(
             num_logit_rows=len(logits_SV),
-            logits=logits_SV.data_ptr(),
-            tokens=tokens_S.data_ptr(),
+            logits=logits_SV.ctypes.data,
+            tokens=tokens_S.ctypes.data,
             sampling=rows.pointer,
         )
         with self.limited_to(grammar):
             self._program.run(step)
-        return SamplerOutput(tokens_S.long(), metadata, rows.logprobs())
+        return SamplerOutput(tokens_S.astype(np.int64), metadata, rows.logprobs())
 
     @contextmanager
     def limited_to(self, grammar: Grammar | None) -> Iterator[None]:
@@ -129,6 +130,41 @@ class NativeSampler(Sampler):
         self._rules[slot] = rules
 
 
+class PromptScorer(NativeSampler):
+    """Computes the log-probabilities of given tokens, of at most `max_rows` at a time."""
+
+    def __init__(self, max_rows: int, vocab_size: int, program: NativeProgram) -> None:
+        super().__init__(PersistentBatch(max_rows, 1, 1, 0, HostDevice()), vocab_size, program)
+
+    def __call__(
+        self, slot: int, logits_TV: AnyArray, next_token_ids_T: AnyArray, count: int
+    ) -> RowLogprobs:
+        """Return the log-probabilities of consecutive prompt tokens of one request; see `prompt_logprobs`.
+
+        The logits are overwritten.
+        """
+        next_token_ids_T = on_host(next_token_ids_T)
+        state, num_rows = self._state, len(next_token_ids_T)
+        num_alternatives = state.vocab_size if count < 0 else count
+        state.wants_logprobs[:], state.num_logprobs[:] = True, num_alternatives
+        state.version += 1
+        # Only the given token may be chosen. Log-probabilities are those before such changes.
+        rows = np.arange(num_rows)
+        words_TK = np.zeros((num_rows, -(-state.vocab_size // 32)), np.uint32)
+        bits_T = np.uint32(1) << (next_token_ids_T % 32).astype(np.uint32)
+        words_TK[rows, next_token_ids_T // 32] = bits_T
+        grammar = Grammar(rows.astype(np.int32), rows, words_TK.view(np.int32))
+        positions_T = np.zeros(num_rows, np.int32)
+        sampled = self.sample(logits_TV, grammar.slots_G, positions_T, grammar)
+        logprobs = sampled.raw_logprobs
+        assert logprobs is not None
+        # A token that cannot be chosen has a probability of 0, or its logits have a NaN.
+        logprobs.logprobs[sampled.raw_token_ids < 0, 0] = -np.inf
+        logprobs.token_ids[:, 0] = next_token_ids_T
+        (result,) = logprobs.rows([slot], [num_alternatives], [num_rows])
+        return result
+
+
 class RowsToSample:
     """The sampling parameters of a batch's rows for the native program, and the log-probabilities that it writes.
 
@@ -162,11 +198,7 @@ class RowsToSample:
         )
         rows = np.flatnonzero(wants_K)
         token_ids, logprobs, ranks = self._written
-        return Logprobs(
-            torch.from_numpy(token_ids[rows]),
-            torch.from_numpy(logprobs[rows]),
-            torch.from_numpy(ranks[rows]),
-        )
+        return Logprobs(token_ids[rows], logprobs[rows], ranks[rows])
 
     def _logprob_rows(self, state: SamplingState, num_rows: int, width: int) -> Any:
         token_ids = np.empty((num_rows, width), np.int32)

@@ -82,7 +82,7 @@ class NativeLayers:
             vocab_size=1,
             block_size=_BLOCK_SIZE,
             block_bytes=block_bytes,
-            kv_format=KV_FORMATS[torch.float32],
+            kv_format=KV_FORMATS["float32"],
             activation=ACTIVATION_NUMBERS[_ACTIVATIONS[spec.activation]],
             norm=spec.norm_kind == "layer",
             is_bidirectional=True,

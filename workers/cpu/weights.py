@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as SourceType
-from ..loaders.checkpoint import Checkpoint
+from ..dtypes import HostDevice, HostDtype, dtype_name
+from ..loaders.checkpoint import Checkpoint, Floats
 from ..loaders.gguf import GGUFCheckpoint
 from ..loaders.tensor_names import TensorNames
 from ..models.weights import ProgressCallback, Rows, WeightReader
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
-from ..quantization.float8 import as_float8_rows, is_float8
-from ..quantization.gguf_blocks import as_blocks, block_type, fits_block_scales
 from ..quantization.matrix import QuantizedMatrix
 from ..quantization.scheme import ColumnGroups
 from .library import NotSupportedNatively
@@ -54,10 +53,12 @@ _QUANTIZED_FORMATS = {
 }
 
 _FLOAT_FORMATS = {
-    torch.bfloat16: WeightFormat.BF16,
-    torch.float16: WeightFormat.F16,
-    torch.float32: WeightFormat.F32,
+    "bfloat16": WeightFormat.BF16,
+    "float16": WeightFormat.F16,
+    "float32": WeightFormat.F32,
 }
+"""Formats of floats by the names of dtypes."""
+
 QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
 """Formats to which float matrices can be quantized while they are read."""
 
@@ -92,7 +93,7 @@ class NativeWeightReader(WeightReader):
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: torch.dtype,
+        dtype: torch.dtype | HostDtype,
         *,
         has_head: bool,
         has_embedding: bool = True,
@@ -108,7 +109,7 @@ class NativeWeightReader(WeightReader):
         super().__init__(
             checkpoint,
             dtype,
-            torch.device("cpu"),
+            HostDevice(),
             has_head=has_head,
             has_embedding=has_embedding,
             tensor_names=tensor_names,
@@ -121,11 +122,28 @@ class NativeWeightReader(WeightReader):
         self._num_threads = num_threads
         self._on_matrix = on_matrix
         self._memory = WeightMemory()
+        self._threads = ThreadPoolExecutor(num_threads)
+
+    def finish(self) -> None:
+        """See `WeightReader.finish`."""
+        super().finish()
+        self._threads.shutdown()
 
     def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
         """Return the decoder's tensor `name`, or a part of its `size` elements, as float32."""
-        vector: NDArray[np.float32] = self.read_vector(name, size, part).numpy()
-        return vector
+        return self.floats(name, size, part=part)
+
+    def floats(self, name: str, *shape: int, part: range | None = None) -> NDArray[np.float32]:
+        """Return the decoder's tensor `name`, or a part of its first dimension, as float32."""
+        name = self._prefix + name
+        self._check(name, shape)
+        stored = self.checkpoint.floats(self._stored_name(name), part=part)
+        if stored is None:
+            tensor = self._read(name, shape, part, dtype=torch.float32)
+            values: NDArray[np.float32] = tensor.numpy()
+            return values
+        self._mark_read(name)
+        return stored.as_float32()
 
     def packed(self, name: str, rows: int, columns: int, part: range | None = None) -> PackedWeight:
         """Return the decoder's matrix `name`, of that shape, or some of its rows."""
@@ -138,7 +156,9 @@ class NativeWeightReader(WeightReader):
 
     def packed_float(self, name: str, rows: int, columns: int, part: range) -> PackedWeight:
         """Return rows of the decoder's matrix `name`, of that shape, as floats of `dtype`."""
-        return self._packed(self._prefix + name, rows, columns, _FLOAT_FORMATS[self.dtype], part)
+        return self._packed(
+            self._prefix + name, rows, columns, _FLOAT_FORMATS[self.dtype_name], part
+        )
 
     def packed_columns(
         self, name: str, rows: int, columns: int, parts: Sequence[range], rank: int
@@ -167,7 +187,7 @@ class NativeWeightReader(WeightReader):
         ):
             if not isinstance(self.checkpoint, GGUFCheckpoint):
                 unit = max(unit, few.group_size)
-            elif block_type(few) is not None:
+            elif _block_type(few) is not None:
                 unit = max(unit, BLOCK_SIZES[self.checkpoint.ggml_type(self._stored_name(name))][0])
         if any(part.start % unit for part in parts):
             raise NotSupportedNatively(
@@ -196,7 +216,7 @@ class NativeWeightReader(WeightReader):
         formats = [self._format(name) for name in names]
         if len({weight_format.activation_kind for weight_format in formats}) > 1:
             floats = set(formats) & set(_FLOAT_FORMATS.values())
-            common = floats.pop() if len(floats) == 1 else _FLOAT_FORMATS[self.dtype]
+            common = floats.pop() if len(floats) == 1 else _FLOAT_FORMATS[self.dtype_name]
             formats = [common] * len(rows)
         weights = [
             self._packed(name, each.total, columns, weight_format, each.part, each.order)
@@ -214,14 +234,14 @@ class NativeWeightReader(WeightReader):
 
     def pack_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
         """Return a matrix that is part of the tensor `name`, packed like the checkpoint's float matrices."""
-        weight_format = _FLOAT_FORMATS[matrix.dtype]
+        weight_format = _FLOAT_FORMATS[dtype_name(matrix.dtype)]
         if self._quantization is not None and matrix.shape[1] % GROUP_SIZE == 0:
             weight_format = self._quantization
         return self._packed_tensor(name, weight_format, matrix)
 
     def pack_float_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
         """Return a matrix that is made of the tensor `name`, packed as floats."""
-        return self._packed_tensor(name, _FLOAT_FORMATS[matrix.dtype], matrix)
+        return self._packed_tensor(name, _FLOAT_FORMATS[dtype_name(matrix.dtype)], matrix)
 
     def _packed_tensor(
         self, name: str, weight_format: WeightFormat, matrix: torch.Tensor
@@ -284,8 +304,7 @@ class NativeWeightReader(WeightReader):
             if not pack_rows(weight, source_type, source, start):
                 raise self._error(_DAMAGED.format(name=repr(name)))
 
-        with ThreadPoolExecutor(self._num_threads) as threads:
-            list(threads.map(pack, range(0, num_rows, step)))
+        list(self._threads.map(pack, range(0, num_rows, step)))
         weight.data = self._memory.shrink(finish_packing(weight), weight.data)
         if stored_type is not None:
             elements, size = BLOCK_SIZES[stored_type]
@@ -320,15 +339,19 @@ class NativeWeightReader(WeightReader):
                 return _QUANTIZED_FORMATS[source_type]
             is_quantized_gguf = source_type not in FLOAT_TYPES.values()
         few = self._few_rows(name)
-        if few is not None and (stored_as := block_type(few)) is not None:
-            return _QUANTIZED_FORMATS[stored_as]
-        if few is not None and self._quantization is None and is_float8(few):
-            return WeightFormat.F8
+        if few is not None:
+            # Imported here, because it needs torch.
+            from ..quantization.float8 import is_float8
+
+            if (stored_as := _block_type(few)) is not None:
+                return _QUANTIZED_FORMATS[stored_as]
+            if self._quantization is None and is_float8(few):
+                return WeightFormat.F8
         if is_quantized_gguf:
             return WeightFormat.U8
         if self._quantization is None or self._shape(name)[1] % GROUP_SIZE:
-            is_half = self._keeps_float16 and self._stored_dtype(name) == torch.float16
-            return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype]
+            is_half = self._keeps_float16 and self._stored_dtype(name) == "float16"
+            return WeightFormat.F16 if is_half else _FLOAT_FORMATS[self.dtype_name]
         if name == self._head or name.endswith(_EMBEDDINGS):
             return WeightFormat.U8
         return self._quantization
@@ -341,9 +364,12 @@ class NativeWeightReader(WeightReader):
             self._stored_name(name), part=range(min(8, self._shape(name)[0]))
         )
 
-    def _stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a matrix that is not stored quantized."""
-        return self.checkpoint.tensor(self._stored_name(name), part=range(1)).dtype
+    def _stored_dtype(self, name: str) -> str:
+        """Return the name of the dtype of a matrix that is not stored quantized."""
+        floats = self.checkpoint.floats(self._stored_name(name), part=range(1))
+        if floats is not None:
+            return floats.dtype
+        return dtype_name(self.checkpoint.tensor(self._stored_name(name), part=range(1)).dtype)
 
     def _packable_type(self, name: str, weight_format: WeightFormat) -> SourceType | None:
         """Return the type in which a tensor is stored if it can be packed directly, else None."""
@@ -380,12 +406,21 @@ class NativeWeightReader(WeightReader):
     ) -> tuple[int, NDArray[np.uint8]]:
         """Return rows or columns of a tensor, converted to a type that can be packed."""
         if self._is_stored_transposed(name):
+            floats = self.checkpoint.floats(self._stored_name(name), part=part, dim=1 - dim)
+            if floats is not None:
+                return _packable(Floats(floats.values.T, floats.dtype))
             stored = self.checkpoint.tensor(self._stored_name(name), part=part, dim=1 - dim)
             return as_source(stored.T)
+        floats = self.checkpoint.floats(self._stored_name(name), part=part, dim=dim)
+        if floats is not None:
+            return _packable(floats)
         if matrix := self.checkpoint.quantized(self._stored_name(name), part=part, dim=dim):
+            from ..quantization.float8 import as_float8_rows
+            from ..quantization.gguf_blocks import as_blocks, fits_block_scales
+
             if weight_format is WeightFormat.F8:
                 return FLOAT8_ROWS, as_float8_rows(matrix)
-            stored_as = block_type(matrix)
+            stored_as = _block_type(matrix)
             if stored_as is not None and can_pack(stored_as, weight_format):
                 if not fits_block_scales(matrix):
                     raise NotSupportedNatively(
@@ -393,6 +428,20 @@ class NativeWeightReader(WeightReader):
                     )
                 return stored_as, as_blocks(matrix)
         return as_source(self.checkpoint.tensor(self._stored_name(name), part=part, dim=dim))
+
+
+def _block_type(matrix: QuantizedMatrix) -> SourceType | None:
+    """Return the type of GGUF that can hold a matrix, or None."""
+    # Imported here, because it needs torch.
+    from ..quantization.gguf_blocks import block_type
+
+    return block_type(matrix)
+
+
+def _packable(floats: Floats) -> tuple[SourceType, NDArray[np.uint8]]:
+    """Return a matrix of floats in a type that can be packed, uint8 ``[rows, row bytes]``."""
+    values = np.ascontiguousarray(floats.values)
+    return FLOAT_TYPES[floats.dtype], values.view(np.uint8)
 
 
 def intermediate_shares(size: int, tensor_parallel: TensorParallel) -> list[range]:

@@ -10,8 +10,10 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ...protocol.arrays import int32_view
+from ...protocol.arrays import Int64Array, int32_view
+from ..dtypes import AnyArray, on_host
 from . import host_memory
 from .pinned_memory import pin
 from .transfers import to_device
@@ -40,20 +42,32 @@ class CPUOffloadCache:
     def __init__(
         self,
         num_blocks: int,
-        device_caches: list[torch.Tensor],
+        device_caches: list[AnyArray],
         staged_bytes: int = STAGED_BYTES,
     ) -> None:
         # Viewed as int64 words, because torch does not support indexing for every dtype.
-        self._caches = [cache.flatten(1).view(torch.int64) for cache in device_caches]
-        self._device = device_caches[0].device
-        shape = (num_blocks, len(device_caches), self._caches[0].shape[1])
-        block_bytes = math.prod(shape[1:]) * torch.int64.itemsize
+        caches = [
+            cache.reshape(len(cache), -1).view(
+                np.int64 if isinstance(cache, np.ndarray) else torch.int64
+            )
+            for cache in device_caches
+        ]
+        is_on_host = isinstance(caches[0], np.ndarray) or caches[0].device.type == "cpu"
+        self._host_caches: list[NDArray[np.int64]] = []
+        self._caches: list[torch.Tensor] = []
+        if is_on_host:
+            self._host_caches = [on_host(cache) for cache in caches]
+        else:
+            self._caches, self._device = caches, caches[0].device
+        shape = (num_blocks, len(caches), caches[0].shape[1])
+        block_bytes = math.prod(shape[1:]) * np.dtype(np.int64).itemsize
         self._blocks_at_once = _blocks_at_once(block_bytes, staged_bytes)
         # Pages that were never written take no memory, unless they are pinned.
         memory = host_memory.allocate(num_blocks * block_bytes)
-        self._blocks_NLP = torch.from_numpy(memory).view(torch.int64).view(shape)
+        self._host_blocks_NLP = memory.view(np.int64).reshape(shape)
         self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
+        if not is_on_host:
+            self._blocks_NLP = torch.from_numpy(self._host_blocks_NLP)
             self._stream = torch.cuda.Stream(self._device)
             pin(memory, block_bytes, self, self._stream.synchronize)
 
@@ -62,8 +76,8 @@ class CPUOffloadCache:
         *parts, last = self._parts(pairs)
         if self._stream is None:
             for sources_k, targets_k in (*parts, last):
-                for layer, cache_NP in enumerate(self._caches):
-                    self._blocks_NLP[targets_k, layer] = cache_NP[sources_k]
+                for layer, cache_NP in enumerate(self._host_caches):
+                    self._host_blocks_NLP[targets_k, layer] = cache_NP[sources_k]
             return
         for part in parts:
             self._send(*part, self._stream)
@@ -77,11 +91,11 @@ class CPUOffloadCache:
             if self._stream is not None:
                 self._fetch(sources_k, targets_k, self._stream)
                 continue
-            for layer, cache_NP in enumerate(self._caches):
-                cache_NP[targets_k] = self._blocks_NLP[sources_k, layer]
+            for layer, cache_NP in enumerate(self._host_caches):
+                cache_NP[targets_k] = self._host_blocks_NLP[sources_k, layer]
 
     def _send(
-        self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
+        self, sources_k: Int64Array, targets_k: Int64Array, stream: torch.cuda.Stream
     ) -> torch.Tensor:
         """Return the memory that the stream reads from now on."""
         # Sent from a copy, because the step may overwrite the cache before the blocks have been sent.
@@ -93,7 +107,7 @@ class CPUOffloadCache:
         return gathered_kLP
 
     def _fetch(
-        self, sources_k: torch.Tensor, targets_k: torch.Tensor, stream: torch.cuda.Stream
+        self, sources_k: Int64Array, targets_k: Int64Array, stream: torch.cuda.Stream
     ) -> None:
         current = torch.cuda.current_stream(self._device)
         # Uses the stream of the copies out, so that a block is written before it is read here.
@@ -105,21 +119,21 @@ class CPUOffloadCache:
                 ]
             )
         current.wait_stream(stream)
-        targets_on_device_k = to_device(targets_k.numpy(), self._device)
+        targets_on_device_k = to_device(targets_k, self._device)
         for layer, cache_NP in enumerate(self._caches):
             cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
         # The stream may reuse this memory only after it has been read here.
         stream.wait_stream(current)
 
-    def _gather(self, blocks_k: torch.Tensor) -> torch.Tensor:
+    def _gather(self, blocks_k: Int64Array) -> torch.Tensor:
         """Return the blocks contiguously, [k, L, P] on the device."""
-        blocks_on_device_k = to_device(blocks_k.numpy(), self._device)
+        blocks_on_device_k = to_device(blocks_k, self._device)
         selected = [cache_NP.index_select(0, blocks_on_device_k) for cache_NP in self._caches]
         return torch.stack(selected, 1)
 
-    def _parts(self, pairs: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(self, pairs: bytes) -> list[tuple[Int64Array, Int64Array]]:
         """Return sources and targets, int64, in batches of blocks that are copied at once."""
         indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
-        sources_k, targets_k = torch.from_numpy(indices_2k)
         count = self._blocks_at_once
-        return [*zip(sources_k.split(count), targets_k.split(count), strict=True)]
+        starts = range(0, indices_2k.shape[1], count)
+        return [(part[0], part[1]) for part in (indices_2k[:, i : i + count] for i in starts)]

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from ...protocol.errors import EngineError
+from ..lazy_torch import is_torch_loaded
 
-_DEVICE_ERRORS = (torch.AcceleratorError, torch.cuda.CudaError)
 _SIGNS = ("CUDA error", "Triton Error [CUDA]")
 """Texts in the messages of other errors of CUDA libraries, and of failed launches."""
 
@@ -23,13 +23,16 @@ def explaining_device_errors(doing: str) -> Iterator[None]:
     """Raise EngineError if a device runs out of memory or fails while `doing` something."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"the GPU is out of memory {doing} ({_first_line(error)}); lower --gpu-memory-utilization to "
-            "leave more beside the KV cache, or --max-num-batched-tokens or --max-num-seqs to need less"
-        ) from error
     except RuntimeError as error:
-        if not (isinstance(error, _DEVICE_ERRORS) or any(sign in str(error) for sign in _SIGNS)):
+        if not is_torch_loaded():
+            raise
+        if isinstance(error, torch.OutOfMemoryError):
+            raise EngineError(
+                f"the GPU is out of memory {doing} ({_first_line(error)}); lower --gpu-memory-utilization to "
+                "leave more beside the KV cache, or --max-num-batched-tokens or --max-num-seqs to need less"
+            ) from error
+        is_device_error = isinstance(error, torch.AcceleratorError | torch.cuda.CudaError)
+        if not (is_device_error or any(sign in str(error) for sign in _SIGNS)):
             raise
         raise EngineError(f"the GPU failed {doing}: {_first_line(error)}") from error
 

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from ...protocol.config import Device, EngineConfig, LoadFormat, ParallelConfig
+from ...protocol.config import (
+    CPUBackend,
+    Device,
+    EngineConfig,
+    LoadFormat,
+    ModelImpl,
+    ParallelConfig,
+)
 from ...protocol.file_identity import verify_files
 from ...protocol.worker_messages import WorkerMemory
+from .. import lazy_torch
 from .runner import Runner
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dtypes import HostDevice
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +45,23 @@ def open_runner(
 
         yield NullRunner(config), WorkerMemory(rank, count_null_blocks(config))
         return
+    is_without_torch = _starts_without_torch(config)
+    if is_without_torch:
+        lazy_torch.install()
     # Importing torch takes a second, which should not delay the first report. The null device does not need it.
     from ..device.device import count_threads, open_device
     from ..device.errors import explaining_device_errors
     from ..device.memory import count_host_blocks, count_kv_blocks
+    from ..dtypes import HostDevice
     from ..loaders import DummyCheckpoint, open_checkpoint
     from .model_runner import ModelRunner
     from .parallel_state import explaining_lost_workers, join_replica, leave_replica
 
     with explaining_lost_workers(), explaining_device_errors("at the start"):
         workers_per_core = config.parallel.workers_per_core
-        device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
+        device: torch.device | HostDevice = HostDevice()
+        if not is_without_torch:
+            device = open_device(config.device, _local_rank(config.parallel, core_index, rank))
         address = config.rendezvous_address(core_index)
         parallel = join_replica(
             address,
@@ -73,6 +94,30 @@ def open_runner(
         num_cores = count_threads(config) if device.type == "cpu" else 1
         yield runner, WorkerMemory(rank, num_blocks, groups, num_host_blocks, num_cores)
         leave_replica()
+
+
+def _starts_without_torch(config: EngineConfig) -> bool:
+    """Return whether a native program may compute the model in this worker alone.
+
+    If it does not support the model, torch is imported when that is known.
+    """
+    parallel, device = config.parallel, config.device
+    if parallel.workers_per_core > 1 or parallel.divides_experts_among_replicas:
+        return False
+    if device.cpu_backend is CPUBackend.TORCH or config.model.model_impl is ModelImpl.TRANSFORMERS:
+        return False
+    if device.device is Device.AUTO:
+        return not _has_gpu_driver()
+    return device.device is Device.CPU
+
+
+def _has_gpu_driver() -> bool:
+    """Return whether the machine has the library of a GPU's driver, with which torch may find a GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _local_rank(parallel: ParallelConfig, core_index: int, rank: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,18 +19,21 @@ from ..batch import StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
+from ..dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
-from .drafting.draft_head import DraftHead
-from .drafting.draft_model import DraftModel
 from .kv_cache import KVCache
-from .model_loader import Model
-from .pipeline import Pipeline
 from .pooling import Pooled
 from .request_states import RequestStates
 from .runner import GrammarSource
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[Any]]
+if TYPE_CHECKING:
+    from .drafting.draft_head import DraftHead
+    from .drafting.draft_model import DraftModel
+    from .model_loader import Model
+    from .pipeline import Pipeline
+
+_Inputs = tuple[AnyArray, AnyArray, list[AnyArray], list[Any]]
 
 _LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
@@ -86,7 +89,7 @@ class HostExecution:
             if self._shard.is_last:
                 self._model.compute_logits(hidden_TD[-1:])
             else:
-                self._pipeline.send_hidden(hidden_TD)
+                self._pipeline.send_hidden(as_tensor(hidden_TD))
         if self._draft_model is not None:
             self._draft_model.warm_up()
 
@@ -160,9 +163,7 @@ class HostExecution:
         )
         result = ModelRunnerOutput(output.step, tokens_K.tobytes())
         if num_failed or logprobs is not None:
-            sampled = SamplerOutput(
-                torch.from_numpy(tokens_K).long(), rows, logprobs, num_sampled_S
-            )
+            sampled = SamplerOutput(tokens_K.astype(np.int64), rows, logprobs, num_sampled_S)
             result = sampled.message(output.step)
         if num_sampled_S is not None and num_verified_S is not None:
             result.num_sampled = num_sampled_S.tobytes()
@@ -201,7 +202,7 @@ class HostExecution:
             return ModelRunnerOutput(output.step)
         slots_R = plan.slots_S[plan.sampling_rows]
         if not self._shard.is_last:
-            self._pipeline.send_hidden(self._forward(plan))
+            self._pipeline.send_hidden(as_tensor(self._forward(plan)))
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
         prompt_logprobs = self._requests.prompt_logprobs
@@ -213,7 +214,7 @@ class HostExecution:
             samples_R = ~self._requests.pooling.find(slots_R)
             slots_R, rows_R = slots_R[samples_R], plan.logit_rows[samples_R]
             if len(slots_R):
-                hidden_RD = hidden_TD[torch.from_numpy(rows_R)]
+                hidden_RD = hidden_TD[self._array(rows_R)]
                 logits_RV = self._model.compute_logits(hidden_RD, slots_R)
                 sampled = self._requests.sample(output, logits_RV, slots_R, await_grammar)
         else:
@@ -237,7 +238,7 @@ class HostExecution:
         prompt_logprobs = self._requests.prompt_logprobs
         self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
-            self._pipeline.send_tokens(sampled.token_ids)
+            self._pipeline.send_tokens(as_tensor(sampled.token_ids))
         result = sampled.message(output.step, prompt_logprobs.finish(slots_R.tolist()))
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
@@ -278,7 +279,7 @@ class HostExecution:
             return None
         return self._requests.sampler.describe(slots_S)
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
+    def _forward(self, plan: StepPlan) -> AnyArray:
         """Return the hidden states of a step.
 
         Torch sums in an order that depends on the number of rows. So an encoder in torch, which computes a whole
@@ -296,17 +297,21 @@ class HostExecution:
         if self._requests.encoders is not None:
             self._model.placed = self._requests.encoders.place(plan)
         rotary_T3 = plan.rotary_T3
-        self._model.rotary_T3 = None if rotary_T3 is None else torch.from_numpy(rotary_T3)
+        self._model.rotary_T3 = None if rotary_T3 is None else self._array(rotary_T3)
         # The first stage starts from tokens, the others from hidden states of the previous stage.
         if self._shard.is_first:
-            inputs = self._batch.input_ids(plan)
+            inputs = self._array(self._batch.input_ids(plan))
         else:
             shape = (len(plan.positions_T), self._model.spec.stage_width(self._shard.layers.start))
             inputs = self._pipeline.receive_hidden(
-                torch.empty(shape, dtype=self._model.hidden_dtype)
+                torch.empty(shape, dtype=torch_dtype(self._model.hidden_dtype))
             )
         metadata = self._kv_cache.attention_metadata(self._batch, plan)
-        return inputs, torch.from_numpy(plan.positions_T), self._kv_cache.layers, metadata
+        return inputs, self._array(plan.positions_T), self._kv_cache.layers, metadata
+
+    def _array(self, array: Int32Array) -> AnyArray:
+        """Return an array as the model takes it: only native programs take those of numpy."""
+        return array if isinstance(self._model, NativeDecoder) else as_tensor(array)
 
 
 def _decoded_rows(

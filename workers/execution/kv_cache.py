@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...protocol.arrays import Int32Array
@@ -19,6 +20,7 @@ from ..batch import AttentionBatch, PersistentBatch, StepPlan
 from ..cpu.attention import NativeAttention
 from ..device import host_memory
 from ..device.cpu_offload import CPUOffloadCache
+from ..dtypes import AnyArray, HostDevice, on_host, torch_device, torch_dtype
 from ..kv_transfer.block_memory import BlockMemory
 from ..layers.spec import LayerSpec, windows_by_group
 from ..models.kv_cache_groups import kv_cache_groups
@@ -38,10 +40,10 @@ class KVCache:
         ConfigError: A layer's state does not fit into a block.
     """
 
-    def __init__(self, model: Model, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, model: Model, max_model_len: int, device: torch.device | HostDevice) -> None:
         self.groups = kv_cache_groups(model.spec, max_model_len)
         self._kinds_of_state = {x for x in self.groups if x.kind is AttentionKind.STATE_SPACE}
-        self.layers: list[torch.Tensor] = []
+        self.layers: list[AnyArray] = []
         self.memory: BlockMemory | None = None
         """The blocks as bytes, once they are allocated."""
         self._attention = model.attention
@@ -100,12 +102,12 @@ class KVCache:
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the cache and, if `num_host_blocks` is not 0, the CPU offload."""
         self.num_blocks = num_blocks
-        shape, dtype = self._attention.kv_cache_shape(num_blocks), self._attention.dtype
+        shape = self._attention.kv_cache_shape(num_blocks)
         memories = [
             _zeros(num_blocks * self._page_bytes, self._device) for _ in range(self._num_tensors)
         ]
-        tensors = [memory.view(dtype) for memory in memories]
-        pages = [memory.view(num_blocks, self._page_bytes) for memory in memories]
+        tensors = [memory.view(self._element_type) for memory in memories]
+        pages = [memory.reshape(num_blocks, self._page_bytes) for memory in memories]
         for other in self._followers:
             other.allocate(num_blocks)
             if other.memory is not None and other.memory.page_bytes == self._page_bytes:
@@ -118,11 +120,19 @@ class KVCache:
             elif self._attention.spec.tensor_elements:
                 self.layers.append(tensors[place.tensor][place.first_element :])
             else:
-                self.layers.append(tensors[place.tensor].view(shape))
+                self.layers.append(tensors[place.tensor].reshape(shape))
         if self._device.type == "cpu":
-            host_memory.populate([memory.numpy() for memory in memories])
+            host_memory.populate([on_host(memory) for memory in memories])
         if num_host_blocks:
             self._cpu_offload = CPUOffloadCache(num_host_blocks, pages)
+
+    @property
+    def _element_type(self) -> Any:
+        """The dtype of keys and values, or one of numpy with elements of that size."""
+        dtype = self._attention.dtype
+        if isinstance(self._device, HostDevice):
+            return np.dtype(f"u{dtype.itemsize}")
+        return torch_dtype(dtype)
 
     def limit_drafts(self, num_drafts_S: Int32Array, num_tokens_S: Int32Array) -> Int32Array:
         """Return how many drafts a step may compute after the known tokens of each row.
@@ -160,7 +170,9 @@ class KVCache:
         return [
             attention.build(group_batch, windows)
             if layer is None or is_native
-            else StateBatch.build(group_batch, self._attention.block_size, layer, self._device)
+            else StateBatch.build(
+                group_batch, self._attention.block_size, layer, torch_device(self._device)
+            )
             for group_batch, windows, layer, attention in zip(
                 batches,
                 self.windows_by_group,
@@ -235,7 +247,10 @@ def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[Paged
     return [by_group.get(group, model.attention) for group in range(num_groups)]
 
 
-def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+def _zeros(num_bytes: int, device: torch.device | HostDevice) -> AnyArray:
+    """Return zeros, uint8 [num_bytes]: an array of numpy on a device that stands for torch's."""
+    if isinstance(device, HostDevice):
+        return host_memory.allocate(num_bytes)
     if device.type == "cpu":
         return torch.from_numpy(host_memory.allocate(num_bytes))
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

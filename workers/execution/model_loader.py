@@ -3,68 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
-from ...protocol.arrays import Int32Array
-from ...protocol.checkpoint.audio_tower import AudioTowerSpec
 from ...protocol.checkpoint.model_dimensions import check_parallel
 from ...protocol.config import CPUBackend, EngineConfig, ModelImpl
 from ...protocol.errors import CheckpointError, ConfigError
-from ..attention import AttentionSpec, PagedAttention, attention_backend
-from ..attention.graph_break import BreakingAttention
-from ..audio.tower import AudioTower
-from ..batch import PersistentBatch
+from ..attention import AttentionSpec
 from ..cpu.attention import NativeAttention
 from ..cpu.decoder import NativeDecoder
 from ..cpu.library import NotSupportedNatively, instruction_set
-from ..cpu.tower_layers import NativeLayers
-from ..device.device import count_threads, has_float8, usable_cores
-from ..layers.layers import LayerKernels
-from ..layers.spec import ModelSpec, SourceSpec
+from ..device.device import count_threads, has_float8
+from ..dtypes import HostDevice, HostDtype, configured_dtype, torch_device, torch_dtype
+from ..layers.spec import ModelSpec
+from ..lazy_torch import is_torch_loaded
 from ..loaders import Checkpoint
-from ..loaders.mmproj import MmprojCheckpoint
-from ..models.cross_attention import QueryRecorder
-from ..models.decoder import Decoder
-from ..models.encoder import Encoder
 from ..models.families import UnknownArchitecture, model_spec
 from ..models.kv_cache_groups import group_layers
 from ..models.lora.adapters import LoraAdapters, load_at_start
-from ..models.score_head import ScoreHead
-from ..models.torch_decoder import TorchDecoder
-from ..models.transformers_decoder import (
-    TransformersDecoder,
-    TransformersModel,
-    has_transformers,
-)
-from ..models.weights import ProgressCallback
-from ..parallel.shard import ModelShard
-from ..sampling import Sampler, SamplerOutput
-from ..source.encoder import SourceEncoder
-from ..source.products import NativeProduct
-from ..source.stem import SoundStem
-from ..vision.layers import Layers, LayersSpec, LayerWeights, TorchLayers
-from ..vision.placed import Placed
-from ..vision.towers import make_tower
-from .parallel_state import ParallelState
+
+if TYPE_CHECKING:
+    # Imported at run time only where they are needed: some of them need torch.
+    from torch import Tensor
+
+    from ...protocol.arrays import Int32Array
+    from ..attention import PagedAttention
+    from ..batch import PersistentBatch
+    from ..models.cross_attention import QueryRecorder
+    from ..models.encoder import Encoder
+    from ..models.score_head import ScoreHead
+    from ..models.torch_decoder import TorchDecoder
+    from ..models.transformers_decoder import TransformersModel
+    from ..models.weights import ProgressCallback
+    from ..parallel.shard import ModelShard
+    from ..sampling import Sampler, SamplerOutput
+    from ..vision.placed import Placed
+    from .parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "auto": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-}
-"""Dtypes by the names that `--dtype` and `--kv-cache-dtype` accept."""
 
 
 class Model(Protocol):
@@ -86,7 +64,7 @@ class Model(Protocol):
         """The attention backend, or the KV cache of a native program."""
 
     @property
-    def hidden_dtype(self) -> torch.dtype:
+    def hidden_dtype(self) -> torch.dtype | HostDtype:
         """The dtype of hidden states that stages exchange."""
 
     @property
@@ -101,6 +79,10 @@ class Model(Protocol):
 
     rotary_T3: torch.Tensor | None
     """The rotary positions of the current step where they differ from its positions, integers [T, 3]."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the layers are those of transformers."""
 
     @property
     def score_head(self) -> ScoreHead | None:
@@ -150,14 +132,9 @@ class Model(Protocol):
         """Run `forward`, and sample from the logits of its rows `rows_S` for these slots."""
 
 
-def torch_dtype(config: EngineConfig) -> torch.dtype:
-    """Return the dtype of the model's float weights."""
-    return _DTYPES[config.model.dtype]
-
-
 def load_model(
     config: EngineConfig,
-    device: torch.device,
+    device: torch.device | HostDevice,
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
@@ -174,115 +151,35 @@ def load_model(
     model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
     if model.loras is not None:
         load_at_start(model.loras, config.model.loras)
-    encoder = model.spec.encoder
     shard = model.shard
     reads_outputs = shard.is_first or shard.layers.start < model.spec.num_deepstack_layers
-    if model.spec.source is not None:
-        model.encoder = load_source_encoder(
-            config, model.spec.source, model, checkpoint, parallel, _DTYPES[config.model.dtype]
-        )
-    if encoder is None or not reads_outputs or isinstance(model, TransformersDecoder):
-        return model
-    dtype = torch.float32 if device.type == "cpu" else _DTYPES[config.model.dtype]
-    num_threads = count_threads(config)
-    is_native = device.type == "cpu" and config.device.cpu_backend is not CPUBackend.TORCH
-    make_layers = partial(_tower_layers, num_threads=num_threads) if is_native else TorchLayers
-    if isinstance(encoder, AudioTowerSpec):
-        model.encoder = AudioTower(encoder, checkpoint, device, dtype, num_threads, make_layers)
-    else:
-        if config.model.mmproj:
-            checkpoint = MmprojCheckpoint(Path(config.model.mmproj))
-        model.encoder = make_tower(encoder, checkpoint, device, dtype, num_threads, make_layers)
-    return model
+    is_encoded = model.spec.encoder is not None and reads_outputs and not model.is_foreign
+    if model.spec.source is not None or is_encoded:
+        # Imported here, because it needs torch, and few models have an encoder.
+        from .inputs.encoder_loader import load_source_encoder, load_tower
 
-
-def _tower_layers(spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int) -> Layers:
-    """Return the layers of a tower as a native program, or in torch if it does not support them."""
-    try:
-        return NativeLayers(spec, layers, num_threads)
-    except NotSupportedNatively as error:
-        logger.info("the tower runs in torch: %s", error)
-        return TorchLayers(spec, layers)
-
-
-def load_source_encoder(
-    config: EngineConfig,
-    source: SourceSpec,
-    decoder: NativeDecoder | TorchDecoder,
-    checkpoint: Checkpoint,
-    parallel: ParallelState,
-    dtype: torch.dtype,
-) -> SourceEncoder:
-    """Load the encoder of an encoder-decoder model. Every stage of a pipeline computes all of it.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be served.
-        ConfigError: The encoder cannot be divided as configured.
-    """
-    spec = group_layers(source.encoder, source.max_positions, config.parallel.tensor_parallel_size)
-    for layer in spec.layers:
-        check_parallel(spec.for_layer(layer).dimensions, config.parallel)
-    device = decoder.attention.device
-    shard = ModelShard(range(len(spec.layers)), len(spec.layers), decoder.shard.tensor_parallel)
-    attention = AttentionSpec.from_model(
-        spec,
-        shard,
-        block_size=config.cache.block_size,
-        dtype=decoder.attention.dtype,
-        device=device,
-    )
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": source.max_positions,
-        "shard": shard,
-    }
-    model: NativeDecoder | Decoder
-    if isinstance(decoder, NativeDecoder):
-        model = NativeDecoder(
-            spec,
-            checkpoint,
-            NativeAttention(attention),
-            quantization=config.model.quantization,
-            num_threads=count_threads(config),
-            **options,
-        )
-    else:
-        model = Decoder(
-            spec,
-            checkpoint,
-            attention_backend(attention),
-            device=device,
-            kernels=decoder.kernels,
-            **options,
-        )
-    stem = None
-    if source.convolutions:
-        if isinstance(decoder, NativeDecoder):
-            num_threads = count_threads(config)
-            stem = SoundStem(
-                source,
-                checkpoint,
-                device,
-                torch.float32,
-                lambda matrix: NativeProduct(matrix.to(dtype), num_threads),
+        dtype = torch_dtype(configured_dtype(config.model.dtype))
+        if model.spec.source is not None:
+            model.encoder = load_source_encoder(config, model.spec.source, model, checkpoint, dtype)
+        if model.spec.encoder is not None and is_encoded:
+            model.encoder = load_tower(
+                config, model.spec.encoder, checkpoint, torch_device(device), dtype
             )
-        else:
-            stem = SoundStem(source, checkpoint, device, dtype)
-    return SourceEncoder(source, model, stem, count_threads(config))
+    return model
 
 
 def _load_decoder(
     config: EngineConfig,
-    device: torch.device,
+    device: torch.device | HostDevice,
     checkpoint: Checkpoint,
     on_progress: ProgressCallback,
     parallel: ParallelState,
     breaks_graphs: bool,
 ) -> NativeDecoder | TorchDecoder:
     found = _model_spec(config, checkpoint)
-    foreign = found if isinstance(found, TransformersModel) else None
+    foreign = None if isinstance(found, ModelSpec) else found
     spec = group_layers(
-        found.spec if isinstance(found, TransformersModel) else found,
+        found if isinstance(found, ModelSpec) else found.spec,
         config.model.max_model_len,
         config.parallel.tensor_parallel_size,
     )
@@ -304,10 +201,21 @@ def _load_decoder(
         native = _load_native(config, spec, checkpoint, attention, parallel, on_progress)
         if native is not None:
             return native
-    _check_torch(config, attention)
-    if foreign is not None:
-        return _load_transformers(config, foreign, spec, attention)
-    return _load_torch(config, spec, checkpoint, attention, parallel, on_progress, breaks_graphs)
+    # Imported here, because its modules need torch.
+    from .torch_loader import load_in_torch
+
+    loras = _new_loras(config)
+    return load_in_torch(
+        config,
+        spec,
+        foreign,
+        checkpoint,
+        attention,
+        parallel,
+        on_progress,
+        breaks_graphs,
+        loras,
+    )
 
 
 def _new_loras(config: EngineConfig) -> LoraAdapters | None:
@@ -326,6 +234,8 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
     try:
         return model_spec({**checkpoint.config, **overrides}, checkpoint.config_path)
     except UnknownArchitecture as unknown:
+        from ..models.transformers_decoder import has_transformers
+
         if impl is ModelImpl.ENGINE or not checkpoint.path.is_dir() or not has_transformers():
             raise
         try:
@@ -346,6 +256,8 @@ def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> Transfo
         raise ConfigError(
             "--model-impl transformers does not divide experts; remove --enable-expert-parallel"
         )
+    from ..models.transformers_decoder import TransformersModel
+
     return TransformersModel(
         checkpoint.path,
         config.model.hf_overrides,
@@ -353,14 +265,16 @@ def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> Transfo
     )
 
 
-def _kv_cache_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+def _kv_cache_dtype(
+    config: EngineConfig, device: torch.device | HostDevice
+) -> torch.dtype | HostDtype:
     name = config.cache.kv_cache_dtype
-    if name.startswith("fp8") and not has_float8(device):
+    if name.startswith("fp8") and not has_float8(torch_device(device)):
         raise ConfigError(
             f"--kv-cache-dtype {name} needs a GPU with float8, of compute capability 8.9 or later; "
             "the CPU supports int8"
         )
-    return _DTYPES[config.model.dtype if name == "auto" else name]
+    return configured_dtype(config.model.dtype if name == "auto" else name, device)
 
 
 def _load_native(
@@ -372,8 +286,9 @@ def _load_native(
     on_progress: ProgressCallback,
 ) -> NativeDecoder | None:
     """Return None if the native program cannot run the model and is not required."""
-    # The native program has its own threads, with which spinning threads of torch would compete.
-    torch.set_num_threads(1)
+    if is_torch_loaded():
+        # The native program has its own threads, with which spinning threads of torch would compete.
+        torch.set_num_threads(1)
     num_threads = count_threads(config)
     speculative = config.scheduler.speculative
     try:
@@ -381,7 +296,7 @@ def _load_native(
             spec,
             checkpoint,
             NativeAttention(attention),
-            dtype=_DTYPES[config.model.dtype],
+            dtype=configured_dtype(config.model.dtype, attention.device),
             max_model_len=config.model.max_model_len,
             shard=parallel.shard(spec),
             on_progress=on_progress,
@@ -403,75 +318,3 @@ def _load_native(
     if parallel.is_output_rank:
         logger.info("kernels for %s, threads: %d", instruction_set(), num_threads)
     return decoder
-
-
-def _load_torch(
-    config: EngineConfig,
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    attention: AttentionSpec,
-    parallel: ParallelState,
-    on_progress: ProgressCallback,
-    breaks_graphs: bool,
-) -> Decoder:
-    device, dtype = attention.device, _DTYPES[config.model.dtype]
-    is_batch_invariant = config.device.batch_invariant
-    if is_batch_invariant and device.type == "cuda":
-        backend = attention_backend(attention, "triton_batch_invariant")
-    else:
-        backend = attention_backend(attention)
-    return Decoder(
-        spec,
-        checkpoint,
-        BreakingAttention(backend) if breaks_graphs else backend,
-        dtype=dtype,
-        device=device,
-        max_model_len=config.model.max_model_len,
-        shard=parallel.shard(spec),
-        kernels=layer_kernels(dtype, device, is_batch_invariant),
-        on_progress=on_progress,
-        loras=_new_loras(config),
-    )
-
-
-def _load_transformers(
-    config: EngineConfig, model: TransformersModel, spec: ModelSpec, attention: AttentionSpec
-) -> TransformersDecoder:
-    decoder = TransformersDecoder(
-        model, spec, attention_backend(attention), dtype=_DTYPES[config.model.dtype]
-    )
-    decoder.check()
-    logger.info("the layers are those of transformers: %s", spec.model_type)
-    return decoder
-
-
-def _check_torch(config: EngineConfig, attention: AttentionSpec) -> None:
-    """Set the number of threads, and refuse what only native programs support."""
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"--quantization {config.model.quantization} needs the native CPU backend, "
-            "which is not available"
-        )
-    if attention.dtype == torch.int8:
-        raise ConfigError(
-            "--kv-cache-dtype int8 needs the native CPU backend, which is not available"
-        )
-    # OpenMP's threads spin at barriers. When the frontend or the engine core needs a processor that one of them holds,
-    # every operation waits for a time slice. Leaving one processor free for them is faster.
-    torch.set_num_threads(
-        config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
-    )
-
-
-def layer_kernels(
-    dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
-) -> LayerKernels:
-    """Return the operations of layers for a device."""
-    if device.type != "cuda":
-        return LayerKernels()
-    # Imported here, because Triton is installed only with torch for CUDA.
-    from ..cuda.layers import TritonKernels
-
-    return TritonKernels(
-        dtype, has_float8=has_float8(device), is_batch_invariant=is_batch_invariant
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -11,26 +11,26 @@ import torch
 from ...protocol.config import EngineConfig, ProposerMethod
 from ...protocol.kv_cache_groups import KVCacheGroup
 from ...protocol.worker_messages import HeldRequest, ModelRunnerOutput, SchedulerOutput
-from ..device.accelerator import Accelerator, CUDAAccelerator
+from ..cpu.decoder import NativeDecoder
 from ..device.errors import explaining_device_errors
-from ..device.memory_profile import MemoryProfile
+from ..dtypes import HostDevice, configured_dtype, torch_device, torch_dtype
 from ..kv_transfer.connector import ConnectorContext, KVConnector, create_connector
 from ..kv_transfer.fingerprint import cache_fingerprint
 from ..loaders import Checkpoint
 from ..lora_loader import LoraLoader
-from ..models.torch_decoder import TorchDecoder
-from ..models.transformers_decoder import TransformersDecoder
-from .device_execution import DeviceExecution
-from .drafting.draft_head import DraftHead
-from .drafting.draft_model import DraftModel
 from .host_execution import HostExecution
-from .inputs.alignment import Alignments
-from .inputs.sources import Sources
 from .kv_cache import KVCache
-from .model_loader import Model, load_model, torch_dtype
+from .model_loader import Model, load_model
 from .parallel_state import ParallelState
 from .request_states import RequestStates
 from .runner import GrammarSource, StepResult
+
+if TYPE_CHECKING:
+    from ..device.accelerator import Accelerator
+    from ..device.memory_profile import MemoryProfile
+    from .drafting.draft_head import DraftHead
+    from .drafting.draft_model import DraftModel
+    from .inputs.sources import Sources
 
 
 class Execution(Protocol):
@@ -64,7 +64,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        device: torch.device,
+        device: torch.device | HostDevice,
         checkpoint: Checkpoint,
         on_progress: Callable[[int, int], None],
         parallel: ParallelState | None = None,
@@ -76,7 +76,9 @@ class ModelRunner:
         self._config, self._core_index, self._rank = config, core_index, rank
         self.connector: KVConnector | None = None
         if device.type == "cuda":
-            accelerator = accelerator or CUDAAccelerator(device)
+            from ..device.accelerator import CUDAAccelerator
+
+            accelerator = accelerator or CUDAAccelerator(torch_device(device))
         parallel = parallel or ParallelState()
         pipeline = self._pipeline = parallel.pipeline
         self._expert_group = parallel.expert_group
@@ -85,15 +87,20 @@ class ModelRunner:
             config = _without_graphs(config)
         use_graphs = accelerator is not None and not config.device.enforce_eager
         model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
-        if isinstance(model, TransformersDecoder):
+        if model.is_foreign:
             # Its module may wait for the device, which a graph cannot.
             config = _without_graphs(config)
+        if not isinstance(model, NativeDecoder):
+            device = torch_device(device)
         kv_cache = KVCache(model, config.model.max_model_len, device)
         requests = RequestStates(config, model, pipeline, len(kv_cache.groups), device)
         self._model, self.kv_cache, self._requests = model, kv_cache, requests
         self._sources: Sources | None = None
         if model.spec.source is not None and requests.encoders is not None:
-            alignments = Alignments.from_config(config, model, checkpoint, device)
+            from .inputs.alignment import Alignments
+            from .inputs.sources import Sources
+
+            alignments = Alignments.from_config(config, model, checkpoint, torch_device(device))
             requests.pooling.alignments = alignments
             self._sources = Sources(model, requests.batch, kv_cache, requests.encoders, alignments)
         self.loras: LoraLoader | None = None
@@ -103,15 +110,22 @@ class ModelRunner:
         self._draft_model: DraftModel | DraftHead | None = None
         speculative = config.scheduler.speculative
         if speculative is not None and speculative.method is ProposerMethod.DRAFT_MODEL:
+            from .drafting.draft_model import DraftModel
+
             self._draft_model = DraftModel(config, model, kv_cache, device, on_progress)
         elif speculative is not None and speculative.method.reads_hidden_states:
-            dtype = torch_dtype(config)
+            from .drafting.draft_head import DraftHead
+
+            dtype = torch_dtype(configured_dtype(config.model.dtype))
             self._draft_model = DraftHead(config, model, kv_cache, checkpoint, dtype, on_progress)
         if accelerator is None:
             self._execution = HostExecution(
                 model, requests, kv_cache, pipeline, speculative, self._draft_model
             )
         else:
+            from ..models.torch_decoder import TorchDecoder
+            from .device_execution import DeviceExecution
+
             assert isinstance(model, TorchDecoder), "a native program runs on the host"
             self._execution = DeviceExecution(
                 config, model, requests, kv_cache, pipeline, accelerator

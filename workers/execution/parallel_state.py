@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from ...protocol.config import ParallelConfig
 from ...protocol.errors import PeerLostError, RunDirectoryError
+from ..dtypes import HostDevice, torch_device
 from ..layers.spec import ModelSpec
+from ..lazy_torch import is_torch_loaded
 from ..parallel.expert_group import ExpertGroup
 from ..parallel.shard import ModelShard
 from ..parallel.tensor_parallel import TensorParallel
@@ -58,7 +60,7 @@ def join_replica(
     address: str,
     rank: int,
     parallel: ParallelConfig,
-    device: torch.device,
+    device: torch.device | HostDevice,
     *,
     core_index: int = 0,
     is_batch_invariant: bool = False,
@@ -90,7 +92,7 @@ def join_replica(
             init_method=address,
             rank=global_rank,
             world_size=num_ranks,
-            device_id=device if on_cuda else None,
+            device_id=torch_device(device) if on_cuda else None,
             timeout=TIMEOUT,
         )
         group = dist.new_subgroups(size, timeout=TIMEOUT)[0] if size > 1 else None
@@ -125,7 +127,7 @@ def _explaining_full_disk(address: str) -> Iterator[None]:
 
 def leave_replica() -> None:
     """Close the connections to the other workers."""
-    if dist.is_initialized():
+    if is_torch_loaded() and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -135,6 +137,8 @@ def explaining_lost_workers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not is_torch_loaded():
+            raise
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         # The other lines are a stack trace inside torch.

@@ -17,6 +17,7 @@ from ...protocol.pooling_params import PoolingKind
 from ...protocol.worker_messages import ModelRunnerOutput, NewRequestData, RowVector
 from ..batch import StepPlan
 from ..device.transfers import Download
+from ..dtypes import AnyArray, as_tensor, on_host
 from .inputs.alignment import Alignments
 
 _NOT_FINITE: Final = "the model's output for this input is not finite"
@@ -29,7 +30,7 @@ class Pooled:
     """The vectors of one step, float32 each, which may still be on the device. `is_pooled_R` marks their rows."""
 
     def __init__(
-        self, slots_P: Int32Array, vectors: list[torch.Tensor], is_pooled_R: BoolArray
+        self, slots_P: Int32Array, vectors: list[AnyArray], is_pooled_R: BoolArray
     ) -> None:
         self._slots_P = slots_P
         self._vectors = vectors
@@ -45,7 +46,7 @@ class Pooled:
         tokens_R[~self._is_pooled_R] = int32_view(output.sampled_token_ids)
         output.sampled_token_ids = int32_bytes(tokens_R)
         for slot, vector in zip(self._slots_P.tolist(), self._vectors, strict=True):
-            vector_D = vector.numpy()
+            vector_D = on_host(vector)
             if not len(vector_D):
                 output.failed_slots.append((slot, _NO_ALIGNMENT))
             elif np.isfinite(vector_D).all():
@@ -67,7 +68,7 @@ class Pooling:
     def __init__(self, head: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> None:
         self._head = head
         self._kinds: dict[int, PoolingKind] = {}
-        self._parts: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, AnyArray] = {}
         """The first token's hidden state [D], or the sum of all so far."""
 
     def add_request(self, slot: int, kind: PoolingKind) -> None:
@@ -90,18 +91,18 @@ class Pooling:
         """Return which of the slots are pooled."""
         return np.fromiter((slot in self._kinds for slot in slots_R.tolist()), np.bool_)
 
-    def collect(self, plan: StepPlan, hidden_TD: torch.Tensor) -> Pooled | None:
+    def collect(self, plan: StepPlan, hidden_TD: AnyArray) -> Pooled | None:
         """Read a step's hidden states. Return the vectors of the prompts that end, or None if there are none."""
         if not self._kinds:
             return None
         slots_S = plan.slots_S.tolist()
         is_pooled_R = self.find(plan.slots_S[plan.sampling_rows])
         ending = set(plan.sampling_rows[is_pooled_R].tolist())
-        means_SD: torch.Tensor | None = None
+        means_SD: AnyArray | None = None
         if any(self._kinds.get(slot) is PoolingKind.MEAN for slot in slots_S):
             means_SD = self._add_up(plan, slots_S, ending, hidden_TD)
         slots: list[int] = []
-        vectors: list[torch.Tensor] = []
+        vectors: list[AnyArray] = []
         bounds = plan.query_start_loc.tolist()
         for row, slot in enumerate(slots_S):
             if slot in self._kinds:
@@ -126,44 +127,54 @@ class Pooling:
             return None
         return Pooled(np.array(slots, np.int32), vectors, is_pooled_R)
 
-    def _align(self, slot: int, num_tokens: int) -> torch.Tensor:
+    def _align(self, slot: int, num_tokens: int) -> AnyArray:
         """Return the alignment of a prompt; nothing if the model has none."""
         if self.alignments is None:
-            return torch.empty(0)
+            return np.empty(0, np.float32)
         return self.alignments.finish(slot, num_tokens)
 
-    def _add_chunk(self, slot: int, hidden_TD: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+    def _add_chunk(self, slot: int, hidden_TD: AnyArray, *, is_first: bool) -> AnyArray:
         if self._kinds[slot] is PoolingKind.LAST:
             return hidden_TD[-1]
         if is_first:
             # The next step may overwrite the hidden states.
-            self._parts[slot] = hidden_TD[0].clone()
+            self._parts[slot] = _copy(hidden_TD[0])
         return self._parts[slot]
 
     def _add_up(
-        self, plan: StepPlan, slots_S: list[int], ending: set[int], hidden_TD: torch.Tensor
-    ) -> torch.Tensor:
+        self, plan: StepPlan, slots_S: list[int], ending: set[int], hidden_TD: AnyArray
+    ) -> AnyArray:
         """Return the means of all tokens so far, float32 [S, D]. Keep the sums of prompts that do not end."""
         # In float64 the order of a sum, which depends on the chunks, is lost in the rounding.
-        sums_SD = _sum_chunks(hidden_TD.double(), plan.query_start_loc)
+        sums_SD = _sum_chunks(hidden_TD, plan.query_start_loc)
         for row, slot in enumerate(slots_S):
             if self._kinds.get(slot) is PoolingKind.MEAN:
                 if plan.num_computed_S[row]:
                     sums_SD[row] += self._parts[slot]
                 if row not in ending:
-                    self._parts[slot] = sums_SD[row].clone()
-        lengths_S1 = torch.from_numpy(plan.seq_lens_S[:, None]).to(sums_SD.device)
-        return (sums_SD / lengths_S1).float()
+                    self._parts[slot] = _copy(sums_SD[row])
+        lengths_S1 = plan.seq_lens_S[:, None]
+        if isinstance(sums_SD, np.ndarray):
+            return (sums_SD / lengths_S1).astype(np.float32)
+        return (sums_SD / torch.from_numpy(lengths_S1).to(sums_SD.device)).float()
 
-    def _finish(self, slot: int, vector_D: torch.Tensor) -> torch.Tensor:
+    def _finish(self, slot: int, vector_D: AnyArray) -> AnyArray:
         self._parts.pop(slot, None)
-        vector_D = vector_D.float()
-        return vector_D if self._head is None else self._head(vector_D, slot)
+        if self._head is not None:
+            return self._head(as_tensor(vector_D).float(), slot)
+        return vector_D if isinstance(vector_D, np.ndarray) else vector_D.float()
 
 
-def _sum_chunks(x_TD: torch.Tensor, query_start_loc: Int32Array) -> torch.Tensor:
-    """Return the sum of the tokens of each request of a step, [S, D]."""
+def _copy(x: AnyArray) -> AnyArray:
+    return x.copy() if isinstance(x, np.ndarray) else x.clone()
+
+
+def _sum_chunks(x_TD: AnyArray, query_start_loc: Int32Array) -> AnyArray:
+    """Return the sum of the tokens of each request of a step, float64 [S, D]."""
     bounds = query_start_loc.tolist()
+    if isinstance(x_TD, np.ndarray):
+        return np.add.reduceat(x_TD[: bounds[-1]].astype(np.float64), query_start_loc[:-1])
+    x_TD = x_TD.double()
     if x_TD.device.type == "cpu":
         return torch.from_numpy(np.add.reduceat(x_TD[: bounds[-1]].numpy(), query_start_loc[:-1]))
     return torch.stack([x_TD[start:stop].sum(0) for start, stop in pairwise(bounds)])

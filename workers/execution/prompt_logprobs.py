@@ -6,28 +6,43 @@ Shapes: T tokens of a step, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
-import torch
 
 from ...protocol.arrays import Int32Array
 from ...protocol.worker_messages import RowLogprobs
 from ..batch import PersistentBatch, StepPlan
+from ..dtypes import AnyArray, as_tensor
 from ..sampling import prompt_logprobs
 
 POSITIONS_AT_ONCE: Final = 64
 """Number of rows of float32 logits over the whole vocabulary that are held at a time."""
 
 
+PromptScore: TypeAlias = Callable[[int, AnyArray, AnyArray, int], RowLogprobs]
+
+
+def _score_in_torch(
+    slot: int, logits_TV: AnyArray, following_T: AnyArray, count: int
+) -> RowLogprobs:
+    return prompt_logprobs(slot, as_tensor(logits_TV), as_tensor(following_T).long(), count)
+
+
 class PromptLogprobs:
     """Collects log-probabilities.
 
-    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V].
+    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`
+    replaces `prompt_logprobs`.
     """
 
-    def __init__(self, compute_logits: Callable[[torch.Tensor, Int32Array], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        compute_logits: Callable[[AnyArray, Int32Array], AnyArray],
+        score: PromptScore | None = None,
+    ) -> None:
         self._compute_logits = compute_logits
+        self._score = score or _score_in_torch
         self._counts: dict[int, int] = {}
         self._parts: dict[int, list[RowLogprobs]] = {}
 
@@ -46,7 +61,7 @@ class PromptLogprobs:
         """True if some prompt is not scored to its end."""
         return bool(self._counts)
 
-    def collect(self, plan: StepPlan, hidden_TD: torch.Tensor, batch: PersistentBatch) -> None:
+    def collect(self, plan: StepPlan, hidden_TD: AnyArray, batch: PersistentBatch) -> None:
         """Score the prompt tokens that follow this step's prompt tokens."""
         if not self._counts:
             return
@@ -63,9 +78,9 @@ class PromptLogprobs:
                     hidden_TD[offset + start : offset + stop],
                     np.full(stop - start, slot, np.int32),
                 )
-                following_T = batch.token_ids_NL[slot, start + 1 : stop + 1].long()
+                following_T = batch.token_ids_NL[slot, start + 1 : stop + 1]
                 self._parts[slot].append(
-                    prompt_logprobs(slot, logits_TV, following_T, self._counts[slot])
+                    self._score(slot, logits_TV, following_T, self._counts[slot])
                 )
 
     def finish(self, slots: list[int]) -> list[RowLogprobs]:

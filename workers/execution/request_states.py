@@ -15,13 +15,15 @@ from ...protocol.config import EngineConfig
 from ...protocol.errors import EngineError
 from ...protocol.worker_messages import HeldRequest, NewRequestData, SchedulerOutput
 from ..batch import PersistentBatch, StepPlan
+from ..cpu.decoder import NativeDecoder
+from ..dtypes import AnyArray, HostDevice
 from ..models.dense_layers import DenseLayers
 from ..sampling import Grammar, SamplerOutput
 from .inputs.encoders import Encoders
 from .model_loader import Model
 from .pipeline import Pipeline, TokenFeed
 from .pooling import Pooling, mark_second_segments
-from .prompt_logprobs import PromptLogprobs
+from .prompt_logprobs import POSITIONS_AT_ONCE, PromptLogprobs
 from .runner import GrammarSource
 
 
@@ -37,7 +39,7 @@ class RequestStates:
         model: Model,
         pipeline: Pipeline,
         num_groups: int,
-        device: torch.device,
+        device: torch.device | HostDevice,
     ) -> None:
         num_slots = config.scheduler.max_num_seqs
         self._shard = model.shard
@@ -55,7 +57,10 @@ class RequestStates:
             else dict.fromkeys(model.spec.cross_groups, source.max_positions),
         )
         self.sampler = model.make_sampler(self.batch)
-        self.prompt_logprobs = PromptLogprobs(model.compute_logits)
+        scorer = None
+        if isinstance(model, NativeDecoder):
+            scorer = model.make_prompt_scorer(POSITIONS_AT_ONCE)
+        self.prompt_logprobs = PromptLogprobs(model.compute_logits, scorer)
         self._spec = model.spec
         self.loras = model.loras
         self.pooling = Pooling(_pooling_head(model, DenseLayers.read(config.model, device)))
@@ -139,7 +144,7 @@ class RequestStates:
     def sample(
         self,
         output: SchedulerOutput,
-        logits_RV: torch.Tensor,
+        logits_RV: AnyArray,
         slots_R: Int32Array,
         await_grammar: GrammarSource,
     ) -> SamplerOutput:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..device import host_memory
 from ..device.pinned_memory import pin
 from ..device.transfers import to_device
+from ..dtypes import AnyArray, on_host
 
 Fence: TypeAlias = "torch.cuda.Event | None"
 """The end of everything that a device was given to do up to some time; None on the CPU, which does all at once."""
@@ -27,21 +28,22 @@ class BlockMemory:
         pages: The cache tensors, uint8 [N, P].
     """
 
-    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pages: Sequence[AnyArray]) -> None:
         self._pages = list(pages)
-        self.device = pages[0].device
+        is_on_host = isinstance(pages[0], np.ndarray) or pages[0].device.type == "cpu"
         self.num_blocks, self.page_bytes = pages[0].shape
         self.num_pages = len(pages)
         self.block_bytes = self.num_pages * self.page_bytes
         self._host_pages: list[NDArray[np.uint8]] = []
         self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cpu":
-            self._host_pages = [page.numpy() for page in pages]
+        if is_on_host:
+            self._host_pages = [on_host(page) for page in pages]
         else:
+            self.device = pages[0].device
             self._stream = torch.cuda.Stream(self.device)
 
     @property
-    def pages(self) -> list[torch.Tensor]:
+    def pages(self) -> list[AnyArray]:
         """The cache tensors, uint8 [N, P]."""
         return self._pages
 

@@ -15,6 +15,7 @@ from ...protocol.config import EngineConfig, LoadFormat
 from ..attention import PagedAttention
 from ..cpu.attention import NativeAttention
 from ..cpu.library import LIBRARY_PATH, instruction_set
+from ..dtypes import HostDtype
 from ..layers.spec import ModelSpec
 
 NUMERICS_VERSION: Final = 1
@@ -40,7 +41,7 @@ class FingerprintedModel(Protocol):
         """The attention backend, which lays out the blocks."""
 
     @property
-    def hidden_dtype(self) -> torch.dtype:
+    def hidden_dtype(self) -> torch.dtype | HostDtype:
         """The dtype of hidden states."""
 
 

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Frequencies: TypeAlias = NDArray[np.float32]
 
 
 class RopeScaling(Protocol):
     """Stretches the frequencies of a trained context to a longer one."""
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Return the new inverse frequencies [R/2] and the factor on cos and sin."""
         ...
 
@@ -37,7 +43,7 @@ class RopeSpec:
     scaling: RopeScaling | None = None
     axes: tuple[int, ...] = ()
 
-    def inverse_frequencies(self, max_model_len: int) -> tuple[Tensor, float]:
+    def inverse_frequencies(self, max_model_len: int) -> tuple[Frequencies, float]:
         """Return float32 inverse frequencies [R/2] and the factor on cos and sin."""
         inv_freq = _default_inverse_frequencies(self.theta, self.rotary_dim)
         if self.scaling is None:
@@ -45,9 +51,9 @@ class RopeSpec:
         return self.scaling.scale(inv_freq, self, max_model_len)
 
 
-def _default_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    return 1.0 / theta**exponents
+def _default_inverse_frequencies(theta: float, rotary_dim: int) -> Frequencies:
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return np.float32(1) / np.float32(theta) ** exponents
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +62,11 @@ class LinearScaling:
 
     factor: float
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Divide all frequencies by `factor`."""
-        return inv_freq / self.factor, 1.0
+        return inv_freq / np.float32(self.factor), 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +76,12 @@ class ProportionalScaling:
     num_frequencies: int
     factor: float
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Set the frequencies of the other pairs to 0."""
-        is_rotated = torch.arange(len(inv_freq)) < self.num_frequencies
-        return torch.where(is_rotated, inv_freq / self.factor, 0.0), 1.0
+        is_rotated = np.arange(len(inv_freq)) < self.num_frequencies
+        return np.where(is_rotated, inv_freq / np.float32(self.factor), np.float32(0)), 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,9 @@ class DynamicScaling:
     factor: float
     max_position_embeddings: int
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Return frequencies of the larger base."""
         length = max(max_model_len, self.max_position_embeddings)
         growth = self.factor * length / self.max_position_embeddings - (self.factor - 1)
@@ -98,12 +110,16 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Divide low frequencies by `factor`."""
-        turns = self.original_max_position_embeddings * inv_freq / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return inv_freq * (kept + (1 - kept) / self.factor), 1.0
+        turns = np.float32(self.original_max_position_embeddings) * inv_freq
+        turns /= np.float32(2 * math.pi)
+        width = np.float32(self.high_freq_factor - self.low_freq_factor)
+        kept = ((turns - np.float32(self.low_freq_factor)) / width).clip(0, 1)
+        scales = kept + (np.float32(1) - kept) / np.float32(self.factor)
+        return inv_freq * scales, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,9 @@ class YarnScaling:
     beta_slow: float = 1.0
     truncate: bool = True
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Interpolate between scaled and unscaled frequencies."""
 
         def dimension_with(turns: float) -> float:
@@ -129,9 +147,10 @@ class YarnScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rope.rotary_dim - 1)
         width = (high - low) or 0.001
-        interpolated = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width
-        interpolated = interpolated.clamp(0, 1)
-        inv_freq = inv_freq * (1 - interpolated) + inv_freq / self.factor * interpolated
+        places = np.arange(rope.rotary_dim // 2, dtype=np.float32) - np.float32(low)
+        interpolated = (places / np.float32(width)).clip(0, 1)
+        divided = inv_freq / np.float32(self.factor)
+        inv_freq = inv_freq * (1 - interpolated) + divided * interpolated
         return inv_freq, self.attention_factor
 
 
@@ -144,10 +163,12 @@ class LongRopeScaling:
     original_max_position_embeddings: int
     attention_factor: float
 
-    def scale(self, inv_freq: Tensor, rope: RopeSpec, max_model_len: int) -> tuple[Tensor, float]:
+    def scale(
+        self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
+    ) -> tuple[Frequencies, float]:
         """Divide each frequency by its own factor."""
         is_long = max_model_len > self.original_max_position_embeddings
-        divisors = torch.tensor(self.long_factor if is_long else self.short_factor)
+        divisors = np.array(self.long_factor if is_long else self.short_factor, np.float32)
         return inv_freq / divisors, self.attention_factor
 
 
@@ -169,7 +190,7 @@ class RotaryEmbedding:
         self, rope: RopeSpec, *, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         inv_freq, self.attention_factor = rope.inverse_frequencies(max_model_len)
-        self.inv_freq = inv_freq.to(device)
+        self.inv_freq = torch.from_numpy(inv_freq).to(device)
         self.axes: Tensor | None = None
         if rope.axes:
             self.axes = torch.tensor(rope.axes, dtype=torch.int32, device=device)

@@ -12,6 +12,8 @@ from ...protocol.checkpoint.model_dimensions import ModelDimensions
 from ...protocol.checkpoint.recurrent_layers import RecurrentLayer
 from ...protocol.checkpoint.vision.read import AnyVisionSpec
 from ...protocol.config.images import SpanKind
+from ...protocol.errors import ConfigError
+from ..dtypes import HostDtype, rounded
 from .latent_spec import LatentSpec, RopeOrder
 from .rope import RopeSpec
 
@@ -398,9 +400,9 @@ class ModelSpec:
         """The size of the vocabulary, or twice of it if the model tells segments apart."""
         return self.vocab_size * (1 + self.tells_segments)
 
-    def rounded_embedding_scale(self, dtype: torch.dtype) -> float:
+    def rounded_embedding_scale(self, dtype: torch.dtype | HostDtype) -> float:
         """Return the scale rounded to `dtype`, as it was when the model was trained."""
-        return torch.tensor(self.embedding_scale, dtype=dtype).item()
+        return rounded(self.embedding_scale, dtype)
 
     def for_layer(self, layer: LayerSpec) -> "ModelSpec":
         """Return the spec with the sizes of one layer."""
@@ -416,6 +418,13 @@ class ModelSpec:
         parts = 1 if self.latent is not None else 2
         num_kv_heads = layer.num_kv_heads or self.num_kv_heads
         return parts * max(1, num_kv_heads // ranks) * (layer.head_dim or self.head_dim)
+
+    def check_num_positions(self, max_model_len: int) -> None:
+        """Raise `ConfigError` if a sequence may be longer than the table of position embeddings."""
+        if max_model_len > self.num_positions:
+            raise ConfigError(
+                f"--max-model-len {max_model_len}: the model has embeddings of only {self.num_positions} positions"
+            )
 
     def tensor_elements(self, ranks: int = 1) -> int:
         """Return the elements of a token in a cache tensor, which are a multiple of every layer's head size.

@@ -2,13 +2,34 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """A tensor as the file stores it.
+
+    `dtype` is "float32", "float16" or "bfloat16". The values of the last one are its bits, as uint16.
+    """
+
+    values: NDArray[Any]
+    dtype: str
+
+    def as_float32(self) -> NDArray[np.float32]:
+        """Return a copy in float32."""
+        if self.dtype == "bfloat16":
+            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return np.array(self.values, np.float32, order="C")
 
 
 class Checkpoint(ABC):
@@ -51,6 +72,13 @@ class Checkpoint(ABC):
             CheckpointError: There is no tensor of that name.
             ValueError: The tensor has no such part.
         """
+
+    def floats(self, name: str, *, part: range | None = None, dim: int = 0) -> Floats | None:
+        """Return a view of a tensor like `tensor` without torch, or None if it is not stored as plain floats.
+
+        The view is valid while the checkpoint exists.
+        """
+        return None
 
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0

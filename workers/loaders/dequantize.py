@@ -8,6 +8,8 @@ Shapes: R rows, B blocks, b bytes of a block, G groups of a block, N elements of
 Eight bytes are processed at a time as one int64 word; no byte overflows into the next.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +22,6 @@ from torch import Tensor
 from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as T
 from ..quantization.matrix import QuantizedMatrix
-from . import codebooks
 
 # torch forks threads from 32768 elements on, which costs more than an operation whose data is in the cache. So work
 # is cut below that. Before conversion to floats, an operation handles four or more elements as one word.
@@ -71,7 +72,7 @@ def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
     return QuantizedMatrix(
         q_BGN.reshape(num_rows, -1).view(torch.uint8) + block.zero,
         block.bits,
-        scale_BG1.reshape(num_rows, -1).to(block.scale_dtype),
+        scale_BG1.reshape(num_rows, -1).to(getattr(torch, block.scale_dtype)),
         q_BGN.shape[2],
         block.zero,
         None if offset_BG1 is None else offset_BG1.reshape(num_rows, -1).half(),
@@ -79,9 +80,9 @@ def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
     )
 
 
-def _stored_as(stored: torch.dtype) -> Callable[[Tensor, Tensor], None]:
+def _stored_as(stored: str) -> Callable[[Tensor, Tensor], None]:
     def convert(blocks_Bb: Tensor, out_B1: Tensor) -> None:
-        x_B1 = blocks_Bb.view(stored)
+        x_B1 = blocks_Bb.view(getattr(torch, stored))
         for start in range(0, len(x_B1), _FLOAT_ELEMENTS):
             part = slice(start, start + _FLOAT_ELEMENTS)
             # By way of float32, as torch has no vector code between the two 16-bit types.
@@ -221,6 +222,19 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
     return q.view(torch.int8).view(-1, 16, 16), scale.unsqueeze(2), None
 
 
+def _codes(name: str) -> Callable[[Tensor], _Unpacked]:
+    """Return the function of `codebooks` of this name."""
+
+    def unpack(blocks_Bb: Tensor) -> _Unpacked:
+        # Imported here, because its tables need torch.
+        from . import codebooks
+
+        unpacked: _Unpacked = getattr(codebooks, name)(blocks_Bb)
+        return unpacked
+
+    return unpack
+
+
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function.
@@ -231,7 +245,7 @@ class BlockType:
     bits: int
     zero: int
     unpack: Callable[[Tensor], _Unpacked]
-    scale_dtype: torch.dtype = torch.float16
+    scale_dtype: str = "float16"
     minifloats: Literal["mxfp4", "nvfp4"] | None = None
 
 
@@ -246,26 +260,26 @@ BLOCK_TYPES = {
     T.Q4_K: BlockType(4, 0, _q4_k),
     T.Q5_K: BlockType(5, 0, _q5_k),
     T.Q6_K: BlockType(6, 32, _q6_k),
-    T.IQ4_NL: BlockType(8, 128, codebooks.iq4_nl),
-    T.IQ4_XS: BlockType(8, 128, codebooks.iq4_xs),
-    T.IQ3_XXS: BlockType(8, 128, codebooks.iq3_xxs),
-    T.IQ3_S: BlockType(8, 128, codebooks.iq3_s),
-    T.IQ2_XXS: BlockType(8, 128, codebooks.iq2_xxs),
-    T.IQ2_XS: BlockType(8, 128, codebooks.iq2_xs),
-    T.IQ2_S: BlockType(8, 128, codebooks.iq2_s),
-    T.IQ1_S: BlockType(8, 128, codebooks.iq1_s),
-    T.IQ1_M: BlockType(8, 128, codebooks.iq1_m),
-    T.TQ1_0: BlockType(4, 8, codebooks.tq1_0),
-    T.TQ2_0: BlockType(4, 8, codebooks.tq2_0),
-    T.MXFP4: BlockType(5, 16, codebooks.mxfp4, torch.bfloat16, "mxfp4"),
-    T.NVFP4: BlockType(5, 16, codebooks.nvfp4, minifloats="nvfp4"),
+    T.IQ4_NL: BlockType(8, 128, _codes("iq4_nl")),
+    T.IQ4_XS: BlockType(8, 128, _codes("iq4_xs")),
+    T.IQ3_XXS: BlockType(8, 128, _codes("iq3_xxs")),
+    T.IQ3_S: BlockType(8, 128, _codes("iq3_s")),
+    T.IQ2_XXS: BlockType(8, 128, _codes("iq2_xxs")),
+    T.IQ2_XS: BlockType(8, 128, _codes("iq2_xs")),
+    T.IQ2_S: BlockType(8, 128, _codes("iq2_s")),
+    T.IQ1_S: BlockType(8, 128, _codes("iq1_s")),
+    T.IQ1_M: BlockType(8, 128, _codes("iq1_m")),
+    T.TQ1_0: BlockType(4, 8, _codes("tq1_0")),
+    T.TQ2_0: BlockType(4, 8, _codes("tq2_0")),
+    T.MXFP4: BlockType(5, 16, _codes("mxfp4"), "bfloat16", "mxfp4"),
+    T.NVFP4: BlockType(5, 16, _codes("nvfp4"), minifloats="nvfp4"),
 }
 """Quantized types. Those of two and three bits are unpacked to four, which kernels support, codes to five or eight."""
 
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
-    T.F32: _stored_as(torch.float32),
-    T.F16: _stored_as(torch.float16),
-    T.BF16: _stored_as(torch.bfloat16),
+    T.F32: _stored_as("float32"),
+    T.F16: _stored_as("float16"),
+    T.BF16: _stored_as("bfloat16"),
     **{ggml_type: _quantized(block.unpack) for ggml_type, block in BLOCK_TYPES.items()},
 }
 """Types that can be dequantized; each function writes blocks to a tensor ``[B, block size]``."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from ...protocol.checkpoint.gguf import BLOCK_SIZES, GGMLQuantizationType, GGUFF
 from ...protocol.checkpoint.gguf_config.convert import gguf_to_hf_config
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
-from .checkpoint import Checkpoint, part_of
+from .checkpoint import Checkpoint, Floats, part_of
 from .dequantize import BLOCK_TYPES, DEQUANTIZABLE, dequantize, unpack_matrix
 
 _MODULES = {
@@ -216,11 +217,12 @@ _PLAIN_NAMES = {
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.((?:(?:shortconv|indexer)\.)?\w+)\.(weight|bias)")
 _TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
-_STORED_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+_FLOATS: Final = {
+    GGMLQuantizationType.F32: ("float32", np.float32),
+    GGMLQuantizationType.F16: ("float16", np.float16),
+    GGMLQuantizationType.BF16: ("bfloat16", np.uint16),
 }
+"""The names of dtypes, and the types of `Floats.values`."""
 
 
 def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
@@ -366,20 +368,11 @@ class GGUFCheckpoint(Checkpoint):
             return self._scalars[name].to(dtype or torch.float32)
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, dim)
-        dtype = dtype or _STORED_DTYPES.get(tensor.ggml_type, torch.float32)
-        is_shifted = self._architecture in _NORM_PLUS_ONE and name.endswith("norm.weight")
-        # Gated delta nets norm their outputs by the weight itself.
-        is_shifted = is_shifted and ".mixer." not in name
-        columns = slice(None)
-        if dim == 0:
-            raw = self.raw(name, part)
-        else:
-            block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
-            first_block, last_block = part.start // block_size, -(-part.stop // block_size)
-            raw = self.raw(name)[:, first_block * block_bytes : last_block * block_bytes]
-            before = first_block * block_size
-            columns = slice(part.start - before, part.stop - before)
-        self.bytes_read += raw.size
+        if dtype is None:
+            is_float = tensor.ggml_type in _FLOATS
+            dtype = getattr(torch, _FLOATS[tensor.ggml_type][0]) if is_float else torch.float32
+        is_shifted = self._is_shifted(name)
+        raw, columns = self._blocks(name, part, dim)
         values = dequantize(raw, tensor.ggml_type, torch.float32 if is_shifted else dtype)
         if is_shifted:
             values = values.sub_(1).to(dtype)
@@ -388,6 +381,42 @@ class GGUFCheckpoint(Checkpoint):
             values = values.neg_().log_()
         values = values[:, columns].contiguous()
         return values if len(tensor.shape) == 2 else values.reshape(-1, *tensor.shape[1:])
+
+    def floats(self, name: str, *, part: range | None = None, dim: int = 0) -> Floats | None:
+        """Return a view of a tensor, or None if it is not stored as plain floats."""
+        is_derived = name in self._scalars or name.endswith("mixer.A_log")
+        if is_derived or self._tensor(name).ggml_type not in _FLOATS:
+            return None
+        tensor = self._tensor(name)
+        dtype, stored = _FLOATS[tensor.ggml_type]
+        raw, columns = self._blocks(name, part_of(tensor.shape, part, dim), dim)
+        values = np.ascontiguousarray(raw).view(stored)[:, columns]
+        found = Floats(
+            values if len(tensor.shape) == 2 else values.reshape(-1, *tensor.shape[1:]), dtype
+        )
+        if self._is_shifted(name):
+            return Floats(found.as_float32() - np.float32(1), "float32")
+        return found
+
+    def _is_shifted(self, name: str) -> bool:
+        """Return whether the file has 1 plus the values of a tensor."""
+        # Gated delta nets norm their outputs by the weight itself.
+        is_norm = name.endswith("norm.weight") and ".mixer." not in name
+        return is_norm and self._architecture in _NORM_PLUS_ONE
+
+    def _blocks(self, name: str, part: range, dim: int) -> tuple[npt.NDArray[np.uint8], slice]:
+        """Return the blocks of a part of a tensor, and the columns of the part among theirs."""
+        columns = slice(None)
+        if dim == 0:
+            raw = self.raw(name, part)
+        else:
+            block_size, block_bytes = BLOCK_SIZES[self._tensor(name).ggml_type]
+            first_block, last_block = part.start // block_size, -(-part.stop // block_size)
+            raw = self.raw(name)[:, first_block * block_bytes : last_block * block_bytes]
+            before = first_block * block_size
+            columns = slice(part.start - before, part.stop - before)
+        self.bytes_read += raw.size
+        return raw, columns
 
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0

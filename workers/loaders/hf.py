@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
-from .checkpoint import Checkpoint, part_of
+from .checkpoint import Checkpoint, Floats, part_of
 from .quantized_modules import QuantizedModules
+from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -66,7 +66,7 @@ class _StoredTensor:
     `first` is the first of every `step` rows that the part consists of.
     """
 
-    file: Any
+    file: SafetensorsFile
     name: str
     expert: int | None = None
     is_transposed: bool = False
@@ -74,14 +74,9 @@ class _StoredTensor:
     step: int = 1
 
     @property
-    def view(self) -> Any:
-        """The tensor's type and shape in the file, whose parts can be read."""
-        return self.file.get_slice(self.name)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor or of the expert's part."""
-        shape = tuple(self.view.get_shape())
+        shape = self.file.shape(self.name)
         if self.expert is None:
             return shape
         num_rows, *rest = reversed(shape[1:]) if self.is_transposed else shape[1:]
@@ -89,23 +84,34 @@ class _StoredTensor:
 
     def part(self, parts: Sequence[range | None]) -> torch.Tensor:
         """Read these ranges of the dimensions, without a copy where the file has them together."""
-        if not self.view.get_shape():
-            scalar: torch.Tensor = self.file.get_tensor(self.name)
+        if not self.file.shape(self.name):
+            scalar: torch.Tensor = self.file.in_torch.get_tensor(self.name)
             return scalar
+        found: torch.Tensor = self._select(self.file.in_torch.get_slice(self.name), parts)
+        return found
+
+    def floats(self, parts: Sequence[range | None]) -> Floats | None:
+        """Return a view of these ranges of the dimensions, or None if they are not stored as plain floats."""
+        stored = self.file.floats(self.name)
+        if stored is None or not stored.values.ndim:
+            return stored
+        return replace(stored, values=self._select(stored.values, parts))
+
+    def _select(self, stored: Any, parts: Sequence[range | None]) -> Any:
+        """Return these ranges of the dimensions of a tensor or an array."""
         rows, *rest = parts or (None,)
         if self.step > 1:
             rows = range(self.shape[0]) if rows is None else rows
             rows = range(rows.start * self.step, rows.stop * self.step)
         dims = [slice(None) if p is None else slice(p.start, p.stop) for p in (rows, *rest)]
         if self.expert is None:
-            whole: torch.Tensor = self.view[tuple(dims)]
-            return whole
+            return stored[tuple(dims)]
         one = slice(self.expert, self.expert + 1)
         if self.is_transposed:
             columns = dims[1] if len(dims) > 1 else slice(None)
-            found: torch.Tensor = self.view[one, columns, dims[0]].squeeze(0).T
+            found = stored[one, columns, dims[0]].squeeze(0).T
         else:
-            found = self.view[(one, *dims)].squeeze(0)
+            found = stored[(one, *dims)].squeeze(0)
         return found[self.first :: self.step]
 
 
@@ -129,8 +135,8 @@ class HFCheckpoint(Checkpoint):
             text = config.section("text_config") or config
             stacking = replace(stacking, hidden_size=text.integer("hidden_size"))
         for file in dict.fromkeys(expected.values()) if expected else _weight_files(path):
-            shard = _open(file)
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
+            shard = SafetensorsFile(file)
+            for name in shard.names:
                 if name in seen:
                     raise CheckpointError(file, f"tensor {name!r} is also in another file")
                 seen.add(name)
@@ -182,6 +188,16 @@ class HFCheckpoint(Checkpoint):
         part = part_of(self.stored_shape(name), part, dim)
         return self.load(name, *(None,) * dim, part, dtype=dtype)
 
+    def floats(self, name: str, *, part: range | None = None, dim: int = 0) -> Floats | None:
+        """Return a view of a tensor, or None if it is quantized or not stored as plain floats."""
+        if self._modules is not None and name in self._modules:
+            return None
+        part = part_of(self.stored_shape(name), part, dim)
+        found = self._tensor(name).floats((*(None,) * dim, part))
+        if found is not None:
+            self.bytes_read += found.values.nbytes
+        return found
+
     def stored_names(self) -> Collection[str]:
         """Return the names of the tensors in the files."""
         return self._stored.keys()
@@ -192,8 +208,8 @@ class HFCheckpoint(Checkpoint):
 
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a tensor in safetensors' spelling."""
-        dtype: str = self._tensor(name).view.get_dtype()
-        return dtype
+        tensor = self._tensor(name)
+        return tensor.file.dtype(tensor.name)
 
     def load(
         self, name: str, *parts: range | None, dtype: torch.dtype | None = None
@@ -210,7 +226,7 @@ class HFCheckpoint(Checkpoint):
         return tensor
 
 
-def _tensors_of(file: Any, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
+def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
     """Return the tensor by its name, or the part of each expert if it stacks those of all experts."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
@@ -219,7 +235,7 @@ def _tensors_of(file: Any, name: str, stacking: _Stacking) -> dict[str, _StoredT
     modules = {module: (0, 1)}
     if stacking.is_interleaved and module == "gate_up_proj":
         modules = {"gate_proj": (0, 2), "up_proj": (1, 2)}
-    shape = file.get_slice(name).get_shape()
+    shape = file.shape(name)
     is_transposed = tensor == "weight" and stacking.transposes(module, shape)
     return {
         f"{stacked['block']}.{i}.{part}.{tensor}": _StoredTensor(
@@ -267,14 +283,3 @@ def _weight_files(path: Path) -> list[Path]:
             path, f"no safetensors files here; give the file {gguf[0].name} itself"
         )
     raise CheckpointError(path, "no safetensors files here; download the model again")
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(file, "this file of the model is missing; download it") from error
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            file, f"the file is truncated or damaged ({error}); download it again"
-        ) from error

@@ -12,7 +12,6 @@ import torch
 
 from ...protocol.checkpoint.config_fields import ConfigFields
 from ...protocol.errors import CheckpointError
-from ..quantization.config import quantization_scheme
 from ..quantization.matrix import QuantizedMatrix
 from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
 
@@ -75,6 +74,9 @@ class QuantizedModules:
         quantization = config.first_section("quantization_config", "compression_config")
         if not quantization.config:
             return None
+        # The schemes need torch, which a worker without quantized modules may not import.
+        from ..quantization.config import quantization_scheme
+
         try:
             return cls(quantization_scheme(quantization), checkpoint)
         except UnsupportedScheme as scheme:

@@ -154,8 +154,8 @@ def qkv_rows(
 ) -> list[Rows]:
     """Return the rows of the projection to this rank's queries, keys, values and gates, in this order."""
     heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
-    order_K = _rope_order(spec, layer)
     if spec.has_grouped_qkv:
+        order_K = _rope_order(spec, layer)
         group = spec.num_heads // spec.num_kv_heads
         size = (group + 2) * spec.head_dim
         rows_GQK = torch.arange(len(kv_heads) * size).view(len(kv_heads), group + 2, -1)
@@ -202,6 +202,7 @@ def qkv_rows(
         return rows[:2]
     if spec.rope_order == "half":
         return rows
+    order_K = _rope_order(spec, layer)
     query_rows, key_rows, value_rows = rows
     return [
         *(

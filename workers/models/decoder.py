@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from ...protocol.arrays import Int32Array
 from ...protocol.checkpoint.vision.spec import VisionSpec
-from ...protocol.errors import ConfigError
 from ..attention import AttentionBackend
 from ..layers.layers import LayerKernels, RMSNorm
 from ..layers.rope import RotaryEmbedding
@@ -285,17 +284,9 @@ def _read_positions(spec: ModelSpec, weights: WeightReader, max_model_len: int) 
     Raises:
         ConfigError: A sequence may be longer than the table.
     """
-    check_num_positions(spec, max_model_len)
+    spec.check_num_positions(max_model_len)
     num_rows = spec.num_positions + spec.position_offset
     return weights.read("embed_positions.weight", num_rows, spec.hidden_size)
-
-
-def check_num_positions(spec: ModelSpec, max_model_len: int) -> None:
-    """Raise `ConfigError` if a sequence may be longer than the table of position embeddings."""
-    if max_model_len > spec.num_positions:
-        raise ConfigError(
-            f"--max-model-len {max_model_len}: the model has embeddings of only {spec.num_positions} positions"
-        )
 
 
 def _layer(

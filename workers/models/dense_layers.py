@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from ...protocol.checkpoint.gguf import GGUFFile
 from ...protocol.config.model import DenseActivation, DenseConfig, LoadFormat, ModelConfig
 from ...protocol.errors import CheckpointError
+from ..dtypes import HostDevice, torch_device
 from ..loaders.dequantize import dequantize
 
 _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
     DenseActivation.IDENTITY: lambda x: x,
-    DenseActivation.TANH: torch.tanh,
+    DenseActivation.TANH: lambda x: x.tanh(),
     DenseActivation.RELU: F.relu,
     DenseActivation.GELU: F.gelu,
 }
@@ -34,7 +35,7 @@ class DenseLayers:
         self._layers = layers
 
     @classmethod
-    def read(cls, config: ModelConfig, device: torch.device) -> DenseLayers | None:
+    def read(cls, config: ModelConfig, device: torch.device | HostDevice) -> DenseLayers | None:
         """Return the layers of a model, or None if it has none.
 
         Raises:
@@ -43,6 +44,7 @@ class DenseLayers:
         if not config.pooler.dense:
             return None
         read = _make_up if config.load_format is LoadFormat.DUMMY else _read
+        device = torch_device(device)
         return cls([(layer, *read(layer, device)) for layer in config.pooler.dense])
 
     @torch.inference_mode()

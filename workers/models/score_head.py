@@ -20,7 +20,7 @@ from .lora.matrices import HEAD, AdaptedMatrix, AdaptedRows
 from .weights import WeightReader
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
+    "tanh": lambda x: x.tanh(),
     "relu": F.relu,
     "gelu": F.gelu,
 }

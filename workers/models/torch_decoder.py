@@ -38,6 +38,9 @@ class TorchDecoder(ABC):
     encoder: Encoder | None = None
     """The encoder of the model's images, sounds or sources."""
 
+    is_foreign = False
+    """True if the layers are those of transformers."""
+
     placed: Placed | None = None
     """The encoder outputs that the tokens of the current step read."""
 

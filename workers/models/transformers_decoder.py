@@ -201,6 +201,8 @@ class TransformersDecoder(TorchDecoder):
             among steps.
     """
 
+    is_foreign = True
+
     def __init__(
         self,
         model: TransformersModel,

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.errors import CheckpointError
+from ..dtypes import HostDevice, HostDtype, dtype_name, torch_device, torch_dtype
 from ..layers.layers import Linear
 from ..loaders.checkpoint import Checkpoint
 from ..loaders.dummy import DummyCheckpoint, made_up
@@ -60,6 +63,10 @@ class Rows:
         """Return the selected rows of the part `x`."""
         return x if self.order is None else x[self.order.to(x.device)]
 
+    def select_array(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the selected rows of the part `x`, like `select`."""
+        return x if self.order is None else x[self.order.numpy()]
+
     def select_from_all(self, x: Tensor) -> Tensor:
         """Return the selected rows of all `total` rows `x`."""
         return self.select(x[self.part.start : self.part.stop])
@@ -80,8 +87,8 @@ class WeightReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype | HostDtype,
+        device: torch.device | HostDevice,
         *,
         has_head: bool,
         has_embedding: bool = True,
@@ -92,8 +99,8 @@ class WeightReader:
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = device
+        self.any_dtype = dtype
+        self._device = device
         self._can_keep = can_keep
         self._is_transposed = is_transposed
         self._is_tied = not has_head
@@ -117,6 +124,21 @@ class WeightReader:
         self._on_progress = on_progress
         self._loaded = 0
         self._total = sum(self._size(name) for name in self._unread)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors."""
+        return torch_dtype(self.any_dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype of the tensors."""
+        return dtype_name(self.any_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return torch_device(self._device)
 
     def read(self, name: str, *shape: int, part: range | None = None, dim: int = 0) -> Tensor:
         """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight", or a part of one dimension."""
@@ -337,7 +359,7 @@ class WeightReader:
         return (name in head or name.startswith(_LAST_STAGE)) and not shard.is_last
 
     def _size(self, name: str) -> int:
-        return math.prod(self._shape(name)) * self.dtype.itemsize
+        return math.prod(self._shape(name)) * self.any_dtype.itemsize
 
     def _stored_name(self, name: str) -> str:
         stored = self._stored.get(name)
@@ -368,8 +390,8 @@ class DummyWeightReader(WeightReader):
 
     def __init__(self, checkpoint: DummyCheckpoint, dtype: torch.dtype, device: torch.device):
         self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = device
+        self.any_dtype = dtype
+        self._device = device
         self._stored = {}
         self._unread = set()
         self._prefix = ""

@@ -16,6 +16,7 @@ import torch
 
 from ...protocol.arrays import Int64Array
 from ..device.transfers import to_device
+from ..dtypes import torch_device
 from .bad_words import BadWordRows, BadWords
 from .masks import token_limits
 from .penalties import PenaltyRows
@@ -86,7 +87,7 @@ def _allowed(state: SamplingState, slots_S: Int64Array) -> LimitedRows | None:
     if not rows:
         return None
     bitmask = np.stack([state.allowed_tokens[int(slots_S[row])] for row in rows])
-    limits = token_limits(bitmask, state.vocab_size, state.device)
+    limits = token_limits(bitmask, state.vocab_size, torch_device(state.device))
     return LimitedRows(_to_device(np.array(rows, np.int64), state), limits)
 
 
@@ -146,4 +147,4 @@ def _rows_in(table: Mapping[int, object], slots_S: Int64Array) -> list[int]:
 
 
 def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:
-    return to_device(array, state.device)
+    return to_device(array, torch_device(state.device))

@@ -13,6 +13,7 @@ import torch
 from ...protocol.arrays import float32_bytes, int32_bytes
 from ...protocol.worker_messages import RowLogprobs
 from ..device.transfers import Download
+from ..dtypes import AnyArray, on_host
 from .distribution import (
     WEIGHT_SCALE,
     BlockedLogits,
@@ -30,9 +31,9 @@ class Logprobs:
     `ranks` int32[R] is 1 + the number of tokens more likely than the chosen one.
     """
 
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
+    token_ids: AnyArray
+    logprobs: AnyArray
+    ranks: AnyArray
 
     def fetch(self, download: Download) -> Logprobs:
         """Start a download and return the arrays in host memory, which are valid once it has arrived."""
@@ -44,7 +45,7 @@ class Logprobs:
     ) -> list[RowLogprobs]:
         """Return one message for each slot, of one or of `lengths[i]` rows, with `counts[i]` alternatives."""
         token_ids, logprobs, ranks = (
-            tensor.cpu().numpy() for tensor in (self.token_ids, self.logprobs, self.ranks)
+            on_host(array) for array in (self.token_ids, self.logprobs, self.ranks)
         )
         lengths = lengths or [1] * len(slots)
         return [

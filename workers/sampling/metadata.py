@@ -17,6 +17,7 @@ import torch
 
 from ...protocol.arrays import Int32Array, Int64Array
 from ..device.transfers import to_device
+from ..dtypes import torch_device
 from .distribution import BLOCK_WIDTH
 from .filters import Filters
 from .state import SamplingState
@@ -56,16 +57,22 @@ class RowParameters:
     seed_S: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass
 class LogprobRows:
     """The rows that report log-probabilities, with their slots and numbers of alternatives.
 
-    `rows` is None if they are the whole batch.
+    `host_rows` is None if they are the whole batch.
     """
 
-    rows: torch.Tensor | None
+    state: SamplingState
+    host_rows: Int64Array | None
     slots: list[int]
     counts: list[int]
+
+    @cached_property
+    def rows(self) -> torch.Tensor | None:
+        """The rows on the device of the logits."""
+        return None if self.host_rows is None else _to_device(self.host_rows, self.state)
 
     def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
         """Return the rows' logits as the model computed them; a copy if `logits_SV` will be changed in place."""
@@ -169,11 +176,12 @@ def _logprobs(state: SamplingState, slots_S: Int64Array) -> LogprobRows | None:
     slots = slots_S[rows]
     is_whole = len(rows) == len(slots_S)
     return LogprobRows(
-        None if is_whole else _to_device(rows, state),
+        state,
+        None if is_whole else rows,
         slots.tolist(),
         state.num_logprobs[slots].tolist(),
     )
 
 
 def _to_device(array: npt.NDArray[np.generic], state: SamplingState) -> torch.Tensor:
-    return to_device(array, state.device)
+    return to_device(array, torch_device(state.device))

@@ -18,6 +18,7 @@ from ...protocol.messages import I32
 from ...protocol.sampling_params import SamplingParams
 from ...protocol.worker_messages import ModelRunnerOutput, RowLogprobs
 from ..device.transfers import Download
+from ..dtypes import AnyArray, HostDevice, on_host
 from .choice import NOT_A_NUMBER, NOTHING_ALLOWED
 from .logprobs import Logprobs
 from .metadata import SamplingMetadata
@@ -49,7 +50,7 @@ class SamplerOutput:
 
     def __init__(
         self,
-        chosen_S: torch.Tensor,
+        chosen_S: AnyArray,
         metadata: SamplingMetadata,
         logprobs: Logprobs | None = None,
         num_sampled_S: Int32Array | None = None,
@@ -59,10 +60,20 @@ class SamplerOutput:
         self._logprobs = logprobs
         self._num_sampled_S = num_sampled_S
 
+    @property
+    def raw_token_ids(self) -> AnyArray:
+        """Tokens, or marks of rows that could not be sampled, int64 [S]."""
+        return self._chosen_S
+
+    @property
+    def raw_logprobs(self) -> Logprobs | None:
+        """Log-probabilities of the rows that requested them."""
+        return self._logprobs
+
     @cached_property
-    def token_ids(self) -> torch.Tensor:
-        """Tokens, int64 [S] on the device."""
-        return self._chosen_S.clamp(min=0)
+    def token_ids(self) -> AnyArray:
+        """Tokens, int64 [S] on the device, or an array of numpy."""
+        return self._chosen_S.clip(0)
 
     def fetch(self, download: Download) -> None:
         """Start copying the results to the host. The properties must not be read before the download has arrived."""
@@ -119,8 +130,7 @@ class SamplerOutput:
 
     @cached_property
     def _on_host(self) -> Int64Array:
-        on_host: Int64Array = self._chosen_S.cpu().numpy()
-        return on_host
+        return on_host(self._chosen_S)
 
 
 class Sampler(ABC):
@@ -130,7 +140,7 @@ class Sampler(ABC):
     reported without affecting others.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | HostDevice) -> None:
         self._state = SamplingState(num_slots, vocab_size, device)
         self._metadata = SamplingMetadata.from_state(self._state, np.zeros(0, np.int64))
 
@@ -166,7 +176,7 @@ class Sampler(ABC):
     @abstractmethod
     def sample(
         self,
-        logits_SV: torch.Tensor,
+        logits_SV: AnyArray,
         slots_S: Int32Array,
         positions_S: Int32Array,
         grammar: Grammar | None = None,

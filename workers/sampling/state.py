@@ -15,6 +15,7 @@ import torch
 
 from ...protocol.arrays import Float32Array, Int32Array, Int64Array
 from ...protocol.sampling_params import SamplingParams, TranscriptRules
+from ..dtypes import HostDevice
 from .masks import pack_bitmask
 
 GREEDY_TEMPERATURE: Final = 1e-5
@@ -33,7 +34,7 @@ class TranscriptState:
 class SamplingState:
     """Parameters by slot. `version` changes with every slot; `device` is the device of the logits."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | HostDevice) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self.version = 0

@@ -19,6 +19,7 @@ from ...protocol.messages import AudioPayload, TextPayload
 from ..batch import AttentionBatch
 from ..cpu.decoder import NativeDecoder
 from ..device.torch_threads import torch_threads
+from ..dtypes import torch_device, torch_dtype
 from ..layers.spec import SourceSpec
 from ..models.decoder import Decoder
 from .stem import SoundStem
@@ -48,12 +49,12 @@ class SourceEncoder:
         self._stem = stem
         self._num_threads = num_threads
         attention = model.attention
-        self._device = attention.device
+        self._device = torch_device(attention.device)
         num_blocks = -(-spec.max_positions // attention.block_size)
         self._block_table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
         # A layer's keys and values are read by that layer only, so all of them share one cache.
         shape = attention.kv_cache_shape(num_blocks + 1)
-        cache = torch.zeros(shape, dtype=attention.dtype, device=self._device)
+        cache = torch.zeros(shape, dtype=torch_dtype(attention.dtype), device=self._device)
         self._kv_caches = [cache] * len(model.spec.layers)
 
     @torch.inference_mode()
@@ -75,7 +76,8 @@ class SourceEncoder:
             self._run(torch.zeros(1, dtype=torch.int64, device=self._device))
         else:
             size = self._spec.encoder.hidden_size
-            self._run(torch.zeros((1, size), dtype=self._model.hidden_dtype, device=self._device))
+            dtype = torch_dtype(self._model.hidden_dtype)
+            self._run(torch.zeros((1, size), dtype=dtype, device=self._device))
 
     def _tokens(self, text: TextPayload) -> Tensor:
         if len(text.token_ids) % 4:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..cpu.library import native_library
 from ..cpu.packing import WeightFormat, WeightMemory, pack_tensor
+from ..dtypes import dtype_name
 
 _ROWS_AT_ONCE: Final = 64
 _FORMATS: Final = {
-    torch.bfloat16: WeightFormat.BF16,
-    torch.float16: WeightFormat.F16,
-    torch.float32: WeightFormat.F32,
+    "bfloat16": WeightFormat.BF16,
+    "float16": WeightFormat.F16,
+    "float32": WeightFormat.F32,
 }
 
 
@@ -33,9 +34,9 @@ class NativeProduct:
 
     def __init__(self, matrix: Tensor, num_threads: int) -> None:
         # Formats of fewer bits cannot represent NaN.
-        packed = pack_tensor(_FORMATS[matrix.dtype], matrix, WeightMemory()) or pack_tensor(
-            WeightFormat.F32, matrix.float(), WeightMemory()
-        )
+        packed = pack_tensor(
+            _FORMATS[dtype_name(matrix.dtype)], matrix, WeightMemory()
+        ) or pack_tensor(WeightFormat.F32, matrix.float(), WeightMemory())
         assert packed is not None
         self._weight = packed
         self._num_threads = num_threads

@@ -17,7 +17,7 @@ from engine.protocol.config import (
 )
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.cuda.layers import TritonKernels
-from engine.workers.execution import model_loader
+from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
 from support.host_accelerator import HostAccelerator
@@ -59,9 +59,9 @@ class NotedGraphs(TapedGraphs):
 def decode_kernels(path: Path, monkeypatch, num_layers: int) -> Counter[str]:
     """Return the kernels of a decode graph for one request."""
     (path / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": num_layers}))
-    monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
+    monkeypatch.setattr(torch_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
-    monkeypatch.setattr(model_loader, "layer_kernels", lambda *_: kernels)
+    monkeypatch.setattr(torch_loader, "layer_kernels", lambda *_: kernels)
     model = ModelConfig(
         "m", str(path), str(path), ("m",), "qwen3", 512, 1024, (1,), load_format=LoadFormat.DUMMY
     )

@@ -12,7 +12,7 @@ from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from engine.workers.attention.torch_paged import TorchPagedAttention
-from engine.workers.execution import model_loader
+from engine.workers.execution import torch_loader
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.taped_graphs import TapedGraphs
@@ -74,7 +74,7 @@ def test_padding_and_previous_content_do_not_change_outputs(
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
     plain = Steps(path, vocab_size, device=EAGER)
     expected = [random_steps(plain, vocab_size, seed) for seed in range(3)]
-    monkeypatch.setattr(model_loader, "attention_backend", attention)
+    monkeypatch.setattr(torch_loader, "attention_backend", attention)
     accelerator = HostAccelerator()
     graphs = Steps(path, vocab_size, device=device, accelerator=accelerator)
     num_captured = accelerator.graphs.num_recorded
@@ -86,7 +86,7 @@ def test_padding_and_previous_content_do_not_change_outputs(
 
 def test_graphs_larger_than_all_slots_are_not_captured(checkpoint, monkeypatch) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
+    monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     said = []
     for device in (EAGER, ALL_STEPS):
         # Four slots of eight tokens, in steps of up to 64.
@@ -133,7 +133,7 @@ def test_graphs_are_deleted_before_connections_to_other_workers_are_closed(
 ) -> None:
     """NCCL waits until all graphs that contain its operations are deleted."""
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
+    monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     accelerator = HostAccelerator()
     accelerator.graphs = graphs = LivingGraphs()
     steps = Steps(path, vocab_size, device=SOME_STEPS, accelerator=accelerator)
@@ -154,7 +154,7 @@ class FullDevice(TorchPagedAttention):
 
 def test_running_out_of_memory_ends_the_worker_with_the_remedy(checkpoint, monkeypatch) -> None:
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", FullDevice)
+    monkeypatch.setattr(torch_loader, "attention_backend", FullDevice)
     steps = Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
     assert len(steps.tokens(slots=[0], chunks=[(0, 9)], new=[steps.new(0, [7] * 9)])) == 1
     with pytest.raises(EngineError, match=r"out of memory in step 2.*--max-num-batched-tokens"):
@@ -175,7 +175,7 @@ class StreamMonitor(TorchPagedAttention):
 def test_every_kind_of_step_is_warmed_up_before_the_first_request(checkpoint, monkeypatch) -> None:
     """Otherwise the first request that needs a kernel would wait for the compiler."""
     path, vocab_size = checkpoint[0], checkpoint[1].config.vocab_size
-    monkeypatch.setattr(model_loader, "attention_backend", StreamMonitor)
+    monkeypatch.setattr(torch_loader, "attention_backend", StreamMonitor)
     Steps(path, vocab_size, device=EAGER, accelerator=HostAccelerator())
     for kind in ([(1, 1)], [(1, 1)] * 4, [(1, 127)], [(16, 16)] * 4):
         assert kind in StreamMonitor.steps

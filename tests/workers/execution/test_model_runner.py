@@ -10,7 +10,7 @@ from engine.protocol.config import CPUBackend, DeviceConfig
 from engine.protocol.pooling_params import PoolingKind, PoolingParams
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import NewRequestData, SchedulerOutput
-from engine.workers.execution import model_loader
+from engine.workers.execution import torch_loader
 from support.graph_attention import GraphTorchPaged
 from support.host_accelerator import HostAccelerator
 from support.tiny_checkpoints import qwen3_directory
@@ -40,7 +40,7 @@ def steps(request, monkeypatch, checkpoint) -> Steps:
         return Steps(path, model.config.vocab_size)
     device = EAGER if request.param == "eager device" else captured(12)
     if request.param == "decode graphs":
-        monkeypatch.setattr(model_loader, "attention_backend", GraphTorchPaged)
+        monkeypatch.setattr(torch_loader, "attention_backend", GraphTorchPaged)
     return Steps(path, model.config.vocab_size, device=device, accelerator=HostAccelerator())
 
 

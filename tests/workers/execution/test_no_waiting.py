@@ -24,7 +24,7 @@ from engine.protocol.worker_messages import GrammarOutput, NewRequestData, Sched
 from engine.workers.attention import CapturableAttention, DeviceBatch
 from engine.workers.batch import AttentionBatch
 from engine.workers.device.transfers import DownloadedOutput
-from engine.workers.execution import model_loader
+from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
 from support.host_accelerator import HostAccelerator
@@ -107,7 +107,7 @@ def test_steps_of_any_kind_are_queued_without_waiting_for_the_device(
     tmp_path: Path, monkeypatch, enforce_eager: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    monkeypatch.setattr(model_loader, "attention_backend", NoAttention)
+    monkeypatch.setattr(torch_loader, "attention_backend", NoAttention)
     path = str(tmp_path)
     config = EngineConfig(
         "/run",

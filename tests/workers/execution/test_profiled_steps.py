@@ -21,7 +21,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import GrammarOutput, NewRequestData, SchedulerOutput
 from engine.workers.attention.triton_paged import TritonPagedAttention
 from engine.workers.cuda.layers import TritonKernels
-from engine.workers.execution import model_loader
+from engine.workers.execution import torch_loader
 from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.loaders import DummyCheckpoint
 from support.host_accelerator import HostAccelerator
@@ -73,9 +73,9 @@ def test_decodes_with_a_prompt_chunk_need_no_more_than_the_profile(
     tmp_path: Path, monkeypatch, vocab_size: int, features: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocab_size}))
-    monkeypatch.setattr(model_loader, "attention_backend", TritonPagedAttention)
+    monkeypatch.setattr(torch_loader, "attention_backend", TritonPagedAttention)
     kernels = TritonKernels(torch.bfloat16, has_float8=True)
-    monkeypatch.setattr(model_loader, "layer_kernels", lambda *_: kernels)
+    monkeypatch.setattr(torch_loader, "layer_kernels", lambda *_: kernels)
     path = str(tmp_path)
     model = ModelConfig(
         "m", path, path, ("m",), "qwen3", vocab_size, 8192, (1,), load_format=LoadFormat.DUMMY

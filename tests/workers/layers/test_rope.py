@@ -66,7 +66,7 @@ def test_frequencies_equal_those_of_transformers(scaling, theta, max_model_len):
     )
     rope = read_rope(ConfigFields(config.to_dict(), "model"), HEAD_DIM)
     inv_freq, factor = rope.inverse_frequencies(max_model_len)
-    torch.testing.assert_close(inv_freq, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.from_numpy(inv_freq), expected, rtol=1e-4, atol=0)
     assert factor == pytest.approx(expected_factor)
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from engine.protocol.arrays import float32_view, int32_view
 from engine.protocol.sampling_params import SamplingParams
-from engine.workers.sampling import prompt_logprobs
 from support.sampler_rows import NewRows
 
 V = 301
@@ -47,20 +46,21 @@ def test_equal_alternatives_are_ordered_by_token_id(new_rows: NewRows) -> None:
     assert int32_view(row.token_ids).tolist() == [250, 250, 0, 1, 2]
 
 
-def test_prompt_logprobs_are_computed_for_every_position() -> None:
+def test_prompt_logprobs_are_computed_for_every_position(new_rows: NewRows) -> None:
     logits = random_logits(6)
-    next_ids = torch.tensor([0, 5, 300, 7, 7, 9])
-    row = prompt_logprobs(3, logits, next_ids, 2)
+    next_ids = [0, 5, 300, 7, 7, 9]
+    rows = new_rows(V)
+    row = rows.score_prompt(3, logits, next_ids, 2)
     assert (row.slot, row.num_positions) == (3, 6)
     ids = int32_view(row.token_ids).reshape(6, 3)
-    assert ids[:, 0].tolist() == next_ids.tolist()
+    assert ids[:, 0].tolist() == next_ids
     expected = logits.log_softmax(1)
     np.testing.assert_allclose(
         float32_view(row.logprobs).reshape(6, 3),
         expected.gather(1, torch.tensor(ids).long()),
         atol=2e-6,
     )
-    above = (logits > logits.gather(1, next_ids[:, None])).sum(1) + 1
+    above = (logits > logits.gather(1, torch.tensor(next_ids)[:, None])).sum(1) + 1
     assert int32_view(row.ranks).tolist() == above.tolist()
-    whole = prompt_logprobs(3, logits, next_ids, -1)
+    whole = rows.score_prompt(3, logits, next_ids, -1)
     assert len(int32_view(whole.token_ids)) == 6 * (V + 1)

@@ -15,6 +15,7 @@ from ....protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.worker_messages import DraftTokenIds, NewRequestData
 from ...batch import PersistentBatch
+from ...dtypes import address, on_host
 from ..abi.structs import DraftLookup
 from ..library import native_library
 from .suffixes import SuffixStore
@@ -97,7 +98,7 @@ class Drafts:
         starts = self._batch.num_tokens[slots]
         offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = np.repeat(starts, counts) + offsets
-        self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns] = token_ids
+        on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
         # The core keeps a prefix of the drafts that were found, so the first ones are still from the prediction.
         self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], counts)
@@ -126,7 +127,7 @@ class Drafts:
             slots_of_64_bits.ctypes.data,
             len(slots),
             self._batch.max_model_len,
-            self._batch.token_ids_NL.data_ptr(),
+            address(self._batch.token_ids_NL),
             self._batch.num_tokens.ctypes.data,
         )
 
@@ -142,7 +143,7 @@ class Drafts:
         self.lookup.num_found = end
         columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         columns += np.repeat(self._batch.num_tokens[slots], counts)
-        tokens = self._batch.token_ids_NL.numpy()[np.repeat(slots, counts), columns]
+        tokens = on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns]
         self._tokens[first : first + len(tokens)] = tokens
 
     def num_drafts(self, slots: Int64Array) -> Int32Array:

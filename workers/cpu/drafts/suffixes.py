@@ -11,6 +11,7 @@ import numpy as np
 from ....protocol.arrays import Int32Array, Int64Array
 from ....protocol.config import SpeculativeConfig
 from ...batch import PersistentBatch
+from ...dtypes import on_host
 from ..abi.structs import Suffixes
 from ..library import native_library
 
@@ -71,7 +72,7 @@ class SuffixStore:
         if count <= self.suffixes.context_length or not self._max_answers:
             return
         self._starts.append(int(self.suffixes.history_end))
-        row = self._batch.token_ids_NL.numpy()[slot, first:end]
+        row = on_host(self._batch.token_ids_NL)[slot, first:end]
         self._remember(ctypes.byref(self.suffixes), row.ctypes.data, count)
         while (
             len(self._starts) > self._max_answers

@@ -311,15 +311,15 @@ class AttentionRecorder:
         """Return `DistanceBiases` in csrc/attention/attention.h, or None if scores do not depend on distances."""
         spec, heads = self._spec, self._shard.heads(self._spec)
         num_columns = 2 * self._max_distance + _BIAS_MARGIN
+        if not (spec.alibi_slopes or spec.num_distance_buckets):
+            return None
         distances_E = torch.arange(num_columns) - self._max_distance
         if spec.alibi_slopes:
             slopes_H1 = torch.tensor(spec.alibi_slopes[heads.start : heads.stop])[:, None]
             biases_HE = slopes_H1 * distances_E
-        elif spec.num_distance_buckets:
+        else:
             biases_BH = read_distance_biases(spec, self._weights)[:, heads.start : heads.stop]
             biases_HE = biases_BH.T[:, distance_buckets(distances_E, spec)]
-        else:
-            return None
         return np.ascontiguousarray(biases_HE.numpy() * _LOG2_E)
 
     def _attention_output(

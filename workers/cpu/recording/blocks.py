@@ -299,7 +299,7 @@ class BlockRecorder:
         biases: list[Floats | None] = [None] * len(rows)
         if has_bias:
             biases = [
-                each.select(reader.read_vector(f"{each.name}.bias", each.total, each.part)).numpy()
+                each.select_array(reader.vector(f"{each.name}.bias", each.total, each.part))
                 if each.has_bias
                 else None
                 for each in rows

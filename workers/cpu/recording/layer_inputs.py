@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from ...dtypes import rounded
 from ...layers.spec import PerLayerInputsSpec
 from ..library import NotSupportedNatively
 from ..packing import GROUP_SIZE, ActivationKind
@@ -33,7 +32,7 @@ class LayerInputsRecorder:
             first_column=part.start,
             num_columns=inputs.vocab_size,
             # As it was rounded when the model was trained.
-            scale=torch.tensor(inputs.size**0.5, dtype=weights.dtype).item(),
+            scale=rounded(inputs.size**0.5, weights.any_dtype),
             target=INPUTS if blocks.is_alone else PART,
         )
         if not blocks.is_alone:

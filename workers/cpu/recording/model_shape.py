@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...dtypes import dtype_name
 from ...layers.spec import LayerSpec, ModelSpec
 from ...parallel.shard import ModelShard
 from ...parallel.tensor_parallel import TensorParallel
@@ -43,7 +44,7 @@ def model_shape(
         spec.num_token_ids,
         attention.block_size,
         math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize,
-        KV_FORMATS[attention.dtype],
+        KV_FORMATS[dtype_name(attention.dtype)],
         ACTIVATIONS[spec.activation],
         spec.norm_kind == "layer",
         not spec.is_causal,

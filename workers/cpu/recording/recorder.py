@@ -7,7 +7,6 @@ import torch
 
 from ...layers.rope import RopeSpec
 from ...layers.spec import ExpertsSpec, LayerSpec, ModelSpec, NormNames
-from ...models.decoder import check_num_positions
 from ...models.mlp import read_xielu
 from ...parallel.shard import ModelShard
 from ..abi.structs import AttentionLayer
@@ -81,7 +80,7 @@ class Recorder:
                 "the native CPU backend does not support encoders with --tensor-parallel-size"
             )
         vocabulary = spec.vocab_size, spec.hidden_size, self._blocks.part(spec.vocab_size)
-        scale = spec.rounded_embedding_scale(weights.dtype)
+        scale = spec.rounded_embedding_scale(weights.any_dtype)
         embeds = shard.is_first and spec.has_embedding
         if self._store is not None:
             self._store.program.add_op("embed")
@@ -252,7 +251,7 @@ class Recorder:
         spec = self._spec
         if not spec.num_positions:
             return []
-        check_num_positions(spec, self._max_model_len)
+        spec.check_num_positions(self._max_model_len)
         rows = spec.num_positions + spec.position_offset
         part = range(spec.position_offset, rows)
         tables = [

@@ -31,6 +31,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import usable_cores
+from ...dtypes import on_host
 from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import translate_names
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
@@ -216,7 +217,7 @@ class DraftHead:
         self, slots_S: Int64Array, lengths_S: Int64Array, limits_S: Int32Array, outputs_SE: Tensor
     ) -> None:
         """Write `limits_S` drafts after the tokens of each slot, the first of which follow from `outputs_SE`."""
-        tokens = self._batch.token_ids_NL.numpy()
+        tokens = on_host(self._batch.token_ids_NL)
         for index in range(int(limits_S.max())):
             if index:
                 goes_on_S = limits_S > index
@@ -235,7 +236,7 @@ class DraftHead:
     ) -> Tensor:
         """Return the head's hidden states [T, E] at `counts_S` positions of each slot, from `begins_S`."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
-        tokens = self._batch.token_ids_NL.numpy()
+        tokens = on_host(self._batch.token_ids_NL)
         embedded_TD = self._target.embed(
             torch.from_numpy(tokens[plan.slots_T, plan.positions_T + 1])
         )

@@ -29,6 +29,7 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
 from ...device.device import usable_cores
+from ...dtypes import HostDevice, on_host
 from ...loaders import open_checkpoint
 from ...models.kv_cache_groups import kv_cache_groups
 from ..kv_cache import KVCache
@@ -53,7 +54,7 @@ class DraftModel:
         config: EngineConfig,
         target: Model,
         target_cache: KVCache,
-        device: torch.device,
+        device: torch.device | HostDevice,
         on_progress: Callable[[int, int], None],
     ) -> None:
         speculative = config.scheduler.speculative
@@ -215,25 +216,24 @@ class DraftModel:
         is_run_S = granted_S > 0
         plan = plan_chunks(slots_S[is_run_S], begins_S[is_run_S], granted_S[is_run_S])
         inputs = self._batch.input_ids(plan)
-        inputs.clamp_(max=self._vocab_size - 1)
+        inputs = np.minimum(inputs, np.int32(self._vocab_size - 1))
         rows = (plan.query_start_loc[1:] - 1)[is_ready_S[is_run_S]]
         ready_slots = slots_S[is_ready_S].astype(np.int32)
-        positions = torch.from_numpy(plan.positions_T)
         metadata = self._cache.attention_metadata(self._batch, plan)
         if len(rows):
             sampled = self._model.forward_and_sample(
-                inputs, positions, self._cache.layers, metadata, rows, ready_slots
+                inputs, plan.positions_T, self._cache.layers, metadata, rows, ready_slots
             )
             self._batch.append_tokens(ready_slots, sampled.token_ids)
         else:
-            self._model.forward(inputs, positions, self._cache.layers, metadata)
+            self._model.forward(inputs, plan.positions_T, self._cache.layers, metadata)
         self._num_computed[slots_S] = begins_S + granted_S
         return is_ready_S
 
     def _are_known(self, slots_S: Int64Array) -> bool:
         """Return whether the draft model has the last token of every slot."""
         columns = self._batch.num_tokens[slots_S] - 1
-        last = self._batch.token_ids_NL.numpy()[slots_S, columns]
+        last = on_host(self._batch.token_ids_NL)[slots_S, columns]
         return bool((last < self._vocab_size).all())
 
     def _cut_unknown(
@@ -242,7 +242,7 @@ class DraftModel:
         """Return the number of drafts of each slot before the first one that the model does not have."""
         if self._vocab_size <= self._target_vocab_size:
             return counts_S
-        tokens = self._batch.token_ids_NL.numpy()
+        tokens = on_host(self._batch.token_ids_NL)
         kept = counts_S.copy()
         for row, (slot, start, count) in enumerate(zip(slots_S, starts_S, counts_S, strict=True)):
             unknown = (tokens[slot, start : start + count] >= self._target_vocab_size).nonzero()[0]
@@ -254,8 +254,8 @@ class DraftModel:
         for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
             plan = plan_chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
             self._model.forward(
-                torch.zeros(num_tokens, dtype=torch.int32),
-                torch.from_numpy(plan.positions_T),
+                np.zeros(num_tokens, np.int32),
+                plan.positions_T,
                 self._cache.layers,
                 self._cache.attention_metadata(self._batch, plan),
             )

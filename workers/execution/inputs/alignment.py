@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....protocol.config import EngineConfig
+from ...dtypes import torch_device
 from ...layers.spec import ModelSpec
 from ...loaders import Checkpoint
 from ...models.cross_attention import cross_rows
@@ -120,7 +121,7 @@ class Alignments:
         """Return the alignment of the whole prompt, float32 [P * F]."""
         prompt = self._prompts[slot]
         shape = num_tokens, prompt.num_frames
-        total_PF = torch.zeros(shape, device=self._model.attention.device)
+        total_PF = torch.zeros(shape, device=torch_device(self._model.attention.device))
         if prompt.weights:
             weights_NPF = torch.cat(prompt.weights, 1)
             deviation, mean = torch.std_mean(weights_NPF, 1, keepdim=True, correction=0)

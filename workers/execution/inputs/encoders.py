@@ -17,15 +17,12 @@ from ....protocol.errors import EngineError
 from ....protocol.messages import EncoderInput
 from ....protocol.worker_messages import EncoderWork, NewRequestData
 from ...batch import StepPlan
+from ...dtypes import HostDevice, torch_device
 from ...layers.spec import ModelSpec
 from ...models.encoder import Encoder
 from ...vision.placed import Placed
 
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
 class Encoders:
@@ -34,12 +31,14 @@ class Encoders:
     Without an `encoder` all inputs are embeddings, which are moved to `device`.
     """
 
-    def __init__(self, encoder: Encoder | None, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(
+        self, encoder: Encoder | None, spec: ModelSpec, device: torch.device | HostDevice
+    ) -> None:
         self._encoder = encoder
         self._hidden_size = spec.hidden_size
         # Nothing is added to embeddings after the first layers.
         self._padding = spec.num_deepstack_layers * spec.hidden_size
-        self._device = device
+        self._device = torch_device(device)
         self._inputs: dict[int, list[EncoderInput]] = {}
         self._ends: dict[int, int] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}
@@ -83,7 +82,9 @@ class Encoders:
                     "an encoder input has no embeddings, and the model has no encoder"
                 )
             return self._encoder.encode(item.data)
-        dtype = _DTYPES.get(item.embeddings)
+        dtype: torch.dtype | None = None
+        if item.embeddings in _DTYPES:
+            dtype = getattr(torch, item.embeddings)
         if dtype is None or len(item.data) != item.size * self._hidden_size * dtype.itemsize:
             raise EngineError(
                 f"an encoder input has {len(item.data)} bytes of {item.embeddings} for {item.size} embeddings"

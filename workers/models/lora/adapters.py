@@ -82,14 +82,14 @@ class LoraAdapters:
         spec: ModelSpec,
         shard: ModelShard,
         kernels: LayerKernels | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare for the part `shard` of the model `spec`.
 
-        Products in torch multiply by the factors with `kernels`, in `dtype`.
+        Products in torch multiply by the factors with `kernels`, in `dtype`, by default float32.
         """
         self._spec, self._shard = spec, shard
-        self.kernels, self.dtype = kernels or LayerKernels(), dtype
+        self.kernels, self.dtype = kernels or LayerKernels(), dtype or torch.float32
 
     def add_product(self, product: AdaptedProduct) -> None:
         """Add a product that adapters may change."""

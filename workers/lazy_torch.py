@@ -1,0 +1,117 @@
+"""Imports torch when it is first used, in a worker whose model a native program computes.
+
+Importing torch takes more than a second and 200 MiB, and a native program does not need it. Most modules of this
+package refer to torch, but few of them run in such a worker. `install` therefore puts stand-ins into `sys.modules`,
+which `import torch` finds. The first use of anything but a class or a decorator replaces them with torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import ModuleType
+from typing import Any, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SUBMODULES: Final = ("nn", "nn.functional", "distributed")
+"""The submodules of torch that modules of this package import by name."""
+
+_CLASSES: Final = ("Tensor", "dtype", "device")
+"""The classes that modules refer to while they are imported."""
+
+_lock = threading.RLock()
+
+
+def install() -> None:
+    """Let all further imports of torch wait for its first use. Do nothing if torch is imported already."""
+    if "torch" not in sys.modules:
+        for name in ("torch", *(f"torch.{name}" for name in _SUBMODULES)):
+            sys.modules[name] = _LazyModule(name)
+
+
+def is_torch_loaded() -> bool:
+    """Return whether torch itself is imported."""
+    return not isinstance(sys.modules.get("torch"), _LazyModule | None)
+
+
+def _load(name: str) -> ModuleType:
+    """Return a module of torch itself."""
+    with _lock:
+        if not is_torch_loaded():
+            for each in [key for key, found in sys.modules.items() if type(found) is _LazyModule]:
+                del sys.modules[each]
+            # The native program has its own threads, with which spinning threads of torch would compete.
+            importlib.import_module("torch").set_num_threads(1)
+        return importlib.import_module(name)
+
+
+class _LazyModule(ModuleType):
+    """A stand-in for a module of torch."""
+
+    # The import system and others ask modules for these.
+    __path__: list[str] = []  # noqa: RUF012 - that of a module
+
+    def __getattr__(self, name: str) -> Any:
+        if not is_torch_loaded():
+            if name.startswith("__"):
+                raise AttributeError(name)
+            if self.__name__ == "torch":
+                if name in _CLASSES:
+                    return _LazyClass(name, (), {})
+                if name == "inference_mode":
+                    return _InferenceMode
+            full_name = f"{self.__name__}.{name}"
+            if isinstance(found := sys.modules.get(full_name), _LazyModule):
+                return found
+            if self.__name__ == "torch.nn.functional":
+                return _LazyFunction(name)
+        value = getattr(_load(self.__name__), name)
+        # Further uses find it without this method.
+        self.__dict__[name] = value
+        return value
+
+
+class _LazyClass(type):
+    """The class of stand-ins for classes of torch."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return is_torch_loaded() and isinstance(instance, getattr(_load("torch"), cls.__name__))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an instance of torch's class."""
+        return getattr(_load("torch"), cls.__name__)(*args, **kwargs)
+
+
+class _LazyFunction:
+    """A stand-in for a function of torch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_load("torch.nn.functional"), self._name)(*args, **kwargs)
+
+
+class _InferenceMode(AbstractContextManager[None]):
+    """A stand-in for `torch.inference_mode`, which applies it if torch is imported by the time of a call."""
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _InferenceMode():
+                return function(*args, **kwargs)
+
+        return call
+
+    def __enter__(self) -> None:
+        self._mode = _load("torch").inference_mode() if is_torch_loaded() else nullcontext()
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
