@@ -20,7 +20,6 @@ def unsupported_features(spec: ModelSpec) -> list[str]:
         "experts beside attention": spec.is_parallel
         and any(layer.experts is not None for layer in spec.layers),
         "Mamba-1 layers": any(isinstance(layer.recurrent, Mamba1) for layer in spec.layers),
-        "values smaller than keys": spec.value_dim is not None,
         "gated MLPs with xIELU": spec.has_gate and spec.activation == "xielu",
     }
     return [feature for feature, is_used in features.items() if is_used]

@@ -346,8 +346,7 @@ def test_layers_that_share_keys_or_differ_in_their_heads_can_be_split(
     checkpoints = {}
     models = {name: (f"{family}Text", family, sizes) for name, (family, sizes) in SHARING.items()}
     models["glm5"] = ("GlmMoeDsa", "GlmMoeDsa", INDEXED)
-    if backend == CPUBackend.TORCH:
-        models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
+    models["mimo-v2"] = ("MiMoV2Flash", "MiMoV2Flash", SMALL_VALUES)
     for name, (config, family, differences) in models.items():
         checkpoints[name] = tmp_path / name
         sizes, tokenizer = SIZES | differences, sentencepiece_tokenizer()

@@ -62,6 +62,7 @@ NATIVE = [
     "ling2",
     "llama4",
     "mamba2",
+    "mimo-v2",
     "minicpm3",
     "ministral",
     "nanochat",

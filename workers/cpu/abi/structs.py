@@ -253,6 +253,7 @@ class Op(ctypes.Structure):
         ("reads_source", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
+        ("output_dim", c_int32),
         ("num_stored", c_int32),
         ("norms_values", c_int32),
         ("num_parts", c_int32),

@@ -88,8 +88,8 @@ std::string describe() {
   STRUCT(Adapter, down, whole, up)
   STRUCT(AltUp, active, router_norm, router, predict, correct, output_scale)
   STRUCT(Op, kind, input_kind, activation_kind, source, target, layer, group, rope, qk_norm,
-         rotates_before_norm, reads_source, num_kv_heads, head_dim, num_stored, norms_values, num_parts,
-         first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
+         rotates_before_norm, reads_source, num_kv_heads, head_dim, output_dim, num_stored, norms_values,
+         num_parts, first_column, num_columns, adapter_rank, scale, eps, attention, parts, vectors, experts,
          mixer, heads, adapters, altup)
   STRUCT(StepGroup, block_table, block_table_stride, slot_mapping)
   STRUCT(LogitRules, allowed, bad_words, end_tokens, bias_tokens, biases, bad_words_size,

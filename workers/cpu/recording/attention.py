@@ -73,8 +73,8 @@ class AttentionRecorder:
         spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
         qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias)
-        output = self._attention_output(prefix, spec.head_dim)
-        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.head_dim
+        output = self._attention_output(prefix, spec.output_dim)
+        columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
             raise NotSupportedNatively(
                 f"{columns} query elements per key/value head are not a multiple of the group size "
@@ -132,6 +132,7 @@ class AttentionRecorder:
             vectors=[sinks, self._distance_biases],
             num_columns=self._max_distance,
             first_column=gates * spec.head_dim if spec.gates_attention else 0,
+            output_dim=spec.output_dim,
             **attention,
         )
         bias = None

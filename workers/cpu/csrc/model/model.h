@@ -241,6 +241,7 @@ struct Op {
   int32_t rotates_before_norm;
   int32_t reads_source;  // of attention: its keys are those of an encoder's outputs, which other steps store
   int32_t num_kv_heads, head_dim;  // of attention
+  int32_t output_dim;              // the first elements of a value, which attention writes; or 0 for all
   int32_t num_stored;              // 2: keys and values, 1: keys, 0: nothing, the cache of another layer is read
   int32_t norms_values;            // without weights
   int32_t num_parts;

@@ -185,6 +185,8 @@ int Attention::begin(const Op& op) {
   return int(list.first_tasks.size()) - 1;
 }
 
+int Attention::output_dim(const Op& op) const { return op.output_dim ? op.output_dim : of(op).kv.value_dim; }
+
 size_t Attention::partial_floats(const Op& op) const {
   return size_t(of(op).heads) * (of(op).kv.padded_value_dim() + 32);
 }
@@ -254,7 +256,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
 
 size_t Attention::result_bytes(const Op& op, const Task& task) const {
   if (task.num_slots > 1) return partial_floats(op) * sizeof(float);
-  const int columns = of(op).heads * of(op).kv.value_dim;
+  const int columns = of(op).heads * output_dim(op);
   return (task.num_tokens * activation_row_bytes(op.activation_kind, columns) + 63) / 64 * 64;
 }
 
@@ -271,8 +273,8 @@ void Attention::attend(const Op& op, const Task& task, const AttentionTask& kern
 // Writes the activations of a task's tokens, from the state over all their keys.
 void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
                        Scratch& scratch, uint8_t* activations) const {
-  const int value_dim = of(op).kv.value_dim;
-  const int heads = of(op).heads, columns = heads * value_dim;
+  const int value_dim = of(op).kv.value_dim, dim = output_dim(op);
+  const int heads = of(op).heads, columns = heads * dim;
   float* out = scratch.tile.get();
   if (const float* sinks = op.vectors[0]) {
     // A sink is a score without a value, here of base 2 like the maximums.
@@ -281,6 +283,8 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
       total.sum[r * kSumParts] += std::exp2(own[r % heads] - total.maximum[r]);
   }
   model_.attention.finish(total, task.num_tokens * heads, value_dim, out);
+  for (int r = 1; dim < value_dim && r < task.num_tokens * heads; r++)
+    std::memmove(out + r * dim, out + r * value_dim, dim * sizeof(float));
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   for (int t = 0; t < task.num_tokens; t++, out += columns, activations += row_bytes) {
     if (op.first_column) {
@@ -310,8 +314,8 @@ void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t*
 }
 
 void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
-  const int value_dim = of(op).kv.value_dim, columns = of(op).heads * value_dim;
-  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * value_dim);
+  const int dim = output_dim(op), columns = of(op).heads * dim;
+  const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   uint8_t* out = rows.activations(1, task.token, stride) +
                  activation_offset(op.activation_kind, task.kv_head * columns);

@@ -78,6 +78,8 @@ class Attention {
               uint8_t* activations) const;
   void write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch);
   void copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const;
+  // The elements of a head that the operation writes.
+  int output_dim(const Op& op) const;
   size_t partial_floats(const Op& op) const;
   AttentionState partial_state(const Op& op, float* floats) const;
 
