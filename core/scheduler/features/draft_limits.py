@@ -28,8 +28,8 @@ _DECAY: Final = 0.9
 """The weight of a request's earlier drafts after each verification."""
 
 _PRIOR_ACCEPTANCE: Final = 0.75
-_PRIOR_TRIES: Final = 3.0
-"""The drafts for which the prior acceptance of a new request stands."""
+_PRIOR_TRIES: Final = 4.0
+"""The drafts for which the prior acceptance stands, beside those of a request."""
 
 _LEAST_GAIN: Final = 1.08
 """Drafts must be expected to raise the tokens per second by this factor, because what is expected is uncertain."""
@@ -127,7 +127,7 @@ class DraftLimits:
         self.limits: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
         self._sent: Int32Array = np.full(max_num_seqs, self._max_drafts, np.int32)
         self._num_steps = 0
-        self._decided_for: SlotArray = np.zeros(0, np.intp)
+        self._decided_for: Int64Array = np.zeros((2, 0), np.int64)
         self.has_unsent = False
         """True if a limit has changed since `take_changes`."""
 
@@ -161,22 +161,24 @@ class DraftLimits:
         new = slots[self._generation[slots] != self._slots.generation[slots]]
         if len(new):
             self._generation[new] = self._slots.generation[new]
-            common = self._accepted_in_all / max(self._tried_in_all, 1e-9)
-            prior = common + self._prior_share * (_PRIOR_ACCEPTANCE - common)
-            self._tried[new] = _PRIOR_TRIES
-            self._accepted[new] = _PRIOR_TRIES * prior
+            self._tried[new] = self._accepted[new] = 0.0
             self.limits[new] = self._sent[new] = self._max_drafts
 
     def decide(self, slots: SlotArray) -> None:
         """Set the limits of the decoding slots, if these or what was measured have changed enough."""
         if not len(slots) or not self._is_adaptive:
             return
-        if self._num_steps < self._next_decision and np.array_equal(slots, self._decided_for):
+        # A slot may have another request than before.
+        requests = np.stack((slots, self._slots.generation[slots]))
+        if self._num_steps < self._next_decision and np.array_equal(requests, self._decided_for):
             return
         self._reset(slots)
         self._next_decision = self._num_steps + _STEPS_PER_DECISION
-        self._decided_for = slots.copy()
-        acceptance = self._accepted[slots] / np.maximum(self._tried[slots], 1e-9)
+        self._decided_for = requests
+        common = self._accepted_in_all / max(self._tried_in_all, 1e-9)
+        prior = common + self._prior_share * (_PRIOR_ACCEPTANCE - common)
+        accepted = self._accepted[slots] + _PRIOR_TRIES * prior
+        acceptance = accepted / (self._tried[slots] + _PRIOR_TRIES)
         positions = np.arange(1, self._max_drafts + 1)
         chances = np.minimum(acceptance, 0.99)[:, None] ** positions
         order = np.argsort(-chances, axis=None, kind="stable")

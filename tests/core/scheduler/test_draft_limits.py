@@ -79,6 +79,16 @@ def test_each_request_has_a_limit_of_its_own():
     assert limits.take_changes(slots) == b""
 
 
+def test_a_new_request_in_a_slot_does_not_try_the_maximum():
+    """What others had is known, and the next decision of the slot would come only some steps later."""
+    slots = Slots(64, 100)
+    limits = DraftLimits(SpeculativeConfig(MOST), slots)
+    run(limits, 1, memory_bound, 0.1, 40)
+    slots.generation[0] += 1
+    limits.take_changes(np.arange(1))
+    assert limits.limits[0] < MOST // 2
+
+
 def test_passes_of_a_draft_model_count():
     limits = make(1, ProposerMethod.DRAFT_MODEL)
     for draft_seconds, is_worth in ((0.0001, True), (0.1, False)):
