@@ -30,6 +30,8 @@ def make_kv_transfer(
         ConfigError: The settings contradict each other.
     """
     children = list(_flatten(given)) if given is not None else []
+    if given is not None and not children:
+        raise ConfigError("--kv-transfer-config has no connectors; add one, or remove the flag")
     cache = _with_disk(children, cache)
     names = [child.kv_connector for child in children]
     if parallel.replica_roles:

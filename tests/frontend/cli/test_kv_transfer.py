@@ -1,0 +1,103 @@
+"""The configuration of KV connectors, from flags and from requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from engine.frontend.api.inputs.transfer_params import transfer_params
+from engine.frontend.cli.kv_transfer import make_kv_transfer
+from engine.frontend.cli.option_values import PARSERS
+from engine.frontend.http.errors import APIError
+from engine.protocol.config import (
+    CacheConfig,
+    Device,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from engine.protocol.errors import ConfigError
+from engine.protocol.kv_transfer.multi import child_configs
+
+NO_DISK = CacheConfig()
+CONFIG = EngineConfig("/run", 1, ModelConfig("m", "p", "t", ("m",), "llama", 9, 9, (2,)))
+
+
+def make(
+    fields: dict[str, Any] | None,
+    cache: CacheConfig = NO_DISK,
+    roles: str = "",
+    device: Device = Device.CPU,
+) -> tuple[KVTransferConfig | None, CacheConfig]:
+    given = PARSERS["kv_transfer"](json.dumps(fields)) if fields is not None else None
+    of_each = PARSERS["replica_roles"](roles) if roles else ()
+    parallel = ParallelConfig(data_parallel_size=max(len(of_each), 1), replica_roles=of_each)
+    return make_kv_transfer(given, cache, parallel, device)
+
+
+def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    extra = {"connectors": list(connectors)}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+def names(config: KVTransferConfig | None) -> list[str]:
+    assert config is not None
+    return [child.kv_connector for child in child_configs(config)] or [config.kv_connector]
+
+
+def test_flags_and_vllms_names_choose_connectors() -> None:
+    assert make(None)[0] is None
+    config, _ = make({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"})
+    assert names(config) == ["direct"]
+    storage = {"shared_storage_path": "/store", "gib": 3}
+    shared = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": storage}
+    config, cache = make(multi({"kv_connector": "direct"}, shared))
+    assert names(config) == ["direct", "disk"]
+    assert (cache.disk_path, cache.disk_gib) == ("/store", 3.0)
+    disk = CacheConfig(disk_path="/disk")
+    assert names(make(None, disk)[0]) == ["disk"]
+    assert names(make(None, disk, "prefill=1,decode=2")[0]) == ["direct", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (lambda: make({"kv_connector": "disk"}), "needs kv_connector_extra_config"),
+        (lambda: make(multi()), "has no connectors"),
+        (lambda: make(multi({"a": 1})), "missing required field"),
+        (lambda: make(multi({"kv_connector": "direct"}, {"kv_connector": "direct"})), "twice"),
+        (lambda: make({"kv_connector": "direct", "kv_role": "x"}), "kv_role"),
+        (lambda: make({}), "needs a field"),
+        (lambda: make(None, roles="decode=2"), "at least one prefill"),
+        (lambda: make(None, roles="chef=2"), "no role 'chef'"),
+        (lambda: make({"kv_connector": "direct"}, device=Device.NULL), "--device null"),
+        (
+            lambda: make({"kv_connector": "direct"}, CacheConfig(enable_prefix_caching=False)),
+            "needs prefix caching",
+        ),
+    ],
+)
+def test_contradictions_are_errors(problem: Callable[[], object], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        problem()
+
+
+def test_requests_may_only_name_what_proxies_send() -> None:
+    config = msgspec.structs.replace(CONFIG, kv_transfer=KVTransferConfig("direct"))
+    sent = {"do_remote_decode": True, "remote_host": None, "remote_block_ids": None, "replica": 0}
+    assert transfer_params(sent, config) == {"do_remote_decode": True}
+    fetched = {"do_remote_prefill": True, "remote_request_id": "a", "remote_port": "12"}
+    assert transfer_params(fetched | {"remote_block_ids": [1]}, config) == fetched
+    for value in (
+        {"do_remote_prefill": 1},
+        {"do_remote_prefill": True, "do_remote_decode": True},
+        {"remote_host": "x" * 300},
+    ):
+        with pytest.raises(APIError):
+            transfer_params(value, config)
+    with pytest.raises(APIError):
+        transfer_params(sent, CONFIG)
