@@ -13,14 +13,12 @@ import httpx
 import openai
 import pytest
 from support.frontend_process import MODEL, FrontendProcess, sound_frontend
-from support.shown_prompts import ANSWER, SCHEMA, TEMPLATE
+from support.responses import FUNCTION, NAMESPACE, TOOLS, num_tokens, options
+from support.shown_prompts import ANSWER, TEMPLATE
 
 pytestmark = pytest.mark.slow
 
 KEYS = ("sesame", "other")
-TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
-FUNCTION: dict[str, Any] = {"type": "function", "name": "read"}
-NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "files", "tools": [FUNCTION]}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +46,8 @@ def stranger(frontend: FrontendProcess) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def num_tokens(frontend: FrontendProcess, text: str) -> int:
-    return len(frontend.tokenizer.encode(text))
-
-
 def post(frontend: FrontendProcess, path: str, **body: Any) -> httpx.Response:
     return frontend.http.post(path, json=body, headers={"Authorization": f"Bearer {KEYS[0]}"})
-
-
-def options(frontend: FrontendProcess, text: str) -> dict[str, Any]:
-    return {"model": MODEL, "max_output_tokens": num_tokens(frontend, text), "input": text}
 
 
 def shown(items: Any) -> list[dict[str, Any]]:
@@ -252,55 +242,6 @@ def test_uploaded_file_is_read(
     assert items.data[0].content[0].file_id == file.id
     with pytest.raises(openai.NotFoundError):
         stranger.responses.create(**fields)
-
-
-def test_forced_calls_and_custom_tools(frontend: FrontendProcess, client: openai.OpenAI) -> None:
-    named = client.responses.create(
-        **options(frontend, '{"city": "Oslo"}'),
-        tools=TOOLS,
-        tool_choice={"type": "function", "name": "get_weather"},
-        # It is the format of text, and there is none.
-        text={"format": {"type": "json_object"}},
-    )
-    assert json.loads(named.output[0].arguments) == {"city": "Oslo"}
-    custom: list[Any] = [{"type": "custom", "name": "run", "description": "Runs a command."}]
-    text = f"<tool_call>\n{json.dumps({'name': 'run', 'arguments': {'input': 'ls'}})}\n</tool_call>"
-    with client.responses.stream(**options(frontend, text), tools=custom) as stream:
-        events = list(stream)
-    call = events[-1].response.output[0]
-    assert (call.type, call.name, call.input) == ("custom_tool_call", "run", "ls")
-    kinds = [event.type for event in events]
-    assert "response.custom_tool_call_input.delta" in kinds
-    assert "response.custom_tool_call_input.done" in kinds
-
-
-def test_tools_of_namespaces_are_called_by_their_names(
-    frontend: FrontendProcess, client: openai.OpenAI
-) -> None:
-    """Coding agents send the tools of MCP servers like this, beside tools of OpenAI's servers."""
-    tools: list[Any] = [{"type": "web_search"}, NAMESPACE, *TOOLS]
-    text = f"<tool_call>\n{json.dumps({'name': 'files__read', 'arguments': {}})}\n</tool_call>"
-    with client.responses.stream(**options(frontend, text), tools=tools) as stream:
-        events = list(stream)
-    added = next(event.item for event in events if event.type == "response.output_item.added")
-    [call] = events[-1].response.output
-    for item in (added, call):
-        assert (item.type, item.name, item.namespace) == ("function_call", "read", "files")
-    assert [tool.type for tool in events[-1].response.tools] == ["namespace", "function"]
-    repeated = list(client.responses.retrieve(events[-1].response.id, stream=True))
-    assert repeated[-1].response.output == [call]
-    answer = {"type": "function_call_output", "call_id": call.call_id, "output": "Text"}
-    second = client.responses.create(
-        **options(frontend, "") | {"input": [call.to_dict(), answer], "max_output_tokens": 90},
-        tools=tools,
-    )
-    assert "files__read {}" in second.output_text
-    forced = client.responses.create(
-        **options(frontend, "{}"),
-        tools=tools,
-        tool_choice={"type": "function", "name": "read", "namespace": "files"},
-    )
-    assert (forced.output[0].name, forced.output[0].namespace) == ("read", "files")
 
 
 def test_logprobs_are_those_of_the_text(frontend: FrontendProcess, client: openai.OpenAI) -> None:

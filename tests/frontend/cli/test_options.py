@@ -50,7 +50,9 @@ def value_of(option: Option, file: str) -> Any:
         "dotted_name": "a.B",
         "kv_events": {"topic": "t"},
         "origins": ["https://a.example", "*"],
+        "kv_transfer": {"kv_connector": "a", "kv_role": "kv_both"},
         "per_replica": 2.5,
+        "replica_roles": ["prefill", "decode"],
         "speculative": {"num_speculative_tokens": 3},
     }
     if option.spec.parse:
