@@ -233,7 +233,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 }
 """Fields of published models, where the defaults of transformers are those of another kind of model."""
 
-_SAME_CONFIG = {"new": "gte"}
+_SAME_CONFIG = {"bailing_moe_v2": "sarvam_moe", "mimo": "qwen2", "new": "gte"}
 """A type that transformers knows, for each that it does not."""
 
 
