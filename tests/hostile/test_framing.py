@@ -198,7 +198,8 @@ def test_bodies_of_other_content_types_are_rejected(target: Target, content_type
             path=route.path,
         )
         for route in target.routes
-        if route.schema
+        # Clients of Ollama send none, or another one.
+        if route.schema and not route.path.startswith("/api/")
     ]
     faults = target.find_faults(attacks)
     assert not faults, faults
