@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[FrontendProcess]:
-    with FrontendProcess(reasoning_parser="qwen3") as frontend:
+    with FrontendProcess(reasoning_parser="qwen3", tool_call_parser="hermes") as frontend:
         yield frontend
 
 
