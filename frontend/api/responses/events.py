@@ -80,8 +80,8 @@ async def read_stored(
         if response["status"] in ENDED and not parts:
             ending = f"response.{response['status']}"
             if response["status"] == "failed" and not last.startswith(f"event: {ending}".encode()):
-                # Its run was lost before it could write this.
-                writer = EventWriter(position)
+                # Its run was lost before it could write this, and maybe events that the client has read.
+                writer = EventWriter(max(position, first))
                 writer.emit(ending, response=response)
                 yield writer.take()
             return
