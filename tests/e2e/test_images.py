@@ -123,7 +123,7 @@ def test_answers_equal_those_of_transformers(
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        ("gemma3", (*SMALL, "--max-model-len", "200", "--num-gpu-blocks-override", "26")),
+        ("gemma3", (*SMALL, "--max-model-len", "200", "--num-gpu-blocks-override", "30")),
         ("gemma3", ("-pp", "2", *SMALL)),
         ("gemma4", ("-tp", "2", "--max-num-batched-tokens", "80")),
         ("paligemma2", ()),
