@@ -38,7 +38,7 @@ class BlockMemory:
         self._stream: torch.cuda.Stream | None = None
         if is_on_host:
             self._host_pages = [on_host(page) for page in pages]
-        else:
+        elif pages[0].device.type == "cuda":
             self.device = pages[0].device
             self._stream = torch.cuda.Stream(self.device)
 
