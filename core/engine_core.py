@@ -232,6 +232,9 @@ class EngineCore:
         if self._workers.held:
             self._scheduler.adopt_blocks(self._workers.held)
             logger.info("adopted the KV-cache blocks of %d requests", len(self._workers.held))
+        for report in self._workers.early_reports:
+            self._handle_transfers(report)
+        self._workers.early_reports.clear()
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )

@@ -55,6 +55,8 @@ class WorkerGroup:
         self._output_worker = b""
         self.held: list[HeldRequest] = []
         """KV-cache blocks that the workers hold for requests of an earlier core."""
+        self.early_reports: list[KVConnectorReport] = []
+        """Reports of workers that were ready before this core, such as on what is stored."""
         self._core_index = core_index
         self._num_workers = config.parallel.workers_per_core
         self._memories: dict[bytes, WorkerMemory] = {}
@@ -113,6 +115,11 @@ class WorkerGroup:
                     self._identities.remove(identity)
                     self._memories.pop(identity, None)
                     self._ready.discard(identity)
+                    self.early_reports = [
+                        report
+                        for report in self.early_reports
+                        if identity != _identity(report.rank)
+                    ]
                 self._hub.send(identity, CoreHello(PROTOCOL_VERSION, self._config.epoch))
             case WorkerHello() if self._is_valid_hello(identity, message):
                 self._identities.append(identity)
@@ -130,6 +137,8 @@ class WorkerGroup:
             case WorkerReady(_, held) if self._can_hold(held):
                 self._ready.add(identity)
                 self.held = held
+            case KVConnectorReport(rank) if identity in self._ready and identity == _identity(rank):
+                self.early_reports.append(message)
             case _:
                 self.drop_frame()
 

@@ -1,0 +1,52 @@
+"""Blocks of the KV cache on disk outlive all processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+from support.program import wait_until
+from support.server import Server, assert_nothing_is_held, default_model
+
+PROMPTS = [f"{name} once upon a time. " * 20 for name in ("Anna", "Bert", "Cleo")]
+
+BLOCK_BYTES = 2 * 2 * 30 * 3 * 64 * 16
+"""Keys and values of 30 layers with 3 heads of 64 elements, in bfloat16, of 16 tokens."""
+
+
+def ask(server: Server, prompt: str) -> tuple[str, int]:
+    """Return the answer, and how many tokens of the prompt were cached."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def kill_all(server: Server) -> None:
+    for victim in [*server.find_children(), psutil.Process(server.process.pid)]:
+        victim.kill()
+    server.process.wait()
+
+
+def test_prompts_are_found_on_disk_after_all_processes_were_killed(tmp_path: Path) -> None:
+    args = (default_model(), "--max-model-len", "512", "--kv-disk", str(tmp_path))
+    with Server(*args) as server:
+        answers = [ask(server, prompt) for prompt in PROMPTS]
+        assert [num_cached for _, num_cached in answers] == [0, 0, 0]
+        wait_until(lambda: num_stored(server) >= 24, what="all prompts are on disk")
+        kill_all(server)
+    for _ in range(2):
+        with Server(*args) as server:
+            # What is on disk is known before the first request.
+            again = [ask(server, prompt) for prompt in PROMPTS]
+            assert [text for text, _ in again] == [text for text, _ in answers]
+            total = sum(num_cached for _, num_cached in again)
+            assert server.metric("engine:kv_disk_hits_total") == total > 300
+            assert_nothing_is_held(server)
+            kill_all(server)
+
+
+def num_stored(server: Server) -> float:
+    """Return how many blocks were stored. Counts arrive with the steps of a request."""
+    ask(server, "a")
+    return server.metric("engine:kv_disk_written_bytes_total") / BLOCK_BYTES
