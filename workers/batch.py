@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import NDArray
 
-from ..protocol.arrays import Int32Array, int32_bytes, int32_view
+from ..protocol.arrays import Int32Array, Int64Array, int32_bytes, int32_view
 from ..protocol.config.images import SpanKind
 from ..protocol.worker_messages import HeldRequest, SchedulerOutput
 from .device.transfers import to_device
@@ -25,6 +25,8 @@ from .dtypes import AnyArray, HostDevice, on_host, torch_device
 from .layers.spec import Window
 from .rotary_positions import RotaryPositions
 from .spans import Spans
+
+SlotArray: TypeAlias = Int32Array | Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> 
     Each request has `num_computed` computed tokens. Requests without blocks read and write the null block.
     """
     ends = np.arange(num_requests + 1) * num_tokens // num_requests
-    return _requests(np.diff(ends), np.full(num_requests, num_computed))
+    num_computed_S = np.full(num_requests, num_computed)
+    return plan_chunks(np.arange(num_requests), num_computed_S, np.diff(ends))
 
 
 def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
@@ -112,24 +115,23 @@ def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> St
     num_computed_S = np.zeros(num_requests, np.int32)
     if num_requests > 1:
         num_computed_S[0] = max(0, max_model_len - 2)
-    return _requests(num_scheduled_S, num_computed_S)
+    return plan_chunks(np.arange(num_requests), num_computed_S, num_scheduled_S)
 
 
-def _requests(
-    num_scheduled_S: npt.NDArray[np.integer], num_computed_S: npt.NDArray[np.integer]
-) -> StepPlan:
-    slots_S = np.arange(len(num_scheduled_S), dtype=np.int32)
-    query_start_loc = np.concatenate(([0], np.cumsum(num_scheduled_S))).astype(np.int32)
-    first_S = num_computed_S - query_start_loc[:-1]
-    positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, num_scheduled_S)
+def plan_chunks(slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray) -> StepPlan:
+    """Return the plan of a step that computes `counts_S` tokens of each slot, from `begins_S`."""
+    query_start_loc = np.concatenate(([0], np.cumsum(counts_S))).astype(np.int32)
+    first_S = begins_S - query_start_loc[:-1]
+    positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, counts_S)
+    slots_32 = slots_S.astype(np.int32)
     return StepPlan(
-        slots_S,
-        num_computed_S.astype(np.int32),
-        (num_scheduled_S + num_computed_S).astype(np.int32),
+        slots_32,
+        begins_S.astype(np.int32),
+        (begins_S + counts_S).astype(np.int32),
         query_start_loc,
-        np.repeat(slots_S, num_scheduled_S),
+        np.repeat(slots_32, counts_S),
         positions_T.astype(np.int32),
-        sampling_rows=slots_S,
+        sampling_rows=np.arange(len(slots_S), dtype=np.int32),
     )
 
 

@@ -29,7 +29,7 @@ _lock = threading.RLock()
 
 
 def install() -> None:
-    """Let all further imports of torch wait for its first use. Do nothing if torch is imported already."""
+    """Delay further imports of torch until its first use. Do nothing if torch is imported already."""
     if "torch" not in sys.modules:
         for name in ("torch", *(f"torch.{name}" for name in _SUBMODULES)):
             sys.modules[name] = _LazyModule(name)

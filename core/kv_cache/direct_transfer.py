@@ -124,7 +124,7 @@ class DirectTransfer(BlockConnector):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Hold the blocks of a request that another replica continues, and tell the client where they are."""
+        """Hold the blocks of a request that another replica continues, and return where they are for the client."""
         params = request.kv_transfer_params
         if not params:
             return RequestEnd()
@@ -149,7 +149,7 @@ class DirectTransfer(BlockConnector):
         return RequestEnd(True, answer)
 
     def _end_fetch(self, request: Request, params: Mapping[str, object]) -> None:
-        """Let the blocks of a request be held no longer if it has ended without a fetch."""
+        """Release the blocks of a request at its source if it has ended without a fetch."""
         if request.transfer_id in self._fetching:
             self._fetching.remove(request.transfer_id)
         elif self._fetches and params.get("do_remote_prefill") is True:
@@ -159,7 +159,7 @@ class DirectTransfer(BlockConnector):
                 self._commands.fetches.append(DirectFetch(request.transfer_id, source, [], b""))
 
     def transfer_expired(self, transfer_id: int) -> None:
-        """Tell the workers that the blocks are held no longer."""
+        """Report to the workers that the blocks are no longer held."""
         self._commands.expired.append(transfer_id)
 
     # messages

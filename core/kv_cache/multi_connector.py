@@ -35,7 +35,7 @@ class MultiConnector(BlockConnector):
         self.connectors = list(connectors)
         self.polls_workers = any(each.polls_workers for each in connectors)
         self._owners: dict[int, dict[bytes, int]] = {}
-        """For each request with blocks that were found and are not being loaded, the connector of each block."""
+        """The connector of each block that was found and is not being loaded, by request and key."""
         self._loads: list[tuple[int, int]] = []
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:

@@ -21,7 +21,7 @@ class ExecutorBackend(enum.StrEnum):
 
 
 class ReplicaRole(enum.StrEnum):
-    """What a replica is for: computing long prompts, generating tokens, or both."""
+    """The task of a replica: computing long prompts, generating tokens, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"

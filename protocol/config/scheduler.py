@@ -42,7 +42,7 @@ class ProposerMethod(enum.StrEnum):
     @property
     def runs_model(self) -> bool:
         """True if a model or a part of one proposes, which writes keys and values."""
-        return self in (ProposerMethod.DRAFT_MODEL, ProposerMethod.EAGLE, ProposerMethod.MTP)
+        return self.reads_hidden_states or self.has_own_checkpoint
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -51,7 +51,7 @@ class ProposerMethod(enum.StrEnum):
 
     @property
     def has_own_checkpoint(self) -> bool:
-        """True if what proposes is in a checkpoint beside that of the model."""
+        """True if the proposer has a checkpoint beside that of the model."""
         return self in (ProposerMethod.DRAFT_MODEL, ProposerMethod.EAGLE)
 
 

@@ -13,7 +13,7 @@ DIRECT_CONNECTOR: Final = "direct"
 
 MAX_NAME_CHARS: Final = 256
 MAX_KEYS: Final = 64
-"""Blocks that a message may ask for."""
+"""The maximum number of blocks that a message requests."""
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -32,7 +32,7 @@ class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Fetches the blocks with these keys into `block_ids` int32, for one transfer."""
+    """The command to fetch the blocks with these keys into `block_ids` int32, for one transfer."""
 
     transfer_id: int
     source: DirectSource
@@ -71,7 +71,7 @@ class DirectReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen=True):
-    """Asks for blocks. Each is answered by a `BlockFetched` as soon as it is complete.
+    """A request for blocks. Each is answered by a `BlockFetched` as soon as it is complete.
 
     `number` is unique within the connection. A block that is not there is awaited until the request `name` ends.
     """
@@ -83,7 +83,7 @@ class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen
 
 
 class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=True):
-    """Says that the blocks of a request were fetched, or will not be."""
+    """The end of a fetch: the blocks of a request were fetched, or will not be."""
 
     name: _Name
 

@@ -75,13 +75,13 @@ class Transfer:
 
 
 Write = Callable[[Transfer, int, memoryview], None]
-"""Writes the bytes of a block."""
+"""A function that writes the bytes of a block."""
 
 Secure = Callable[["zmq.Socket[bytes]", str], None]
-"""Prepares a socket for a connection to an address."""
+"""A function that prepares a socket for a connection to an address."""
 
 End = Callable[[Transfer], None]
-"""Reports the end of a transfer, whose `missing` blocks could not be fetched."""
+"""A function that reports the end of a transfer, whose `missing` blocks could not be fetched."""
 
 
 class _Connection:
@@ -177,7 +177,7 @@ class BlockClient:
             transfer.num_requested += len(keys)
 
     def receive(self, socket: Any) -> None:
-        """Handle what a poll has reported."""
+        """Receive from a socket that is readable."""
         for connection in list(self._connections.values()):
             if socket is connection.socket:
                 self._receive_block(connection)
@@ -210,7 +210,7 @@ class BlockClient:
             self._finish(connection, transfer)
 
     def _finish(self, connection: _Connection, transfer: Transfer) -> None:
-        """End a transfer, and let the peer know."""
+        """End a transfer, and send the peer its end."""
         del connection.transfers[id(transfer)]
         connection.requests = {
             number: request

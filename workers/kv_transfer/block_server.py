@@ -14,7 +14,7 @@ from ...protocol.transport import UNREADABLE
 from .offered_blocks import OfferedBlocks
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-MAX_REMEMBERED: Final = 4096
+MAX_RECORDED: Final = 4096
 """Names of requests that ended, or whose blocks were fetched before they ended."""
 MAX_AWAITED: Final = 1 << 16
 """Blocks that all peers may wait for; further ones are reported as missing."""
@@ -99,7 +99,7 @@ class BlockServer:
         waiter.socket.send_multipart((waiter.identity, head))
 
     def add_offered(self, keys: Iterable[bytes]) -> None:
-        """Send blocks that are offered now to those who wait for them."""
+        """Send blocks that are offered now to the peers that wait for them."""
         if self._waiting:
             for key in keys:
                 for waiter in self._waiting.pop(key, ()):
@@ -108,9 +108,9 @@ class BlockServer:
                         self._send_missing(waiter)
 
     def end_requests(self, names: Sequence[str]) -> None:
-        """Tell those who wait for blocks of these requests that no more follow."""
+        """Report to waiting peers that no more blocks of these requests follow."""
         for name in names:
-            _remember(self._ended, name)
+            _record_name(self._ended, name)
         if self._waiting:
             ended = set(names)
             for key, waiters in list(self._waiting.items()):
@@ -125,7 +125,7 @@ class BlockServer:
                     del self._waiting[key]
 
     def hold_requests(self, held: Iterable[tuple[str, int]]) -> list[int]:
-        """Remember transfers whose blocks are held until they are fetched. Return those that were fetched already."""
+        """Record transfers whose blocks are held until they are fetched. Return those that were fetched already."""
         done = []
         for name, transfer_id in held:
             if name in self._fetched:
@@ -135,14 +135,14 @@ class BlockServer:
         return done
 
     def expire(self, transfer_ids: Iterable[int]) -> None:
-        """Forget transfers whose blocks are no longer held."""
+        """Remove transfers whose blocks are no longer held."""
         gone = set(transfer_ids)
         self._held = {
             name: transfer_id for name, transfer_id in self._held.items() if transfer_id not in gone
         }
 
     def reset(self) -> None:
-        """Forget everything about the requests of a core that is gone."""
+        """Remove the requests of a core that is gone."""
         for waiter in (waiter for waiters in self._waiting.values() for waiter in waiters):
             self._send_missing(waiter)
         self._waiting.clear()
@@ -153,11 +153,11 @@ class BlockServer:
         transfer_id = self._held.pop(name, None)
         if transfer_id is not None:
             return [transfer_id]
-        _remember(self._fetched, name)
+        _record_name(self._fetched, name)
         return []
 
 
-def _remember(names: OrderedDict[str, None], name: str) -> None:
+def _record_name(names: OrderedDict[str, None], name: str) -> None:
     names[name] = None
-    if len(names) > MAX_REMEMBERED:
+    if len(names) > MAX_RECORDED:
         names.popitem(last=False)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
-import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +27,7 @@ from .block_client import BlockClient, Transfer
 from .block_server import BlockServer
 from .connector import ConnectorContext, KVConnector, register_connector
 from .offered_blocks import OfferedBlocks
-from .report_queue import ReportQueue
+from .waking_queue import WakingQueue
 
 if TYPE_CHECKING:
     from .block_memory import BlockMemory
@@ -61,7 +58,7 @@ class DirectConnector(KVConnector):
         self._config, self._rank = context.config, context.rank
         self._memory: BlockMemory = context.memory
         transfer = context.transfer
-        self._reports = ReportQueue()
+        self._reports: WakingQueue[KVConnectorOutput] = WakingQueue()
         self._decode = msgspec.msgpack.Decoder(DirectCommands).decode
         self._offered = OfferedBlocks(self._memory)
         self._writes = threading.Lock()
@@ -69,11 +66,8 @@ class DirectConnector(KVConnector):
         self._generation = 0
         self._num_bytes_received = self._num_errors = 0
         self._num_bytes_reported = 0
-        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._actions: WakingQueue[Callable[[], None]] = WakingQueue()
         self._is_closing = False
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._waker.setblocking(False)
         self._key: ClusterKey | None = cluster_key_of(context.config)
         if transfer.kv_port and self._key is None:
             raise ConfigError(
@@ -137,15 +131,15 @@ class DirectConnector(KVConnector):
         if commands.offered:
             self._offered.offer(commands.offered, int32_view(commands.offered_blocks).tolist())
         if commands.offered or commands.ended or commands.held or commands.expired:
-            self._do(lambda: self._apply(commands))
+            self._actions.put(lambda: self._apply(commands))
         if commands.fetches:
             fence, generation = self._memory.fence(), self._generation
             for fetch in commands.fetches:
-                self._do(partial(self._fetch, fetch, Transfer(fetch, generation, fence)))
+                self._actions.put(partial(self._fetch, fetch, Transfer(fetch, generation, fence)))
 
     def take_reports(self) -> list[KVConnectorOutput]:
         """Return the reports since the last call."""
-        return self._reports.take()
+        return list(self._reports.take())
 
     def reset(self) -> None:
         """Drop all transfers, and withdraw all blocks."""
@@ -153,28 +147,21 @@ class DirectConnector(KVConnector):
             self._generation += 1
             self._reports.clear()
         self._offered.clear()
-        self._do(self._server.reset)
-        self._do(self._client.reset)
+        self._actions.put(self._server.reset)
+        self._actions.put(self._client.reset)
 
     def close(self) -> None:
         """Stop the thread."""
         self._is_closing = True
-        self._do(lambda: None)
+        self._actions.put(lambda: None)
         self._thread.join(CLOSE_S)
-
-    def _do(self, action: Callable[[], None]) -> None:
-        """Let the thread do something."""
-        self._actions.put(action)
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"\0")
 
     # the thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
         while not self._is_closing:
             poller = zmq.Poller()
-            poller.register(self._wake.fileno(), zmq.POLLIN)
+            poller.register(self._actions.fd, zmq.POLLIN)
             for each in (*self._server.sockets, *self._client.sockets):
                 poller.register(each, zmq.POLLIN)
             ready = [each for each, _ in poller.poll(TICK_MS if self._client.is_busy else None)]
@@ -189,11 +176,8 @@ class DirectConnector(KVConnector):
         self._context.destroy(linger=0)
 
     def _handle(self, ready: list[Any]) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake.recv(4096):
-                pass
-        while not self._actions.empty():
-            self._actions.get()()
+        for action in self._actions.take():
+            action()
         sent: list[int] = []
         for each in ready:
             if each in self._server.sockets:

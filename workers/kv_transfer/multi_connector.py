@@ -30,7 +30,7 @@ class MultiConnector(KVConnector):
             self._epoll.register(connector.fd, select.EPOLLIN)
         self._decode = msgspec.msgpack.Decoder(MultiCommands).decode
         self._num_left: dict[int, int] = {}
-        """How many connectors have not ended each load."""
+        """The number of connectors that have not ended each load."""
         self._reports: list[KVConnectorOutput] = []
 
     @property
@@ -76,7 +76,7 @@ class MultiConnector(KVConnector):
         return msgspec.structs.replace(output, finished_recving=received, data=data)
 
     def reset(self) -> None:
-        """Forget all transfers."""
+        """Drop all transfers."""
         self._num_left.clear()
         self._reports.clear()
         for connector in self._connectors:

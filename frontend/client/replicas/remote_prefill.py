@@ -29,15 +29,16 @@ class _Prefill:
     `sequences` are pairs of a sequence and its request index at the time.
     """
 
-    def __init__(self, request: EngineCoreRequest, name: str, core: CoreConnection) -> None:
+    def __init__(
+        self, request: EngineCoreRequest, name: str, core: CoreConnection, keys: list[int]
+    ) -> None:
         self.request = request
         self.name = name
         self.core = core
+        self.keys = keys
         self.num_tokens = len(request.prompt_token_ids) // 4
-        self.keys: list[int] = []
         self.was_queued = self.was_scheduled = False
         self.sequences: list[tuple[Sequence, int]] = []
-        self.prompt: bytes = b""
 
 
 class RemotePrefill:
@@ -83,7 +84,7 @@ class RemotePrefill:
         latest = self._latest
         if (
             latest is not None
-            and latest.prompt is request.prompt_token_ids
+            and latest.request.prompt_token_ids is request.prompt_token_ids
             and latest.request.request_index in self.prefills
             and not latest.was_scheduled
         ):
@@ -105,9 +106,8 @@ class RemotePrefill:
             ),
             name,
             source,
+            self._router.keys(request),
         )
-        prefill.keys = self._router.keys(request)
-        prefill.prompt = request.prompt_token_ids
         prefill.sequences.append((sequence, request.request_index))
         self.prefills[index] = self._latest = prefill
         source.load.record_submitted(prefill.num_tokens, prefill.keys)
@@ -180,19 +180,19 @@ class RemotePrefill:
             is_own = len(waits) < len(prefill.sequences) or prefill.name == name
             prefill.sequences = waits
             if is_own and not waits:
-                self._forget(prefill)
+                self._remove(prefill)
                 prefill.core.abort_request(index)
 
-    def _forget(self, prefill: _Prefill) -> None:
+    def _remove(self, prefill: _Prefill) -> None:
         del self.prefills[prefill.request.request_index]
         self._leave_queue(prefill)
         prefill.core.load.record_moved(prefill.keys)
 
     def drop_core(self, core_index: int) -> None:
-        """Let the decode replicas compute the prompts of a replica that is gone."""
+        """Send the prompts of a replica that is gone to the decode replicas."""
         for prefill in list(self.prefills.values()):
             if prefill.core.core_index == core_index:
-                self._forget(prefill)
+                self._remove(prefill)
                 self._release(prefill, is_computed=False)
 
     def suspect(self, request_index: int, *, is_suspect: bool) -> None:

@@ -7,8 +7,10 @@ from .parts import (
     expert_fields,
     granite,
     latent_attention,
+    layer_counts,
     layer_types,
     mixture,
+    partial_rotary,
     rope_scaling,
     yarn_weight,
 )
@@ -38,16 +40,13 @@ def _granite_moe(fields: ModelFields) -> dict[str, Any]:
 
 
 def _glm4_moe(fields: ModelFields) -> dict[str, Any]:
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return mixture(
         fields,
         "Glm4Moe",
         "glm4_moe",
-        num_hidden_layers=num_layers,
-        num_nextn_predict_layers=fields.num_layers - num_layers,
-        partial_rotary_factor=rotary_dim / fields.head_dim,
         use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
+        **layer_counts(fields),
+        **partial_rotary(fields),
     )
 
 
@@ -129,18 +128,14 @@ def _llama4(fields: ModelFields) -> dict[str, Any]:
 
 def _deepseek2(fields: ModelFields) -> dict[str, Any]:
     experts = expert_fields(fields)
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    counts = layer_counts(fields)
     scaling = rope_scaling(fields)
     if scaling is not None and (weight := yarn_weight(fields, 0.1)):
         scaling |= {"mscale": weight, "mscale_all_dim": weight}
-    has_correction = f"blk.{num_layers - 1}.exp_probs_b.bias"
+    has_correction = f"blk.{counts['num_hidden_layers'] - 1}.exp_probs_b.bias"
     # Older files do not say how logits become scores.
     scoring = fields.integer("expert_gating_func", 2 if fields.has_tensor(has_correction) else 1)
-    differences = latent_attention(fields) | {
-        "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": fields.num_layers - num_layers,
-        "rope_scaling": scaling,
-    }
+    differences = latent_attention(fields) | counts | {"rope_scaling": scaling}
     if scoring == _SIGMOID:
         return mixture(fields, "DeepseekV3", "deepseek_v3", **differences)
     method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
@@ -181,28 +176,24 @@ def _sparse_latent(fields: ModelFields, architecture: str, model_type: str) -> d
 
 
 def _exaone_moe(fields: ModelFields) -> dict[str, Any]:
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    counts = layer_counts(fields)
     return mixture(
         fields,
         "ExaoneMoe",
         "exaone_moe",
-        num_hidden_layers=num_layers,
-        num_nextn_predict_layers=fields.num_layers - num_layers,
-        layer_types=layer_types(fields, default_period=4)[:num_layers],
+        **counts,
+        layer_types=layer_types(fields, default_period=4)[: counts["num_hidden_layers"]],
         sliding_window=fields.integer("attention.sliding_window"),
     )
 
 
 def _bailingmoe2(fields: ModelFields) -> dict[str, Any]:
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
-    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return mixture(
         fields,
         "BailingMoeV2",
         "bailing_moe_v2",
-        num_hidden_layers=num_layers,
-        num_nextn_predict_layers=fields.num_layers - num_layers,
-        partial_rotary_factor=rotary_dim / fields.head_dim,
+        **layer_counts(fields),
+        **partial_rotary(fields),
         use_qk_norm=fields.has_tensor("blk.0.attn_q_norm.weight"),
         attention_bias=fields.has_tensor("blk.0.attn_qkv.bias"),
         use_bias=fields.has_tensor("blk.0.attn_output.bias"),

@@ -122,6 +122,21 @@ def expert_fields(fields: ModelFields) -> dict[str, Any]:
     }
 
 
+def layer_counts(fields: ModelFields) -> dict[str, int]:
+    """Return the number of layers, and of those after them that predict further tokens."""
+    num_further = fields.integer("nextn_predict_layers", 0, minimum=0)
+    return {
+        "num_hidden_layers": fields.num_layers - num_further,
+        "num_nextn_predict_layers": num_further,
+    }
+
+
+def partial_rotary(fields: ModelFields) -> dict[str, float]:
+    """Return the share of a head's elements that are rotated."""
+    rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
+    return {"partial_rotary_factor": rotary_dim / fields.head_dim}
+
+
 def mixture(
     fields: ModelFields, architecture: str, model_type: str, **differences: Any
 ) -> dict[str, Any]:

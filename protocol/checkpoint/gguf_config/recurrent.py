@@ -3,7 +3,14 @@
 from typing import Any
 
 from .fields import ModelFields, Translate
-from .parts import expert_fields, granite, latent_attention, mixture
+from .parts import (
+    expert_fields,
+    granite,
+    latent_attention,
+    layer_counts,
+    mixture,
+    partial_rotary,
+)
 
 
 def _lfm2(fields: ModelFields) -> dict[str, Any]:
@@ -118,7 +125,8 @@ def _falcon_h1(fields: ModelFields) -> dict[str, Any]:
 
 
 def _nemotron_h(fields: ModelFields) -> dict[str, Any]:
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    counts = layer_counts(fields)
+    num_layers = counts["num_hidden_layers"]
     attention, mlp = (
         fields.of_layers(name) for name in ("attention.head_count_kv", "feed_forward_length")
     )
@@ -142,8 +150,7 @@ def _nemotron_h(fields: ModelFields) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": "nemotron_h",
         "architectures": ["NemotronHForCausalLM"],
-        "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": fields.num_layers - num_layers,
+        **counts,
         "layers_block_type": kinds,
         "mlp_hidden_act": "relu2",
         "hidden_act": "relu2",
@@ -185,23 +192,22 @@ def _kimi_linear(fields: ModelFields) -> dict[str, Any]:
 
 def _gated_delta_net(fields: ModelFields) -> dict[str, Any]:
     """Return the fields of Qwen's models with gated delta nets."""
-    num_layers = fields.num_layers - fields.integer("nextn_predict_layers", 0, minimum=0)
+    counts = layer_counts(fields)
+    num_layers = counts["num_hidden_layers"]
     interval = fields.integer("full_attention_interval", 4)
     recurrent = [bool((i + 1) % interval) for i in range(num_layers)]
     if fields.get("attention.recurrent_layers") is not None:
         recurrent = [bool(x) for x in fields.of_layers("attention.recurrent_layers")[:num_layers]]
     num_heads = fields.integer("ssm.time_step_rank")
     return {
-        "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": fields.num_layers - num_layers,
+        **counts,
+        **partial_rotary(fields),
         "layer_types": ["linear_attention" if x else "full_attention" for x in recurrent],
         "linear_num_key_heads": fields.integer("ssm.group_count"),
         "linear_num_value_heads": num_heads,
         "linear_key_head_dim": fields.integer("ssm.state_size"),
         "linear_value_head_dim": fields.integer("ssm.inner_size") // num_heads,
         "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
-        "partial_rotary_factor": fields.integer("rope.dimension_count", fields.head_dim)
-        / fields.head_dim,
     }
 
 

@@ -80,7 +80,7 @@ def test_each_request_has_a_limit_of_its_own():
 
 
 def test_a_new_request_in_a_slot_does_not_try_the_maximum():
-    """What others had is known, and the next decision of the slot would come only some steps later."""
+    """The acceptance of earlier requests bounds it before the next decision, which may come some steps later."""
     slots = Slots(64, 100)
     limits = DraftLimits(SpeculativeConfig(MOST), slots)
     run(limits, 1, memory_bound, 0.1, 40)

@@ -198,7 +198,7 @@ def plain_tokens(head: Head, count: int) -> list[int]:
 
 
 def test_drafts_are_those_of_the_reference(head: Head) -> None:
-    """After a prompt in two parts, wrong drafts, and right ones, which the test writes in their place."""
+    """It holds after a prompt in two parts, wrong drafts, and right ones, which the test writes in their place."""
     expected = plain_tokens(head, 24)
     steps = Steps(head.path, head.model.config.vocab_size, BLOCK_SIZE, speculative=head.speculative)
     begin = steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, 9)])

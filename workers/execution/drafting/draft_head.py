@@ -25,7 +25,7 @@ from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import SchedulerOutput
 from ...attention import AttentionSpec
-from ...batch import PersistentBatch
+from ...batch import PersistentBatch, SlotArray, plan_chunks
 from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
@@ -40,7 +40,7 @@ from ...source.products import NativeProduct
 from ..kv_cache import KVCache
 from ..model_loader import Model
 from . import head_layouts
-from .computed import ComputedRows, SlotArray, plan_chunks
+from .computed import ComputedRows
 from .head_layouts import HeadLayout, read_eagle, read_mtp
 
 

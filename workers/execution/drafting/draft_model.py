@@ -24,7 +24,7 @@ from ....protocol.config import EngineConfig, ParallelConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import NewRequestData, SchedulerOutput
-from ...batch import PersistentBatch
+from ...batch import PersistentBatch, plan_chunks
 from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
@@ -35,7 +35,7 @@ from ...models.kv_cache_groups import kv_cache_groups
 from ..kv_cache import KVCache
 from ..model_loader import Model, load_model
 from ..parallel_state import ParallelState
-from .computed import ComputedRows, plan_chunks
+from .computed import ComputedRows
 
 _PADDING_TOKENS: Final = 1024
 """The sizes of equal vocabularies may differ by the padding of their matrices."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from ....protocol.errors import ConfigError
 from ....protocol.kv_transfer.disk import DISK_CONNECTOR, DiskCommands, DiskLoad, DiskReport
 from ....protocol.worker_messages import KVConnectorOutput
 from ..connector import ConnectorContext, KVConnector, register_connector
+from ..waking_queue import WakingQueue
 from .block_store import BlockStore
 from .directory import SharedDirectory
 
@@ -93,10 +93,7 @@ class DiskConnector(KVConnector):
         self._is_indexed = threading.Event()
         self._decode = msgspec.msgpack.Decoder(DiskCommands).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._waker.setblocking(False)
-        self._reports: deque[KVConnectorOutput] = deque()
+        self._reports: WakingQueue[KVConnectorOutput] = WakingQueue()
         self._report_mutex = threading.Lock()
         self._generation = 0
         self._loads = threading.Condition()
@@ -114,7 +111,7 @@ class DiskConnector(KVConnector):
     @property
     def fd(self) -> int:
         """A file descriptor that is readable while there are reports."""
-        return self._wake.fileno()
+        return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
         """Copy the blocks that are to be stored, and begin to load others."""
@@ -145,13 +142,7 @@ class DiskConnector(KVConnector):
 
     def take_reports(self) -> list[KVConnectorOutput]:
         """Return the reports since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake.recv(4096):
-                pass
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        return reports
+        return list(self._reports.take())
 
     def reset(self) -> None:
         """Wait for the reads under way, drop the others, and report the whole index to the next core."""
@@ -183,7 +174,7 @@ class DiskConnector(KVConnector):
             report.stored, report.removed = changes
             report.is_off = self._is_off
             data = self._encode(report)
-            self._send(
+            self._reports.put(
                 KVConnectorOutput(
                     finished_recving=list(received),
                     invalid_block_ids=int32_bytes(list(invalid)),
@@ -202,13 +193,7 @@ class DiskConnector(KVConnector):
                     stored=keys[start : start + KEYS_PER_REPORT],
                     is_off=self._is_off,
                 )
-                self._send(KVConnectorOutput(data=self._encode(report)))
-
-    def _send(self, output: KVConnectorOutput) -> None:
-        self._reports.append(output)
-        # A full buffer wakes the worker as well.
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"\0")
+                self._reports.put(KVConnectorOutput(data=self._encode(report)))
 
     # the writer's thread
 

@@ -94,38 +94,30 @@ def _solar_open(fields: ConfigFields) -> ModelSpec:
 
 
 def _sarvam_moe(fields: ConfigFields) -> ModelSpec:
-    fields = fields.with_defaults(
-        head_dim=64,
-        num_key_value_heads=4,
-        attention_bias=fields.boolean("use_qkv_bias", False),
-        n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
-        routed_scaling_factor=2.5,
-        moe_intermediate_size=1024,
-    )
-    rope = read_rope(fields, head_dim(fields), theta=8_000_000.0, partial=True)
-    spec = llama(
-        fields,
-        layers=uniform_layers(fields, rope),
-        attention_output_bias=False,
-        qk_norm="head" if fields.boolean("use_qk_norm", True) else None,
-    )
-    return with_experts(
-        spec,
-        deepseek_experts(fields),
-        first_dense(fields, 1),
-        tensor_names=(*_FUSED_NAMES, *unused_layers(fields)),
+    return _fused(
+        fields.with_defaults(
+            head_dim=64,
+            num_key_value_heads=4,
+            routed_scaling_factor=2.5,
+            moe_intermediate_size=1024,
+        ),
+        theta=8_000_000.0,
     )
 
 
 def _ling2(fields: ConfigFields) -> ModelSpec:
+    return _fused(
+        fields.with_defaults(moe_intermediate_size=512, n_group=8, topk_group=4), theta=600_000.0
+    )
+
+
+def _fused(fields: ConfigFields, *, theta: float) -> ModelSpec:
+    """Return the spec of a model with the fields and fused matrices of Ling 2."""
     fields = fields.with_defaults(
         attention_bias=fields.boolean("use_qkv_bias", False),
         n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),
-        moe_intermediate_size=512,
-        n_group=8,
-        topk_group=4,
     )
-    rope = read_rope(fields, head_dim(fields), theta=600_000.0, partial=True)
+    rope = read_rope(fields, head_dim(fields), theta=theta, partial=True)
     spec = llama(
         fields,
         layers=uniform_layers(fields, rope),

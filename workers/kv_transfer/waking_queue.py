@@ -1,0 +1,45 @@
+"""A queue from several threads to one that polls file descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class WakingQueue(Generic[T]):
+    """A queue whose `fd` is readable while it has items."""
+
+    def __init__(self) -> None:
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._items: deque[T] = deque()
+
+    @property
+    def fd(self) -> int:
+        """A file descriptor that is readable while there are items."""
+        return self._wake.fileno()
+
+    def put(self, item: T) -> None:
+        """Add an item, and wake the thread that polls."""
+        self._items.append(item)
+        # A full buffer wakes it as well.
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    def take(self) -> Iterator[T]:
+        """Yield the items, and remove each as it is yielded."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+        while self._items:
+            yield self._items.popleft()
+
+    def clear(self) -> None:
+        """Drop all items."""
+        self._items.clear()
