@@ -66,7 +66,6 @@ class Transfer:
         self.missing = dict(enumerate(int32_view(fetch.block_ids).tolist()))
         self.num_requested = 0
         self.last_progress = time.monotonic()
-        self.has_failed = False
 
     @property
     def num_awaited(self) -> int:

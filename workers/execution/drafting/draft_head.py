@@ -30,7 +30,7 @@ from ...cpu.attention import NativeAttention
 from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
-from ...device.device import usable_cores
+from ...device.device import count_threads
 from ...dtypes import on_host
 from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import translate_names
@@ -117,9 +117,7 @@ class DraftHead:
             dtype=target.attention.dtype,
             device=torch.device("cpu"),
         )
-        self._num_threads = config.device.threads or max(
-            1, usable_cores() // config.parallel.num_workers
-        )
+        self._num_threads = count_threads(config)
         try:
             return NativeDecoder(
                 spec,

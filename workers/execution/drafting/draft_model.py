@@ -28,7 +28,7 @@ from ...batch import PersistentBatch, plan_chunks
 from ...cpu.decoder import NativeDecoder
 from ...cpu.decoding import NativeDecoding
 from ...cpu.drafts import Drafts
-from ...device.device import usable_cores
+from ...device.device import count_threads
 from ...dtypes import HostDevice, on_host
 from ...loaders import open_checkpoint
 from ...models.kv_cache_groups import kv_cache_groups
@@ -263,7 +263,6 @@ class DraftModel:
 
 def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
     """Return the configuration with which a worker loads the draft model."""
-    threads = config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
     model = msgspec.structs.replace(
         config.model,
         path=path,
@@ -280,5 +279,5 @@ def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
         config,
         model=model,
         parallel=ParallelConfig(),
-        device=msgspec.structs.replace(config.device, threads=threads),
+        device=msgspec.structs.replace(config.device, threads=count_threads(config)),
     )
