@@ -21,7 +21,7 @@ from ..client.engine_client import Delta, PositionLogprobs, RequestGroup, Sequen
 from ..tokenizer import Tokenizer
 from .decoder_prompt import DecoderPrompts
 from .options import TranscriptionOptions
-from .segments import DecodedWindow, Word
+from .segments import DecodedWindow, Word, best_attempt
 from .words import align_words
 
 TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -103,11 +103,13 @@ class WindowDecoder:
             decoded.no_speech_prob = await self._no_speech_prob(item)
         no_speech_prob = decoded.no_speech_prob
         if not options.is_streamed:
+            attempts = [decoded]
             for temperature in TEMPERATURES if options.temperature == 0 else ():
-                if decoded.is_silent or not decoded.is_doubtful:
+                if attempts[-1].is_silent or not attempts[-1].is_doubtful:
                     break
-                decoded = await self._decode_once(window, item, temperature, None)
-                decoded.no_speech_prob = no_speech_prob
+                attempts.append(await self._decode_once(window, item, temperature, None))
+                attempts[-1].no_speech_prob = no_speech_prob
+            decoded = best_attempt(attempts)
             if decoded.is_silent:
                 return None
         if options.has_words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -87,16 +87,27 @@ class DecodedWindow(msgspec.Struct):
         return len(text) / len(zlib.compress(text))
 
     @property
+    def is_repetitive(self) -> bool:
+        """True if the text repeats itself, as speech seldom does."""
+        return self.compression_ratio > MAX_COMPRESSION_RATIO
+
+    @property
     def is_doubtful(self) -> bool:
         """True if another temperature may give a better text."""
-        return (
-            self.compression_ratio > MAX_COMPRESSION_RATIO or self.mean_logprob < MIN_MEAN_LOGPROB
-        )
+        return self.is_repetitive or self.mean_logprob < MIN_MEAN_LOGPROB
 
     @property
     def is_silent(self) -> bool:
         """True if the text was made up for silence."""
         return self.no_speech_prob > MAX_NO_SPEECH_PROB and self.mean_logprob < MIN_MEAN_LOGPROB
+
+
+def best_attempt(attempts: Iterable[DecodedWindow]) -> DecodedWindow:
+    """Return the attempt at a window that is not doubtful, or of doubtful ones the most probable.
+
+    Those that repeat themselves come last. So do texts of high temperatures, because they are improbable.
+    """
+    return max(attempts, key=lambda x: (not x.is_doubtful, not x.is_repetitive, x.mean_logprob))
 
 
 def split_segments(

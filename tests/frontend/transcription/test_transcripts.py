@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.frontend.transcription.segments import DecodedWindow, Segment, split_segments
+from engine.frontend.transcription.segments import (
+    DecodedWindow,
+    Segment,
+    best_attempt,
+    split_segments,
+)
 from engine.frontend.transcription.subtitles import write_srt, write_vtt
 from engine.frontend.transcription.words import align_words
 
@@ -114,7 +119,7 @@ def test_word_times_follow_the_best_path_through_a_noisy_matrix() -> None:
     assert [word.end for word in words] == [first[i] for i in range(1, 7)]
 
 
-def test_repeating_and_doubtful_windows_are_recognized() -> None:
+def test_repeating_and_doubtful_windows_are_avoided() -> None:
     def window(text: str, mean_logprob: float, no_speech_prob: float = 0.0) -> DecodedWindow:
         return DecodedWindow(0.0, 5.0, [], text, 0.0, mean_logprob, no_speech_prob)
 
@@ -123,6 +128,11 @@ def test_repeating_and_doubtful_windows_are_recognized() -> None:
     assert not window("He bought three apples.", -0.4).is_doubtful
     assert window("Thank you.", -1.2, 0.7).is_silent
     assert not window("Thank you.", -0.4, 0.7).is_silent
+    good, likely = window("He bought free apples.", -0.9), window("He bought", -1.1)
+    repeated, garbled = window(" again and" * 30, -0.1), window("He borg tree as pulse.", -3.0)
+    assert best_attempt([repeated, likely, good]) is good
+    assert best_attempt([repeated, likely, garbled]) is likely
+    assert best_attempt([window(" again and" * 30, -0.2), repeated]) is repeated
 
 
 def test_subtitles_have_times_and_one_line_each() -> None:
