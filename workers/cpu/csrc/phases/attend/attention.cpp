@@ -7,7 +7,7 @@
 namespace engine {
 
 void Attention::add_op(const Op& op) {
-  of_ops_.emplace_back();
+  recorded_ops_.emplace_back();
   if (op.kind != OpKind::rotate_store && op.kind != OpKind::choose_keys && op.kind != OpKind::attention) return;
   auto queries = std::find_if(queries_.begin(), queries_.end(), [&](const Queries& each) {
     return each.num_kv_heads == op.num_kv_heads && each.head_dim == op.head_dim;
@@ -19,7 +19,7 @@ void Attention::add_op(const Op& op) {
     queries->head_dim = op.head_dim;
   }
   const KVLayout kv = model_.kv(op);
-  of_ops_.back() = {kv, model_.heads_per_kv_head(op), size_t(model_.attention.query_words(kv)), &*queries, nullptr};
+  recorded_ops_.back() = {kv, model_.heads_per_kv_head(op), size_t(model_.attention.query_words(kv)), &*queries, nullptr};
 }
 
 void Attention::reserve(int rows) {
@@ -147,15 +147,15 @@ void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, flo
 }
 
 void Attention::store_queries(const Op& op, int row, const float* query_heads) {
-  const KVLayout& kv = of(op).kv;
-  const int heads = of(op).heads;
+  const KVLayout& kv = recorded(op).kv;
+  const int heads = recorded(op).heads;
   for (int g = 0; g < kv.num_kv_heads; g++)
     model_.attention.convert_queries(kv, op.attention, query_heads + g * heads * kv.head_dim, heads,
                                      queries(op, g, row));
 }
 
 void Attention::store(const Op& op, int row, const float* query_heads, const float* keys, const float* values) {
-  const KVLayout& kv = of(op).kv;
+  const KVLayout& kv = recorded(op).kv;
   const int head_dim = kv.head_dim;
   const int slot = slice_.step.groups[op.group].slot_mapping[slice_.first_token + row];
   store_queries(op, row, query_heads);
@@ -166,14 +166,14 @@ void Attention::store(const Op& op, int row, const float* query_heads, const flo
 }
 
 uint32_t* Attention::queries(const Op& op, int kv_head, int row) const {
-  const OfOp& own = of(op);
+  const RecordedOp& own = recorded(op);
   const size_t words = own.heads * own.query_words;
   return reinterpret_cast<uint32_t*>(own.queries->buffer.bytes()) + (size_t(kv_head) * slice_.num_tokens + row) * words;
 }
 
 int Attention::begin(const Op& op) {
   const AttentionTasks::List& list = tasks_.of_keys(AttentionTasks::Keys(op));
-  of_ops_[model_.index_of(op)].list = &list;
+  recorded_ops_[model_.index_of(op)].list = &list;
   if (list.num_slots) {
     partial_.reserve(list.num_slots * partial_floats(op) * sizeof(float));
     if (size_t(list.num_slots) > num_finished_slots_) {
@@ -185,14 +185,14 @@ int Attention::begin(const Op& op) {
   return int(list.first_tasks.size()) - 1;
 }
 
-int Attention::output_dim(const Op& op) const { return op.output_dim ? op.output_dim : of(op).kv.value_dim; }
+int Attention::output_dim(const Op& op) const { return op.output_dim ? op.output_dim : recorded(op).kv.value_dim; }
 
 size_t Attention::partial_floats(const Op& op) const {
-  return size_t(of(op).heads) * (of(op).kv.padded_value_dim() + 32);
+  return size_t(recorded(op).heads) * (recorded(op).kv.padded_value_dim() + 32);
 }
 
 AttentionState Attention::partial_state(const Op& op, float* floats) const {
-  const int rows = of(op).heads;
+  const int rows = recorded(op).heads;
   return {floats, floats + 16 * rows, floats + 32 * rows};
 }
 
@@ -204,7 +204,7 @@ AttentionTask Attention::kernel_task(const Op& op, const Task& task) const {
       task.num_tokens,
       tasks_.num_keys(AttentionTasks::Keys(op), task.sequence),
       op.reads_source ? nullptr : slice_.visible(slice_.first_token + task.token, op.attention.window),
-      of(op).heads,
+      recorded(op).heads,
       task.kv_head,
       task.first_partition,
       task.last_partition,
@@ -231,7 +231,7 @@ void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scra
 
 // Results stay in the thread's memory until the tile is committed: activations, or the state of a partition.
 void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
-  const AttentionTasks::List& list = *of(op).list;
+  const AttentionTasks::List& list = *recorded(op).list;
   const int begin = list.first_tasks[tile.index], count = list.first_tasks[tile.index + 1] - begin;
   AttentionTask tasks[AttentionTasks::kMaxTasksOfTile];
   uint8_t* results[AttentionTasks::kMaxTasksOfTile];
@@ -243,7 +243,7 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
     bytes += result_bytes(op, list.tasks[begin + i]);
   }
   scratch.results.reserve(bytes);
-  model_.attention.fetch(of(op).kv, op.attention, tasks[0]);
+  model_.attention.fetch(recorded(op).kv, op.attention, tasks[0]);
   uint8_t* result = scratch.results.bytes();
   for (int i = 0; i < count; i++) {
     results[i] = result;
@@ -256,13 +256,13 @@ void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch
 
 size_t Attention::result_bytes(const Op& op, const Task& task) const {
   if (task.num_slots > 1) return partial_floats(op) * sizeof(float);
-  const int columns = of(op).heads * output_dim(op);
+  const int columns = recorded(op).heads * output_dim(op);
   return (task.num_tokens * activation_row_bytes(op.activation_kind, columns) + 63) / 64 * 64;
 }
 
 void Attention::attend(const Op& op, const Task& task, const AttentionTask& kernel_task, const Rows& rows,
                        Scratch& scratch, uint8_t* result) const {
-  const KVLayout& kv = of(op).kv;
+  const KVLayout& kv = recorded(op).kv;
   if (task.num_slots > 1)
     return model_.attention.attend(kv, op.attention, kernel_task, scratch.attention,
                                    partial_state(op, reinterpret_cast<float*>(result)));
@@ -273,8 +273,8 @@ void Attention::attend(const Op& op, const Task& task, const AttentionTask& kern
 // Writes the activations of a task's tokens, from the state over all their keys.
 void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
                        Scratch& scratch, uint8_t* activations) const {
-  const int value_dim = of(op).kv.value_dim, dim = output_dim(op);
-  const int heads = of(op).heads, columns = heads * dim;
+  const int value_dim = recorded(op).kv.value_dim, dim = output_dim(op);
+  const int heads = recorded(op).heads, columns = heads * dim;
   float* out = scratch.tile.get();
   if (const float* sinks = op.vectors[0]) {
     // A sink is a score without a value, here of base 2 like the maximums.
@@ -297,7 +297,7 @@ void Attention::finish(const Op& op, const Task& task, const AttentionState& tot
 
 void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t* result, Scratch& scratch) {
   if (task.num_slots > 1) {
-    const int heads = of(op).heads;
+    const int heads = recorded(op).heads;
     float* partials = partial_.floats() + task.first_slot * partial_floats(op);
     std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(op), result,
                 partial_floats(op) * sizeof(float));
@@ -307,14 +307,14 @@ void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t*
     const AttentionState total = partial_state(op, partials);
     for (int i = 1; i < task.num_slots; i++)
       model_.attention.combine(total, partial_state(op, partials + i * partial_floats(op)), heads,
-                               of(op).kv.padded_value_dim());
+                               recorded(op).kv.padded_value_dim());
     finish(op, task, total, rows, scratch, result);
   }
   copy(op, rows, task, result);
 }
 
 void Attention::copy(const Op& op, const Rows& rows, const Task& task, const uint8_t* result) const {
-  const int dim = output_dim(op), columns = of(op).heads * dim;
+  const int dim = output_dim(op), columns = recorded(op).heads * dim;
   const size_t stride = activation_row_bytes(op.activation_kind, model_.shape.num_heads * dim);
   const size_t row_bytes = activation_row_bytes(op.activation_kind, columns);
   uint8_t* out = rows.activations(1, task.token, stride) +
@@ -333,7 +333,7 @@ void Attention::attend_rows(const Op& op, const Rows& rows, int end_row, Scratch
     kernel_tasks.back().copied_values = scratch.attention.copied_values;
   }
   for (size_t i = 0; i + 1 < tasks.size(); i++) kernel_tasks[i].next = &kernel_tasks[i + 1];
-  model_.attention.fetch(of(op).kv, op.attention, kernel_tasks[0]);
+  model_.attention.fetch(recorded(op).kv, op.attention, kernel_tasks[0]);
   for (size_t i = 0; i < tasks.size(); i++) {
     scratch.results.reserve(result_bytes(op, tasks[i]));
     attend(op, tasks[i], kernel_tasks[i], rows, scratch, scratch.results.bytes());

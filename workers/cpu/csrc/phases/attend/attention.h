@@ -95,16 +95,16 @@ class Attention {
   };
   std::deque<Queries> queries_;
   // What tasks and rows need of an operation, if it has to do with attention.
-  struct OfOp {
+  struct RecordedOp {
     KVLayout kv;
     int heads;  // that share a key/value head
     size_t query_words;
     const Queries* queries;
     const AttentionTasks::List* list;
   };
-  const OfOp& of(const Op& op) const { return of_ops_[model_.index_of(op)]; }
+  const RecordedOp& recorded(const Op& op) const { return recorded_ops_[model_.index_of(op)]; }
 
-  std::vector<OfOp> of_ops_;
+  std::vector<RecordedOp> recorded_ops_;
   Buffer partial_;                                  // the partial states of an operation, by slot
   // How many partitions of a token are done, in the token's first slot.
   std::unique_ptr<std::atomic<int>[]> finished_slots_;
