@@ -99,19 +99,16 @@ class EngineCore:
         self._config = config
         self._core_index = core_index
         self._stop = StopSignal()
-        self._stop.add_signal(signal.SIGUSR1)
-        self._stop.add_signal(signal.SIGUSR2)
-        self._stop.add_signal(signal.SIGALRM)
-        self._context = context
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+            self._stop.add_signal(signum)
         self._status = status
         self._clients: Hub[ClientMessage] = Hub(
-            self._context, config.core_address(core_index), ClientMessage
+            context, config.core_address(core_index), ClientMessage
         )
-        self._workers = WorkerGroup(self._context, config, core_index)
+        self._workers = WorkerGroup(context, config, core_index)
         self._poller = zmq.Poller()
-        self._poller.register(self._stop.fd, zmq.POLLIN)
-        self._poller.register(self._workers.socket, zmq.POLLIN)
-        self._poller.register(self._clients.socket, zmq.POLLIN)
+        for socket in (self._stop.fd, self._workers.socket, self._clients.socket):
+            self._poller.register(socket, zmq.POLLIN)
         self._grammars = StructuredOutputManager(
             config.model.verified_tokenizer_path,
             config.model.vocab_size,
@@ -119,7 +116,7 @@ class EngineCore:
         )
         self._kv_events: KVEventPublisher | None = None
         if config.cache.kv_events is not None:
-            self._kv_events = KVEventPublisher(self._context, config.cache.kv_events, core_index)
+            self._kv_events = KVEventPublisher(context, config.cache.kv_events, core_index)
             if self._kv_events.replay_socket is not None:
                 self._poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         parallel = config.parallel
