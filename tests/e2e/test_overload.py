@@ -238,9 +238,10 @@ def test_a_body_that_stops_arriving_is_cut_even_after_a_fast_start(server: Serve
         b"Transfer-Encoding: chunked\r\n\r\nfffff\r\n",
     ]
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(connect(server)) for _ in stories]
-        for client, story in zip(clients, stories, strict=True):
-            client.sendall(POST + story)
+        clients = []
+        for story in stories:
+            clients.append(stack.enter_context(connect(server)))
+            clients[-1].sendall(POST + story)
         answers = [read_all(client) for client in clients]
     assert [answer[:13] for answer in answers] == [b"HTTP/1.1 408 "] * len(stories)
 

@@ -87,9 +87,18 @@ def decoders(others: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
     return [
         child
         for server in psutil.Process().children()
+        # Servers of other tests may run, too.
+        if is_fork_server(server)
         for child in server.children()
         if child not in others
     ]
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return "media decoder fork server" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
 
 
 def only_decoder() -> psutil.Process:

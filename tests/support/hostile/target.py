@@ -20,7 +20,7 @@ from support.hostile.check_answer import find_fault
 from support.hostile.client import HTTPClient, make_request
 from support.server import Server, default_model
 
-MAX_PAUSE_S: Final = 0.25
+MAX_PAUSE_S: Final = 0.5
 """Longest pause of other streams."""
 
 MAX_GROWTH_BYTES: Final = 600 * 2**20

@@ -411,6 +411,7 @@ def test_a_model_gives_the_logits_of_plain_torch(name, tmp_path):
     torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.timeout(1800)
 def test_every_kernel_fits_a_hopper_gpu():
     """The machine code for the shapes of well-known models spills almost no registers."""
     kernels = compile_for_hopper(

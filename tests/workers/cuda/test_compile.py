@@ -4,7 +4,8 @@ import pytest
 from support.triton_compile import KernelResources, compile_for_hopper
 from support.wgmma_operands import overwritten_operands
 
-pytestmark = pytest.mark.slow
+# Compilation takes minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def launch_all() -> None:
