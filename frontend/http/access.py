@@ -142,7 +142,7 @@ class Access:
 
 
 class Origins(CORSMiddleware):
-    """Lets web pages from the allowed origins call the server, except its routes for operators.
+    """Allows web pages from the allowed origins to call the server, except its routes for operators.
 
     `auto` allows every origin, or only pages of this machine if the server listens on a loopback address.
     """

@@ -302,7 +302,7 @@ class LiveRequests:
         return rows.is_known
 
     def move(self, session: bytes, entry: MoveStream) -> None:
-        """Change the number of a stream, and forget its tokens beyond those that its client may have."""
+        """Change the number of a stream, and remove its tokens beyond those that its client may have."""
         streams = self._streams.get(session, {})
         stream = streams.pop(entry.old, None)
         if stream is None:

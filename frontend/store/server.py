@@ -283,7 +283,7 @@ class StoreServer:
         return self._report_readers(request)
 
     def _report_readers(self, request: LiveRequest) -> list[Sent]:
-        """Return the message that tells the owner of a request how many clients read it."""
+        """Return the message to the owner of a request with the number of clients that read it."""
         owner = self._requests.sessions.get(request.session)
         if owner is None or request.session == ORPHAN:
             return []

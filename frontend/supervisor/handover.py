@@ -119,7 +119,7 @@ class HandoverSocket:
 
 
 class Predecessor:
-    """A running engine, as its successor sees it. `listener` is its listening socket, which both now have open."""
+    """A running engine from the view of its successor. `listener` is its listening socket, which both now have open."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Receive the greeting.

@@ -77,7 +77,7 @@ class MoveStream(msgspec.Struct, tag="move", array_like=True, gc=False, frozen=T
 
 
 class StreamEnd(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The end of a stream, as its client learns of it. `reason` is a `FinishReason`."""
+    """The end of a stream, as it is reported to its client. `reason` is a `FinishReason`."""
 
     num_tokens: int
     reason: int

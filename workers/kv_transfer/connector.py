@@ -76,7 +76,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all transfers, because another core follows, which knows none of them.
+        """Drop all transfers, because another core follows, which started none of them.
 
         When this returns, no block is written to any more. Waiting for running transfers is allowed here.
         """

@@ -6,8 +6,8 @@ A worker sends the rows of its tokens to the ranks with their experts, each row 
 begins a round and invites the others. One that has no step joins as a guest, without rows. While no replica has a step
 there are no rounds.
 
-The first tensor-parallel rank of each replica, its leader, decides in which rounds the replica has rows. It tells the
-other ranks of its replica, since they may receive a step earlier or later.
+The first tensor-parallel rank of each replica, its leader, decides in which rounds the replica has rows. It sends
+this to the other ranks of its replica, since they may receive a step earlier or later.
 
 Shapes: N ranks, M rows that this rank sends, B rows that it receives, D elements of a row.
 """

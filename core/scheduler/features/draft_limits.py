@@ -157,7 +157,7 @@ class DraftLimits:
         self._accepted_in_all = decay * self._accepted_in_all + float(accepted.sum())
 
     def _reset(self, slots: SlotArray) -> None:
-        """Forget what was measured for earlier requests of these slots."""
+        """Remove what was measured for earlier requests of these slots."""
         new = slots[self._generation[slots] != self._slots.generation[slots]]
         if len(new):
             self._generation[new] = self._slots.generation[new]

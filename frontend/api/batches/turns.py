@@ -1,4 +1,4 @@
-"""Lets batches start their requests in turns."""
+"""Takes requests from the batches in turns."""
 
 from __future__ import annotations
 

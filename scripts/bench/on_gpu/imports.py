@@ -1,4 +1,4 @@
-"""Tells which modules cannot be imported here that the other parts, or the server, need."""
+"""Prints the modules that the other parts or the server need and that cannot be imported here."""
 
 from __future__ import annotations
 

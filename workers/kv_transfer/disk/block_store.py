@@ -126,7 +126,7 @@ class BlockStore:
         """Read a block into writable buffers of `block_bytes` in all.
 
         Returns:
-            Whether they have the block. If not, their content is undefined, and the store forgets the block.
+            Whether they have the block. If not, their content is undefined, and the block leaves the index.
 
         Raises:
             OSError: The file exists but cannot be read.
@@ -141,7 +141,7 @@ class BlockStore:
                 is_whole = _read_into(fd, parts, record.offset)
         except FileNotFoundError:
             # Another process has deleted it to make room.
-            self._forget_segments([segment])
+            self._remove_segments([segment])
             return False
         if is_whole and self._format.checksum(key, parts) == record.checksum:
             segment.is_used = True
@@ -185,8 +185,8 @@ class BlockStore:
                 place.segment.keys.discard(key)
                 self._changed[key] = False
 
-    def _forget_segments(self, segments: Iterable[_Segment]) -> None:
-        """Forget segments that no longer exist."""
+    def _remove_segments(self, segments: Iterable[_Segment]) -> None:
+        """Remove segments that no longer exist, and their blocks, from the index."""
         with self._mutex:
             for segment in segments:
                 if self._segments.get(segment.number) is not segment:
@@ -216,7 +216,7 @@ class BlockStore:
             for number, segment in list(self._segments.items())
             if number not in found and segment is not self._tail
         ]
-        self._forget_segments(gone)
+        self._remove_segments(gone)
         for number, file in sorted(found.items()):
             segment = self._segments.get(number)
             if segment is self._tail and segment is not None:
@@ -325,7 +325,7 @@ class BlockStore:
             if file.is_sealed:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(file.path)
-        self._forget_segments(list(self._segments.values()))
+        self._remove_segments(list(self._segments.values()))
 
     def close(self) -> None:
         """Seal the segment that is being written, and release all files.
@@ -385,7 +385,7 @@ class BlockStore:
             self.refresh()
             if not has_room:
                 return False
-            # Never a number that was used before, which other processes may remember.
+            # Never a number that was used before, which the indexes of other processes may have.
             number = max(time.time_ns(), 1 + max(self._segments, default=0))
             path = str(self.path / f"{number:016x}{OPEN_SUFFIX}")
             fd = try_lock(Path(path))
@@ -411,7 +411,7 @@ class BlockStore:
         try:
             if not self._tail_headers:
                 os.unlink(segment.path)
-                self._forget_segments([segment])
+                self._remove_segments([segment])
                 return
             self._write_trailer(fd, self._tail_headers)
             path = _sealed(segment.path)
