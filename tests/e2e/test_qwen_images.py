@@ -162,8 +162,13 @@ def test_images_are_read_under_memory_pressure_and_crashes(
     with Server(
         str(qwen3.path), *FLAGS, *small, *memory, "--dump-dir", str(tmp_path), *flags
     ) as server:
-        qwen3.check_all(server, [0, 1, 2, 3, 4, 5, 0, 1])
-        assert server.metric("engine:num_preemptions_total") > 0
+        for _ in range(5):
+            qwen3.check_all(server, [0, 1, 2, 3, 4, 5, 0, 1])
+            # On a slow machine, the requests may arrive one after another.
+            if server.metric("engine:num_preemptions_total") > 0:
+                break
+        else:
+            raise AssertionError("no request was preempted")
         status, dumped = server.post("/debug/dump", {})
         assert status == 200
         assert replay(dumped["files"]) == 0

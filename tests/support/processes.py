@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Return whether `condition` becomes true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

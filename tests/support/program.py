@@ -18,7 +18,7 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
 
-def wait_until(condition: Any, timeout_s: float = 20.0, what: str = "the condition") -> None:
+def wait_until(condition: Any, timeout_s: float = 60.0, what: str = "the condition") -> None:
     """Poll `condition` until it is true; fail with `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
