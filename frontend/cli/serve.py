@@ -20,11 +20,13 @@ from ..supervisor.run_dir import RunDirectory
 from ..supervisor.service_manager import notify_service_manager
 from ..supervisor.signals import StopRequested, StopSignals
 from ..supervisor.supervisor import Supervisor
-from .arguments import Settings, parse_settings, unread_variables
+from .arguments import Settings, make_parser, parse_settings, unread_variables
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
 from .join import serve_headless
 from .launch_options import LaunchOptions
+
+__all__ = ["make_parser", "serve"]
 
 
 def serve(argv: Sequence[str]) -> int:

@@ -32,8 +32,8 @@ COLUMNS: Final = (
 )
 
 
-def status(argv: Sequence[str]) -> int:
-    """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine status`."""
     parser = argparse.ArgumentParser(
         prog="engine status", description="Show a live table of a running engine's processes."
     )
@@ -44,6 +44,12 @@ def status(argv: Sequence[str]) -> int:
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
     parser.add_argument("--once", action="store_true", help="Print the table once and exit")
+    return parser
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
+    parser = make_parser()
     parsed = parser.parse_args(argv)
     try:
         api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)

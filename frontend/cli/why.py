@@ -18,8 +18,8 @@ from .arguments import read_variables
 TIMEOUT_S: Final = 120.0
 
 
-def why(argv: Sequence[str]) -> int:
-    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine why`."""
     parser = argparse.ArgumentParser(
         prog="engine why",
         description="Explain what happened to a request: how long it waited and for what, and where its time went. "
@@ -32,6 +32,12 @@ def why(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
+    return parser
+
+
+def why(argv: Sequence[str]) -> int:
+    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+    parser = make_parser()
     parsed = parser.parse_args(argv)
     try:
         api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)

@@ -20,8 +20,8 @@ TEXTS_AT_A_TIME: Final = 1024
 """Vectors are written before the next texts are read, so that a file may have any size."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write a line of JSON for each text. Return 1 after a failure; invalid arguments exit with code 2."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine embed`, without the flags of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine embed",
         usage="engine embed [MODEL] [--input FILE] [flags]",
@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="The model's prompt to put before every text (default: that of the model)",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a line of JSON for each text. Return 1 after a failure; invalid arguments exit with code 2."""
+    parser = make_parser()
     own, flags = parser.parse_known_args(argv)
     defaults = (
         f"--no-{name}" if value is False else f"--{name}={value}"
