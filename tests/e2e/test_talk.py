@@ -28,8 +28,6 @@ def test_chat_on_a_terminal(server: Server, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     with Terminal(command, env) as terminal:
         terminal.wait_for(r"smollm2 at .*/help[^>]*>>> ")
-        since = terminal.type("/system You are brief.\n")
-        terminal.wait_for(r"applies[^>]*>>> ", since)
         since = terminal.type("What is the capital of France?\n")
         terminal.wait_for(r"Paris(.|\n)*\d+ tokens, first after (.|\n)*>>> ", since)
         since = terminal.type("/retry\n")
@@ -41,6 +39,8 @@ def test_chat_on_a_terminal(server: Server, tmp_path: Path) -> None:
         wait_until(lambda: server.metric("engine:num_requests_running") == 0, 60, "it was aborted")
         since = terminal.type("\x03")
         terminal.wait_for(r"ends the chat(.|\n)*>>> ", since)
+        since = terminal.type("/system You are brief.\n")
+        terminal.wait_for(r"applies[^>]*>>> ", since)
         since = terminal.type("/nonsense\n")
         terminal.wait_for(r"error: unknown command /nonsense(.|\n)*>>> ", since)
         since = terminal.type(f"/save {saved}\n")
@@ -53,8 +53,8 @@ def test_chat_on_a_terminal(server: Server, tmp_path: Path) -> None:
     assert "Paris" in messages[2]["content"]
     with Terminal([*command, "--load", str(saved)], env) as terminal:
         terminal.wait_for(">>> ")
-        # The third last line of the first chat.
-        since = terminal.type("\x1b[A\x1b[A\x1b[A")
+        # The fourth last line of the first chat.
+        since = terminal.type("\x1b[A" * 4)
         terminal.wait_for("Write a very long story", since)
         terminal.type("\x15/quit\n")
         assert terminal.wait() == 0
@@ -73,7 +73,9 @@ def test_chat_and_complete_in_a_pipe(server: Server) -> None:
     text = run(server, "complete", "The capital of France is", *greedy).stdout
     assert "Paris" in text
     assert run(server, "complete", *greedy, given="The capital of France is").stdout == text
-    answer = json.loads(run(server, "complete", "The capital of France is", *greedy, "--json").stdout)
+    answer = json.loads(
+        run(server, "complete", "The capital of France is", *greedy, "--json").stdout
+    )
     assert answer["choices"][0]["text"] + "\n" == text
     assert answer["usage"]["completion_tokens"] == 8
 

@@ -16,6 +16,8 @@ from typing import Self
 
 from support.program import STOP_TIMEOUT_S
 
+SHOWN = 600
+"""Characters of the screen that a failure shows."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
@@ -34,8 +36,7 @@ class Terminal:
             stderr=terminal,
             env={**os.environ, "TERM": "xterm-256color", **env},
             start_new_session=True,
-            # Ctrl-C must reach the program, so this is its controlling terminal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         os.close(terminal)
         self.screen = ""
@@ -51,7 +52,7 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while not re.search(pattern, self.screen[since:]):
             left = deadline - time.monotonic()
-            assert left > 0, f"{pattern!r} is not in {self.screen[since:]!r}"
+            assert left > 0, f"{pattern!r} is not in {self.screen[since:][-SHOWN:]!r}"
             ready, _, _ = select.select([self._control], [], [], left)
             if not ready:
                 continue
@@ -59,7 +60,7 @@ class Terminal:
                 data = os.read(self._control, 65536)
             except OSError:
                 data = b""
-            assert data, f"ended without {pattern!r}: {self.screen[since:]!r}"
+            assert data, f"ended without {pattern!r}: {self.screen[since:][-SHOWN:]!r}"
             self.screen += _ESCAPES.sub("", data.decode(errors="replace"))
 
     def wait(self) -> int:
@@ -74,3 +75,9 @@ class Terminal:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(STOP_TIMEOUT_S)
         os.close(self._control)
+
+
+def _take_terminal() -> None:
+    """Have Ctrl-C reach this process, also if a parent that runs in the background ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..arguments import parse_settings
 from .own_server import own_server
 from .server import DEFAULT_URL, RemoteServer, find_api_key
 
@@ -18,15 +19,8 @@ class Target(NamedTuple):
     model: str
 
 
-def add_target_arguments(parser: argparse.ArgumentParser, *, has_position: bool = True) -> None:
-    """Add `--url`, `--model` and `--api-key` and, if `has_position`, the positional MODEL."""
-    if has_position:
-        parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="Same as --model")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="Model to serve, or name of a model of --url (default: the first that it lists)",
-    )
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--url` and `--api-key`. The model and flags of `engine serve` are what the parser does not have."""
     parser.add_argument(
         "--url",
         "--base-url",
@@ -37,31 +31,28 @@ def add_target_arguments(parser: argparse.ArgumentParser, *, has_position: bool 
     )
 
 
-def given_model(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str | None:
-    """Return the model of the arguments, or None. Two different ones end the program with exit code 2."""
-    positional: str | None = getattr(parsed, "positional_model", None)
-    named: str | None = parsed.model
-    if positional is not None and named is not None and positional != named:
-        parser.error(f"two models given: {positional!r} and --model {named!r}; give only one")
-    return named if positional is None else positional
-
-
 @contextmanager
 def open_target(
-    parser: argparse.ArgumentParser, parsed: argparse.Namespace, serve_flags: Sequence[str]
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: Sequence[str]
 ) -> Iterator[Target]:
-    """Yield the server and the model that the arguments name. Start a server if they name none but a model.
+    """Yield the server and the model that the arguments name.
+
+    Args:
+        parser: The parser of the command.
+        parsed: What it has parsed, with `add_target_arguments`.
+        arguments: What it has not: a model, which `--url` serves or a server is started for, and flags of that.
 
     Raises:
         EngineError: The server cannot be reached, or does not start.
     """
-    model = given_model(parser, parsed)
-    if parsed.url is not None and serve_flags:
-        parser.error(f"{serve_flags[0]} has no effect with --url")
-    if parsed.url is None and (model is not None or serve_flags):
-        flags = [*serve_flags] if model is None else [model, *serve_flags]
-        with own_server(flags) as server:
+    if parsed.url is None and arguments:
+        with own_server(arguments) as server:
             yield Target(server, server.first_model())
         return
+    settings = parse_settings(arguments, {})
+    model = settings["model"].pop("model", None)
+    for section in settings.values():
+        for name in section:
+            parser.error(f"--{name.replace('_', '-')} has no effect with --url")
     server = RemoteServer(parsed.url or DEFAULT_URL, find_api_key(parsed.api_key))
     yield Target(server, model or server.first_model())

@@ -20,13 +20,16 @@ def make_parser() -> argparse.ArgumentParser:
         prog="engine complete",
         usage="engine complete [PROMPT] [--url URL] [--model MODEL] [flags]",
         description="Continue a text, that of standard input if none is given. With --url, any server with OpenAI's "
-        "API continues it. With --model and no --url, a server is started, and the flags of engine serve apply as well.",
+        "API continues it. With --model and no --url, a server is started, and flags of engine serve may follow.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?", default="-", help="Text; - is standard input"
     )
-    add_target_arguments(parser, has_position=False)
+    parser.add_argument(
+        "--model", metavar="MODEL", help="Model to serve, or name of a model of --url"
+    )
+    add_target_arguments(parser)
     parser.add_argument("--echo", action="store_true", help="Print the prompt, too")
     parser.add_argument(
         "--json", action="store_true", help="Print the server's whole answer as JSON, at its end"
@@ -43,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
         if not prompt:
             raise EngineError("the prompt is empty; pass a text as PROMPT or on standard input")
-        with open_target(parser, parsed, flags) as target:
+        named = [] if parsed.model is None else ["--model", parsed.model]
+        with open_target(parser, parsed, [*named, *flags]) as target:
             _complete(target, prompt, parsed)
     except KeyboardInterrupt:
         return 130

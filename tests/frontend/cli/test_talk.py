@@ -34,7 +34,7 @@ def test_other_urls_are_rejected_by_name(url: str) -> None:
 
 
 def test_unreachable_server_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(ServerError, match="cannot reach .*engine serve"):
+    with pytest.raises(ServerError, match=r"cannot reach .*engine serve"):
         RemoteServer("http://127.0.0.1:9").call("/v1/models")
 
 
@@ -122,7 +122,12 @@ def test_answer_separates_reasoning_and_counts_tokens() -> None:
 
 
 def test_only_the_last_block_of_markdown_is_unfinished() -> None:
-    blocks = ["# Title\n\n", "* one\n* two\n\n", "```\ncode\n\n# no title\n```\n\n", "| a |\n|---|\n"]
+    blocks = [
+        "# Title\n\n",
+        "* one\n* two\n\n",
+        "```\ncode\n\n# no title\n```\n\n",
+        "| a |\n|---|\n",
+    ]
     text = "".join(blocks)
     assert split_finished(text) == ("".join(blocks[:3]), blocks[3])
     assert split_finished("one line") == ("", "one line")
