@@ -22,8 +22,8 @@ def describe_machine() -> dict[str, Any]:
     """Return the processors, the native kernels, the GPUs and the bandwidth of the memory.
 
     Returns:
-        `cores`, `torch`, `instruction_set` (None if the native library cannot be used) with `native_error`, `gpus` with
-        `name`, `total_bytes`, `free_bytes` and `bandwidth`, and the `bandwidth` of the processors. Bandwidths are in bytes
+        `cores`, `torch`, `instruction_set` (None if the native library cannot be used) with `native_error`, `bandwidth`
+        of the processors, and `gpus` with `name`, `total_bytes`, `free_bytes` and `bandwidth`. Bandwidths are in bytes
         per second.
     """
     cores = usable_cores()

@@ -96,19 +96,19 @@ def fish_script(root: Node) -> str:
     """Return a script for fish: it completes commands, flags with their help, values of flags, and files."""
     lines = ["# Completion of engine for fish.", "complete -c engine -e"]
     names = " ".join(child.words[-1] for child in root.children)
-    for child in root.children:
-        lines.append(
-            f"complete -c engine -n 'not __fish_seen_subcommand_from {names}' -f "
-            f"-a {child.words[-1]} -d {_quote(child.help)}"
-        )
+    lines += [
+        f"complete -c engine -n 'not __fish_seen_subcommand_from {names}' -f "
+        f"-a {child.words[-1]} -d {_quote(child.help)}"
+        for child in root.children
+    ]
     for node in root.walk():
         if not node.words:
             continue
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in node.words)
-        for child in node.children:
-            lines.append(
-                f"complete -c engine -n '{seen}' -a {child.words[-1]} -d {_quote(child.help)}"
-            )
+        lines += [
+            f"complete -c engine -n '{seen}' -a {child.words[-1]} -d {_quote(child.help)}"
+            for child in node.children
+        ]
         if node.words_of_arguments:
             lines.append(
                 f"complete -c engine -n '{seen}' -f -a {_quote(' '.join(node.words_of_arguments))}"
