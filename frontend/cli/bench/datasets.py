@@ -17,7 +17,7 @@ import msgspec
 
 from ....protocol.errors import ConfigError
 
-Prompt: TypeAlias = "str | list[int]"
+Prompt: TypeAlias = str | list[int]
 """A text, or token ids, whose number is exact with every tokenizer."""
 
 FIRST_ORDINARY_ID: Final = 1000

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from datetime import UTC, datetime
 from typing import Final
 
+import uvloop
+
 from ....protocol.errors import EngineError
+from ..open_files import raise_open_file_limit
 from ..remote.target import Target
 from .arrivals import arrival_times
 from .client import Answer, Endpoint, run_sessions
@@ -20,7 +22,8 @@ _WARM_UP_SEED: Final = 1 << 20
 
 
 def endpoint_of(target: Target, workload: Workload) -> Endpoint:
-    """Return the endpoint that a workload uses on a server."""
+    """Return the endpoint that a workload uses on a server, and permit as many connections as possible."""
+    raise_open_file_limit()
     server = target.server
     return Endpoint(server.url, target.model, workload.is_chat, server.api_key, workload.fields)
 
@@ -34,7 +37,7 @@ def warm_up(endpoint: Endpoint, workload: Workload, count: int) -> None:
     if not count:
         return
     sessions = workload.sessions(count, _WARM_UP_SEED)
-    answers, _ = asyncio.run(run_sessions(endpoint, sessions))
+    answers, _ = uvloop.run(run_sessions(endpoint, sessions))
     for answer in answers:
         if answer.error is not None:
             raise EngineError(f"{endpoint.full_url}: the warm-up failed: {answer.error}")
@@ -73,7 +76,7 @@ def measure(
     num_requests = sum(len(session.turns) for session in sessions)
     date = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     with progress_bar(label, num_requests) as advance:
-        answers, duration_s = asyncio.run(
+        answers, duration_s = uvloop.run(
             run_sessions(
                 endpoint,
                 sessions,

@@ -9,7 +9,7 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -126,7 +126,7 @@ class RemoteServer:
             raise ServerError(f"{self.url}{path} does not answer with a JSON object")
         return answer
 
-    def stream(self, path: str, body: Json) -> Iterator[Json]:
+    def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
         """Yield the events of a streamed answer. Closing the iterator ends the request.
 
         Raises:

@@ -8,6 +8,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.segment import Segment
 from rich.text import Text
 
 from .answer import Piece
@@ -78,7 +79,7 @@ class _Tail:
         lines = console.render_lines(self._content, options.update(height=None), pad=False)
         for line in lines[-max(1, console.height - _BLANK_ROWS) :]:
             yield from line
-            yield Text()
+            yield Segment.line()
 
 
 _PARSER = MarkdownIt("commonmark").enable("table").enable("strikethrough")
