@@ -60,7 +60,7 @@ COMMANDS: Final = {
     ),
     "embed": Command(
         "[MODEL] [flags]",
-        "embed the lines of a file, without a server",
+        "embed the lines of a file, with or without a server",
         "engine.frontend.offline.embed",
         is_program=True,
         takes_serve_flags=True,

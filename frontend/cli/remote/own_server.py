@@ -23,6 +23,8 @@ READY_POLL_S: Final = 0.1
 def own_server(flags: Sequence[str]) -> Iterator[RemoteServer]:
     """Run `engine serve FLAGS`, whose progress is shown on stderr, and yield it when it is ready.
 
+    It logs no statistics, which would appear amid the output of the command.
+
     Ctrl-C does not reach the server, so it can end an answer without ending the server. Invalid flags exit with code 2.
 
     Raises:
@@ -33,7 +35,9 @@ def own_server(flags: Sequence[str]) -> Iterator[RemoteServer]:
         path = f"{directory}/http"
         command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve"]
         process = subprocess.Popen(
-            [*command, *flags, "--uds", path], stdout=sys.stderr, process_group=0
+            [*command, "--disable-log-stats", *flags, "--uds", path],
+            stdout=sys.stderr,
+            process_group=0,
         )
         try:
             server = RemoteServer(f"unix:{path}", api_keys[0] if api_keys else None)

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine.frontend.cli.bench.arrivals import arrival_times
 from engine.frontend.cli.bench.client import Answer
@@ -20,7 +21,7 @@ from engine.protocol.errors import ConfigError
 
 
 def sessions_of(count: int, as_text: bool = False, **options: object) -> list:
-    return make_sessions(DatasetOptions(**options), count, as_text=as_text)  # type: ignore[arg-type]
+    return make_sessions(msgspec.convert(options, DatasetOptions), count, as_text=as_text)
 
 
 def test_random_prompts_have_the_given_lengths_and_share_only_the_given_prefix() -> None:
