@@ -71,7 +71,7 @@ def test_quantile_interpolates_within_a_bucket() -> None:
 
 
 def test_sparkline_has_a_bar_for_each_value() -> None:
-    assert sparkline([0, 1, 2, 4]) == "▁▃▄█"
+    assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert sparkline([0, 0]) == "▁▁"
     assert sparkline([0.5], 1.0) == "▅"
     assert sparkline([]) == ""
