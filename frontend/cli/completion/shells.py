@@ -106,7 +106,7 @@ def fish_script(root: Node) -> str:
             continue
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in node.words)
         lines += [
-            f"complete -c engine -n '{seen}' -a {child.words[-1]} -d {_quote(child.help)}"
+            f"complete -c engine -n '{seen}' -f -a {child.words[-1]} -d {_quote(child.help)}"
             for child in node.children
         ]
         if node.words_of_arguments:

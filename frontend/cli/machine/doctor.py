@@ -35,8 +35,9 @@ class FittingModel(msgspec.Struct):
         name: Its name.
         weight_bytes: Size of its weights.
         fits: Whether they fit in the memory that is free now.
-        tokens_s: Tokens per second of one stream at most, because each reads all weights. Mixtures of experts read only
-            some of them, and drafts give several tokens for one reading, so both may be faster.
+        tokens_s: Expected tokens per second of one stream: each token reads all weights, at the measured bandwidth.
+            Mixtures of experts read only some of them, and drafts give several tokens for one reading, so both are
+            faster.
     """
 
     name: str
@@ -69,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine doctor",
         description="Describe this machine: its kernels, a short measurement of its memory, which models fit and how fast "
-        "they can be at most, and settings that make servers slow. Exits with 1 if there is something to repair.",
+        "they will be, and settings that make servers slow. Exits with 1 if there is something to repair.",
     )
     parser.add_argument(
         "models", metavar="MODEL", nargs="*", help="Files or directories of models to estimate, too"
@@ -204,11 +205,11 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         ),
     ]
     lines = [f"{name:<16}{value}" for name, value in rows]
-    lines += ["", f"{'MODEL':<44}{'SIZE':>10}  {'FITS':<5}  AT MOST"]
+    lines += ["", f"{'MODEL':<44}{'SIZE':>10}  {'FITS':<5}  ONE STREAM"]
     for model in d.models:
         fits = "yes" if model.fits else "no"
         size = format_bytes(model.weight_bytes)
-        lines.append(f"{model.name:<44}{size:>10}  {fits:<5}  {model.tokens_s:,.1f} tokens/s")
+        lines.append(f"{model.name:<44}{size:>10}  {fits:<5}  about {model.tokens_s:,.1f} tokens/s")
     lines.append("")
     for check in d.checks:
         mark = "ok  " if check.is_good else "BAD "

@@ -185,7 +185,8 @@ def _render(watch: _Watch, rates: Rates) -> Group:
     if watch.processes:
         from ..status import format_table
 
-        parts += ["", Text(format_table({"processes": watch.processes, "trouble": ""}))]
+        table = format_table({"processes": watch.processes, "trouble": ""})
+        parts += ["", Text(table, no_wrap=True, overflow="ignore")]
     return Group(*parts)
 
 
