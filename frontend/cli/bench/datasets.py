@@ -99,12 +99,12 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the texts mean nothing, so that the end of an answer is arbitrary."""
+        """Return whether the texts mean nothing, so that the end of an answer is arbitrary."""
         return self.dataset_name is not DatasetName.SHAREGPT and self.dataset_path is None
 
     @property
     def needs_messages(self) -> bool:
-        """Whether the conversations are those of chats."""
+        """Return whether the conversations are those of chats."""
         return self.dataset_name is DatasetName.AGENT
 
 

@@ -145,7 +145,7 @@ class Workload:
 
     @property
     def is_chat(self) -> bool:
-        """Whether chat completions are measured."""
+        """Return whether chat completions are measured."""
         return self.backend is Backend.CHAT
 
     def sessions(self, count: int, seed_offset: int = 0) -> list[Session]:
