@@ -54,7 +54,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass
 class Answer:
-    """What was recorded of one request. Times are seconds of `time.perf_counter`.
+    """The record of one request. Times are seconds of `time.perf_counter`.
 
     Attributes:
         start: When it was sent.
@@ -101,7 +101,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go and what all of them have in common.
+    """The destination of requests, and the fields that all of them share.
 
     Attributes:
         url: The server's URL without `/v1`, or `unix:` and the path of its socket.

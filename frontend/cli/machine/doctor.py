@@ -47,7 +47,7 @@ class FittingModel(msgspec.Struct):
 
 
 class Diagnosis(msgspec.Struct):
-    """What `engine doctor` has found. Sizes are in bytes, the bandwidth in bytes per second."""
+    """The findings of `engine doctor`. Sizes are in bytes, the bandwidth in bytes per second."""
 
     version: str
     system: str

@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIXES: Final = ("engine:", "vllm:")
-"""What the names of the series begin with: those of Engine, or those of servers that follow vLLM."""
+"""The prefixes of the names of series: that of Engine, and that of servers with the metrics of vLLM."""
 
 LATENCIES: Final = {
     "ttft": "time_to_first_token_seconds",
@@ -37,7 +37,7 @@ class Sample(msgspec.Struct):
 
 
 class Rates(msgspec.Struct):
-    """What happened between two readings. None means that nothing was counted.
+    """The figures between two readings. None means that nothing was counted.
 
     Attributes:
         generated_tokens_s: Generated tokens per second.
