@@ -6,9 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 
+from support.image_requests import picture
 from support.program import wait_until
 from support.server import COMMAND, Server
 from support.terminal import Terminal
+from support.vision_checkpoints import vision_directory
 
 
 def run(server: Server, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -78,6 +80,23 @@ def test_chat_and_complete_in_a_pipe(server: Server) -> None:
     )
     assert answer["choices"][0]["text"] + "\n" == text
     assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_chat_starts_a_server_that_reads_images_and_stops_it(tmp_path: Path) -> None:
+    model, _ = vision_directory(tmp_path / "model", "idefics3")
+    picture(6, 100, 70).save(tmp_path / "cat.png")
+    flags = ("--dtype", "float32", "--device", "cpu", "--max-tokens", "12", "--temperature", "0")
+    done = subprocess.run(
+        [*COMMAND, "chat", str(model), *flags],
+        input=f"/image {tmp_path / 'cat.png'}\nfox\n/clear\nfox\n",
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    with_image, without, end = done.stdout.split("\n")
+    assert with_image != without and not end
+    assert "stopped" in done.stderr
 
 
 def test_failures_are_one_line(server: Server) -> None:
