@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
-COMMANDS = ("run-batch", "replay", "simulate", "status", "why", "keygen", "worker")
+COMMANDS = (
+    *("chat", "complete", "run-batch", "bench", "bench serve", "bench throughput", "bench latency"),
+    *("bench compare", "status", "top", "why", "doctor", "models", "replay", "simulate", "keygen"),
+    *("worker", "completion"),
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -84,7 +88,7 @@ def _commands() -> str:
     parts = []
     for command in COMMANDS:
         result = subprocess.run(
-            [sys.executable, "-m", "engine.frontend.cli.main", command, "--help"],
+            [sys.executable, "-m", "engine.frontend.cli.main", *command.split(), "--help"],
             capture_output=True,
             text=True,
             check=True,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from engine.frontend.cli.completion.tree import read_commands
 from engine.frontend.cli.options import FLAGS, PEER_FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -57,9 +59,16 @@ def test_page_names_existing_functions(page: str, least: int) -> None:
         assert any(re.search(defined, source) for source in sources), f"{path}: {name}"
 
 
+@cache
+def command_flags() -> frozenset[str]:
+    """Return the flags of all commands."""
+    flags = (flag for command in read_commands().walk() for flag in command.flags)
+    return frozenset(name for flag in flags for name in flag.names)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_page_names_existing_flags(page: Path) -> None:
-    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS}
+    known = {*FLAGS, *PEER_FLAGS, *FOREIGN_FLAGS, *command_flags()}
     text = re.sub(r"https?://\S+", "", page.read_text())
     named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", text)
     assert not sorted({flag for flag in named if flag not in known})

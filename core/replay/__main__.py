@@ -14,12 +14,8 @@ from .replayer import Difference, Replayer
 from .timeline import RequestTimeline, find_requests
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Returns:
-        0 if every decision equals the recorded one, 1 if one differs, 2 if the file or the request cannot be used.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine replay`."""
     parser = argparse.ArgumentParser(
         prog="engine replay",
         description="Run the scheduler again on its recorded events, and compare every decision.",
@@ -35,6 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="MODULE.CLASS",
         help="the scheduler class that the server ran with, if it was not Engine's own",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Returns:
+        0 if every decision equals the recorded one, 1 if one differs, 2 if the file or the request cannot be used.
+    """
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
         dump = read_dump(args.file, args.scheduler_cls)

@@ -46,7 +46,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or 2 if an argument or a file is invalid."""
-    args = _make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         if not 0 < args.rate < math.inf:
             raise EngineError(f"--rate must be a number greater than 0, got {args.rate}")
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine simulate`."""
     parser = argparse.ArgumentParser(
         prog="engine simulate",
         description="Run the scheduler over a trace in virtual time, with step times fitted to a recorded log.",

@@ -32,12 +32,8 @@ def serve_headless(
     _join(_make_place(options, parallel), settings, console, signals)
 
 
-def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Run `engine worker ARGV`: one worker whose rank comes from torchrun's environment variables.
-
-    Returns:
-        The exit code.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine worker`."""
     parser = argparse.ArgumentParser(
         prog="engine worker",
         description="Run one worker of an engine that uses --distributed-executor-backend external_launcher. "
@@ -53,6 +49,16 @@ def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         "--cluster-key", "--key", metavar="FILE", required=True, help="Key file from engine keygen"
     )
     parser.add_argument("--model", help="Path of the model on this machine, if it differs")
+    return parser
+
+
+def work(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Run `engine worker ARGV`: one worker whose rank comes from torchrun's environment variables.
+
+    Returns:
+        The exit code.
+    """
+    parser = make_parser()
     parsed = parser.parse_args(argv)
     console = Console()
     with StopSignals() as signals:

@@ -11,8 +11,8 @@ from ...protocol.errors import ConfigError
 from ..supervisor.console import Console
 
 
-def keygen(argv: Sequence[str]) -> int:
-    """Write a new key. Return 1 if the file already exists."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine keygen`."""
     parser = argparse.ArgumentParser(
         prog="engine keygen",
         description="Create the key that authenticates the machines of one engine to each other. Copy it to every machine.",
@@ -23,6 +23,12 @@ def keygen(argv: Sequence[str]) -> int:
         default="cluster.key",
         help="File to write; - is standard output (default: cluster.key)",
     )
+    return parser
+
+
+def keygen(argv: Sequence[str]) -> int:
+    """Write a new key. Return 1 if the file already exists."""
+    parser = make_parser()
     out = parser.parse_args(argv).out
     key = ClusterKey.generate()
     if out == "-":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,11 +19,14 @@ from ..supervisor.run_dir import RunDirectory
 from ..supervisor.service_manager import notify_service_manager
 from ..supervisor.signals import StopRequested, StopSignals
 from ..supervisor.supervisor import Supervisor
-from .arguments import Settings, parse_settings, unread_variables
+from .arguments import Settings, make_parser, parse_settings, unread_variables
 from .engine_config import make_engine_config, make_frontend_config
 from .fork import run_in_fork
 from .join import serve_headless
 from .launch_options import LaunchOptions
+from .open_files import raise_open_file_limit
+
+__all__ = ["make_parser", "serve"]
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -45,7 +47,7 @@ def run_supervisor(run: Callable[[Console, StopSignals], None]) -> int:
     if unread := unread_variables(os.environ):
         console.line(f"ignored environment variables: {', '.join(unread)}")
     name_process("supervisor")
-    _raise_open_file_limit()
+    raise_open_file_limit()
     with StopSignals() as signals:
         try:
             run(console, signals)
@@ -192,13 +194,3 @@ def resolve_model(settings: Settings, console: Console, signals: StopSignals) ->
         f"{config.max_model_len} tokens of context"
     )
     return model
-
-
-def _raise_open_file_limit() -> None:
-    """Raise the soft limit on open files to the hard limit.
-
-    Each connection is a file, and the usual soft limit of 1024 exists for programs that use select().
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

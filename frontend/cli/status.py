@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ...protocol.errors import ConfigError
-from .arguments import read_variables
+from ...protocol.errors import EngineError
+from ..supervisor.console import Console
+from .remote.server import DEFAULT_URL, RemoteServer, find_operator_key
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
@@ -32,47 +29,44 @@ COLUMNS: Final = (
 )
 
 
-def status(argv: Sequence[str]) -> int:
-    """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine status`."""
     parser = argparse.ArgumentParser(
         prog="engine status", description="Show a live table of a running engine's processes."
     )
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
+        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
     parser.add_argument("--once", action="store_true", help="Print the table once and exit")
+    parser.add_argument("--json", action="store_true", help="Print a line of JSON each time")
+    return parser
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
+    parser = make_parser()
     parsed = parser.parse_args(argv)
     try:
-        api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)
-        api_key = api_key or next(iter(read_variables("frontend.api_keys", os.environ) or ()), None)
+        server = RemoteServer(parsed.url, find_operator_key(parsed.api_key))
         while True:
-            table = format_table(_fetch(parsed.url, api_key))
+            answer = server.call("/engine/status", timeout_s=TIMEOUT_S)
+            if parsed.json:
+                print(json.dumps(answer), flush=True)
+            elif parsed.once:
+                print(format_table(answer))
+            else:
+                print(f"\x1b[H\x1b[2J{format_table(answer)}", flush=True)
             if parsed.once:
-                print(table)
                 return 0
-            print(f"\x1b[H\x1b[2J{table}", flush=True)
             time.sleep(INTERVAL_S)
-    except (OSError, ValueError, ConfigError) as error:
-        is_refused = isinstance(error, urllib.error.HTTPError) and error.code == 401
-        remedy = "; pass a valid API key with --api-key" if is_refused else ""
-        print(
-            f"engine: error: cannot read the status of {parsed.url}: {error}{remedy}",
-            file=sys.stderr,
-        )
+    except EngineError as error:
+        Console().error(str(error))
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):
         return 0
-
-
-def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/engine/status", headers=headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
 
 
 def format_table(answer: dict[str, Any]) -> str:

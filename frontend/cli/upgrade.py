@@ -42,11 +42,8 @@ class Overlap(enum.StrEnum):
     OFF = "off"
 
 
-def upgrade(argv: Sequence[str]) -> int:
-    """Take the place of a running server, and serve until a stop signal. Return the exit code, as `engine serve` does.
-
-    With `--detach`, return 0 as soon as the new server is ready, and 1 if it fails before that.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine upgrade`, without the flags of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine upgrade",
         description="Start a server of this version in place of a running one: it takes over the listening socket, and "
@@ -68,6 +65,15 @@ def upgrade(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--detach", action="store_true", help="Continue in the background when the server is ready"
     )
+    return parser
+
+
+def upgrade(argv: Sequence[str]) -> int:
+    """Take the place of a running server, and serve until a stop signal. Return the exit code, as `engine serve` does.
+
+    With `--detach`, return 0 as soon as the new server is ready, and 1 if it fails before that.
+    """
+    parser = make_parser()
     parsed, arguments = parser.parse_known_args(argv)
     # Invalid flags end the command here.
     given = parse_settings(arguments, {})

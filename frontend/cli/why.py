@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -13,13 +12,13 @@ from typing import Final
 from urllib.parse import quote
 
 from ...protocol.errors import ConfigError
-from .arguments import read_variables
+from .remote.server import DEFAULT_URL, find_operator_key
 
 TIMEOUT_S: Final = 120.0
 
 
-def why(argv: Sequence[str]) -> int:
-    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine why`."""
     parser = argparse.ArgumentParser(
         prog="engine why",
         description="Explain what happened to a request: how long it waited and for what, and where its time went. "
@@ -27,15 +26,21 @@ def why(argv: Sequence[str]) -> int:
     )
     parser.add_argument("id", metavar="ID", help="The answer's x-request-id, or its beginning")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
+        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
+    parser.add_argument("--json", action="store_true", help="Print the server's answer as JSON")
+    return parser
+
+
+def why(argv: Sequence[str]) -> int:
+    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+    parser = make_parser()
     parsed = parser.parse_args(argv)
     try:
-        api_key = parsed.api_key or read_variables("frontend.admin_api_key", os.environ)
-        api_key = api_key or next(iter(read_variables("frontend.api_keys", os.environ) or ()), None)
+        api_key = find_operator_key(parsed.api_key)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         url = f"{parsed.url.rstrip('/')}/debug/requests/{quote(parsed.id, safe='')}"
         request = urllib.request.Request(url, headers=headers)
@@ -47,7 +52,7 @@ def why(argv: Sequence[str]) -> int:
     except (OSError, ValueError, ConfigError) as error:
         print(f"engine: error: cannot ask {parsed.url}: {error}", file=sys.stderr)
         return 1
-    print("\n".join(answer["timelines"]).rstrip())
+    print(json.dumps(answer) if parsed.json else "\n".join(answer["timelines"]).rstrip())
     return 0
 
 

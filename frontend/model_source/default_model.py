@@ -71,7 +71,7 @@ def find_packaged_model(model: PackagedModel, console: Console) -> Path:
     """
     cache = cache_directory("models")
     cached = cache / model.file_name
-    installed = _installed_file(model)
+    installed = installed_file(model)
     for path in (installed, cached):
         if path is not None and path.is_file() and _is_verified(path, model.sha256, cache):
             return path
@@ -90,7 +90,8 @@ def find_packaged_model(model: PackagedModel, console: Console) -> Path:
     return cached
 
 
-def _installed_file(model: PackagedModel) -> Path | None:
+def installed_file(model: PackagedModel) -> Path | None:
+    """Return where the model's package has its file, which may be missing; None if it is not installed."""
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:
         return None

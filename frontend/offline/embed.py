@@ -1,32 +1,39 @@
-"""`engine embed`: embed the lines of a file or of standard input, without a server."""
+"""`engine embed`: embed the lines of a file or of standard input, with or without a server."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
-from typing import IO, Final
+from operator import itemgetter
+from typing import IO, Final, TypeAlias
 
 import msgspec
 
 from ...protocol.errors import EngineError
-from ..cli.arguments import parse_settings
+from ..cli.arguments import Settings, parse_settings
+from ..cli.remote.target import Target, open_target
 from ..supervisor.console import Console
 from .llm import DEFAULTS, LLM
 
+Embed: TypeAlias = Callable[[list[str], int | None, str | None], Iterable[list[float]]]
+"""Returns the vectors of texts, with a number of dimensions and the name of a prompt."""
+
+TEXTS_A_REQUEST: Final = 64
 TEXTS_AT_A_TIME: Final = 1024
 """Vectors are written before the next texts are read, so that a file may have any size."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write a line of JSON for each text. Return 1 after a failure; invalid arguments exit with code 2."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine embed`, without the flags of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine embed",
-        usage="engine embed [MODEL] [--input FILE] [flags]",
+        usage="engine embed [MODEL] [--input FILE] [--url URL] [flags]",
         description="Embed each line of a file. The output has a line of JSON with the index and the vector of each. "
-        "The flags of engine serve apply as well.",
+        "With --url, any server with OpenAI's API embeds them; otherwise the flags of engine serve apply as well.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -46,19 +53,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="The model's prompt to put before every text (default: that of the model)",
     )
-    own, flags = parser.parse_known_args(argv)
-    defaults = (
-        f"--no-{name}" if value is False else f"--{name}={value}"
-        for name, value in DEFAULTS.items()
+    parser.add_argument("--url", help="Server to use (default: an engine of its own)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key of --url; $OPENAI_API_KEY or $ENGINE_API_KEY if not given",
     )
-    settings = parse_settings([*defaults, *flags])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a line of JSON for each text. Return 1 after a failure; invalid arguments exit with code 2."""
+    parser = make_parser()
+    own, flags = parser.parse_known_args(argv)
+    if own.api_key is not None and own.url is None:
+        flags += ["--api-key", own.api_key]
     try:
         with ExitStack() as stack:
             lines = sys.stdin
             if own.input != "-":
                 lines = stack.enter_context(open(own.input, encoding="utf-8"))
-            llm = stack.enter_context(LLM.from_settings(settings))
-            _embed(llm, lines, own.dimensions, own.prompt_name)
+            embed: Embed
+            if own.url is None:
+                llm = stack.enter_context(LLM.from_settings(_settings(flags)))
+                embed = partial(_embed_here, llm)
+            else:
+                embed = partial(_embed_there, stack.enter_context(open_target(parser, own, flags)))
+            _write_all(embed, lines, own.dimensions, own.prompt_name)
     except BrokenPipeError:
         return 0
     except (EngineError, OSError, UnicodeDecodeError) as error:
@@ -67,11 +88,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _embed(llm: LLM, lines: IO[str], dimensions: int | None, prompt_name: str | None) -> None:
+def _settings(flags: Sequence[str]) -> Settings:
+    defaults = (
+        f"--no-{name}" if value is False else f"--{name}={value}"
+        for name, value in DEFAULTS.items()
+    )
+    return parse_settings([*defaults, *flags])
+
+
+def _embed_here(
+    llm: LLM, texts: list[str], dimensions: int | None, prompt_name: str | None
+) -> Iterable[list[float]]:
+    outputs = llm.embed(texts, dimensions=dimensions, prompt_name=prompt_name)
+    return (output.outputs.embedding for output in outputs)
+
+
+def _embed_there(
+    target: Target, texts: list[str], dimensions: int | None, prompt_name: str | None
+) -> Iterator[list[float]]:
+    """Yield the vectors of a server.
+
+    Raises:
+        ServerError: The server cannot be reached, or answers with an error.
+    """
+    optional = {"dimensions": dimensions, "prompt_name": prompt_name}
+    fields = {name: value for name, value in optional.items() if value is not None}
+    for start in range(0, len(texts), TEXTS_A_REQUEST):
+        body = {"model": target.model, "input": texts[start : start + TEXTS_A_REQUEST], **fields}
+        answer = target.server.call("/v1/embeddings", body)
+        for entry in sorted(answer["data"], key=itemgetter("index")):
+            yield entry["embedding"]
+
+
+def _write_all(
+    embed: Embed,
+    lines: IO[str],
+    dimensions: int | None,
+    prompt_name: str | None,
+) -> None:
     index = 0
     while texts := [line.rstrip("\n") for line in islice(lines, TEXTS_AT_A_TIME)]:
-        for output in llm.embed(texts, dimensions=dimensions, prompt_name=prompt_name):
-            entry = {"index": index, "embedding": output.outputs.embedding}
+        for vector in embed(texts, dimensions, prompt_name):
+            entry = {"index": index, "embedding": vector}
             sys.stdout.write(msgspec.json.encode(entry).decode() + "\n")
             index += 1
         sys.stdout.flush()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import json
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,26 +26,14 @@ from ..api.batches.lines import (
     split_lines,
 )
 from ..api.logprobs import Json
+from ..cli.remote.own_server import own_server
+from ..cli.remote.server import UnixConnection
 from ..supervisor.console import Console
 
 CONCURRENCY: Final = 128
-READY_POLL_S: Final = 0.1
 MAX_RETRY_S: Final = 30.0
 TIMEOUT_S: Final = 24 * 3600.0
 """Maximum seconds that an answer may take."""
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """A connection to a server at a Unix socket."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 class _Server:
@@ -101,7 +85,7 @@ class _Server:
 
     def _connect(self) -> http.client.HTTPConnection:
         if "://" not in self._url:
-            return _UnixConnection(self._url, TIMEOUT_S)
+            return UnixConnection(self._url, TIMEOUT_S)
         parts = urlsplit(self._url)
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -109,8 +93,8 @@ class _Server:
         return kind(parts.netloc, timeout=TIMEOUT_S)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write a line for each request. Return 1 if some have failed; invalid arguments exit with code 2."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine run-batch`, without the flags of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine run-batch",
         usage="engine run-batch [MODEL] -i FILE -o FILE [--url URL] [flags]",
@@ -133,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help=f"Maximum requests at once (default: {CONCURRENCY})",
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a line for each request. Return 1 if some have failed; invalid arguments exit with code 2."""
+    parser = make_parser()
     own, flags = parser.parse_known_args(argv)
     if own.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, got {own.concurrency}")
@@ -144,8 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _verify(lines)
         with ExitStack() as stack:
             output = stack.enter_context(_open_output(own.output_file))
-            url = own.url or stack.enter_context(_engine(flags))
-            server = _Server(url, own.api_key)
+            if own.url is not None:
+                server = _Server(own.url, own.api_key)
+            else:
+                started = stack.enter_context(own_server(flags))
+                server = _Server(started.url.removeprefix("unix:"), started.api_key)
             num_failed = _answer_all(server, lines, output, own.concurrency)
     except BrokenPipeError:
         return 0
@@ -188,39 +181,6 @@ def _answer_all(server: _Server, lines: list[bytes], output: IO[bytes], concurre
             output.write(msgspec.json.encode(answer) + b"\n")
             output.flush()
     return num_failed
-
-
-@contextmanager
-def _engine(flags: Sequence[str]) -> Iterator[str]:
-    """Run an engine, and yield the path of its socket.
-
-    Raises:
-        EngineError: It does not start.
-    """
-    with tempfile.TemporaryDirectory(prefix="engine-batch-") as directory:
-        path = f"{directory}/http"
-        command = [sys.executable, "-P", "-m", "engine.frontend.cli.main", "serve"]
-        process = subprocess.Popen([*command, *flags, "--uds", path], stdout=sys.stderr)
-        try:
-            _wait_until_ready(process, _Server(path, None))
-            yield path
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], server: _Server) -> None:
-    while process.poll() is None:
-        try:
-            status, _, content = server.call("GET", "/readyz")
-        except OSError:
-            status = 0
-        if status == 200:
-            return
-        if status not in (0, 503):
-            raise EngineError(f"the engine answers {status}: {json.dumps(content.decode()[:200])}")
-        time.sleep(READY_POLL_S)
-    raise EngineError(f"the engine has exited with code {process.returncode}")
 
 
 if __name__ == "__main__":

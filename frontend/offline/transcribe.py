@@ -21,8 +21,8 @@ from .llm import DEFAULTS, LLM
 FORMATS: Final = ("text", "json", "srt", "vtt")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the transcript of each file. Return 1 after a failure; invalid arguments exit with code 2."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine transcribe`, without the flags of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine transcribe",
         usage="engine transcribe FILE... --model MODEL [flags]",
@@ -41,6 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format", choices=FORMATS, default="text", help="Format of the output (default: text)"
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the transcript of each file. Return 1 after a failure; invalid arguments exit with code 2."""
+    parser = make_parser()
     own, flags = parser.parse_known_args(argv)
     defaults = (
         f"--no-{name}" if value is False else f"--{name}={value}"

@@ -360,7 +360,9 @@ def test_a_decoder_without_a_head_only_embeds(tmp_path: Path) -> None:
     np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4)
 
 
-def test_the_command_embeds_the_lines_of_a_file(minilm: Path, tmp_path: Path) -> None:
+def test_the_command_embeds_the_lines_of_a_file(
+    server: Server, minilm: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "texts"
     file.write_text("\n".join(TEXTS[:3]) + "\n", encoding="utf-8")
     program = [sys.executable, "-m", "engine.frontend.cli.main", "embed"]
@@ -370,8 +372,12 @@ def test_the_command_embeds_the_lines_of_a_file(minilm: Path, tmp_path: Path) ->
     by_pipe = subprocess.run(
         [*command, "--dimensions", "8"], capture_output=True, text=True, input="a\n\nb"
     )
+    by_server = subprocess.run(
+        [*program, "--url", server.url, "--input", str(file)], capture_output=True, text=True
+    )
     with LLM(str(minilm)) as llm:
         wanted = [output.outputs.embedding for output in llm.embed(TEXTS[:3])]
+    assert by_server.stdout == by_file.stdout, by_server.stderr
     found = [json.loads(line) for line in by_file.stdout.splitlines()]
     assert [entry["index"] for entry in found] == [0, 1, 2]
     assert [entry["embedding"] for entry in found] == wanted

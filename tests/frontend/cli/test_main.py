@@ -54,8 +54,11 @@ def configure(
 @pytest.mark.parametrize(
     ("command", "heavy"),
     [
-        (["--help"], "msgspec zmq numpy asyncio"),
-        (["serve", "--help"], "torch numpy transformers tokenizers jinja2 uvicorn asyncio"),
+        (["--help"], "msgspec zmq numpy asyncio rich"),
+        (
+            ["serve", "--help"],
+            "torch numpy transformers tokenizers jinja2 uvicorn asyncio rich aiohttp",
+        ),
     ],
 )
 def test_help_imports_no_heavy_modules(command: list[str], heavy: str) -> None:

@@ -1,0 +1,1 @@
+"""`engine bench`: measure any server with OpenAI's API."""

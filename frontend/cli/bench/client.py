@@ -1,0 +1,251 @@
+"""Send streamed requests to a server with OpenAI's API and record when each piece of the answers arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import aiohttp
+import msgspec
+
+from .datasets import Prompt, Session, Turn
+
+TIMEOUT_S: Final = 6 * 3600.0
+"""Maximum seconds of a request."""
+_READ_BYTES: Final = 1 << 20
+_QUOTED: Final = 200
+
+Clock: TypeAlias = Callable[[], float]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptTokensDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass
+class Answer:
+    """The record of one request. Times are seconds of `time.perf_counter`.
+
+    Attributes:
+        start: When it was sent.
+        end: When its answer ended.
+        chunk_times: When each piece of text arrived.
+        output_tokens: Generated tokens; the number of pieces if the server does not report them.
+        prompt_tokens: Tokens of the prompt; 0 if the server does not report them.
+        cached_tokens: Those found in a prefix cache.
+        text: The generated text.
+        error: Why it failed, or None.
+    """
+
+    start: float = 0.0
+    end: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    error: str | None = None
+
+    def read(self, line: bytes) -> None:
+        """Record a line of the stream.
+
+        Raises:
+            msgspec.MsgspecError: The line is no event.
+        """
+        event = _decode_event(line)
+        if event.error is not None:
+            self.error = str(event.error)
+        for choice in event.choices[:1]:
+            delta = choice.delta
+            thought = (delta.reasoning_content or delta.reasoning or "") if delta else ""
+            text = choice.text or (delta.content if delta else None) or ""
+            if text or thought:
+                self.chunk_times.append(time.perf_counter())
+                self.text += text
+        if (usage := event.usage) is not None:
+            self.output_tokens = usage.completion_tokens
+            self.prompt_tokens = usage.prompt_tokens
+            details = usage.prompt_tokens_details
+            self.cached_tokens = (details and details.cached_tokens) or 0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The destination of requests, and the fields that all of them share.
+
+    Attributes:
+        url: The server's URL without `/v1`, or `unix:` and the path of its socket.
+        model: The model's name.
+        is_chat: Use chat completions rather than completions.
+        api_key: Sent with each request, if it is not None.
+        fields: Further fields of each request.
+    """
+
+    url: str
+    model: str
+    is_chat: bool = False
+    api_key: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_url(self) -> str:
+        """The URL of the requests."""
+        base = "http://localhost" if self.url.startswith("unix:") else self.url
+        return base + ("/v1/chat/completions" if self.is_chat else "/v1/completions")
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Yield a client without a limit of connections."""
+        connector: aiohttp.BaseConnector
+        if self.url.startswith("unix:"):
+            connector = aiohttp.UnixConnector(self.url.removeprefix("unix:"), force_close=True)
+        else:
+            # A connection for each request: llama-server closes one after a streamed answer without saying so. The
+            # handshakes of TLS would take longer than most first tokens.
+            force_close = not self.url.startswith("https:")
+            connector = aiohttp.TCPConnector(limit=0, force_close=force_close)
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        async with aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            read_bufsize=_READ_BYTES,
+        ) as client:
+            yield client
+
+    def body(self, prompt: Prompt | list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
+        """Return a request with a prompt, or with messages if this is a chat."""
+        return {
+            "model": self.model,
+            "messages" if self.is_chat else "prompt": prompt,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+        }
+
+
+async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    """Send one request and return what was recorded. Failures are recorded, too."""
+    answer = Answer(start=time.perf_counter())
+    try:
+        async with client.post(url, json=body) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:_QUOTED]}"
+                return answer
+            rest = b""
+            async for data in response.content.iter_any():
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        answer.read(line[6:])
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, OSError) as error:
+        answer.error = repr(error)
+    answer.end = time.perf_counter()
+    if answer.error is None and not answer.chunk_times:
+        answer.error = "no text came"
+    answer.output_tokens = answer.output_tokens or len(answer.chunk_times)
+    return answer
+
+
+async def run_sessions(
+    endpoint: Endpoint,
+    sessions: Sequence[Session],
+    *,
+    starts: Sequence[float] | None = None,
+    max_concurrency: int | None = None,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> tuple[list[Answer], float]:
+    """Send the requests of all sessions.
+
+    Args:
+        endpoint: Where to.
+        sessions: What. The requests of a session follow one another, each with the answers before it.
+        starts: Seconds after the begin at which each session starts, in ascending order; all at once by default.
+        max_concurrency: Maximum sessions at once. A session that has to wait starts late.
+        on_answer: Called after each request.
+
+    Returns:
+        The answers, in the order in which they ended, and the seconds that all of them took.
+    """
+    answers: list[Answer] = []
+    places = asyncio.Semaphore(max_concurrency or len(sessions))
+
+    async def run(client: aiohttp.ClientSession, session: Session, start: float) -> None:
+        await asyncio.sleep(begin + start - time.perf_counter())
+        async with places:
+            history = _History(endpoint.is_chat, session)
+            for turn in session.turns:
+                prompt = history.prompt(turn)
+                answer = await ask(
+                    client, endpoint.full_url, endpoint.body(prompt, turn.max_tokens)
+                )
+                answers.append(answer)
+                on_answer(answer)
+                if answer.error is not None:
+                    return
+                history.add_answer(answer.text)
+
+    async with endpoint.connect() as client:
+        begin = time.perf_counter()
+        await asyncio.gather(
+            *map(lambda s, at: run(client, s, at), sessions, starts or [0.0] * len(sessions))
+        )
+        return answers, time.perf_counter() - begin
+
+
+class _History:
+    """The conversation of a session so far: messages of a chat, or one text."""
+
+    def __init__(self, is_chat: bool, session: Session) -> None:
+        self._is_chat = is_chat
+        system = session.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._text = "" if system is None else system + "\n"
+        self._is_single = len(session.turns) == 1 and system is None
+
+    def prompt(self, turn: Turn) -> Any:
+        """Add a turn, and return the prompt with all before it."""
+        if not self._is_chat and self._is_single:
+            return turn.prompt
+        assert isinstance(turn.prompt, str)
+        if self._is_chat:
+            self._messages.append({"role": "user", "content": turn.prompt})
+            return list(self._messages)
+        self._text += turn.prompt
+        return self._text
+
+    def add_answer(self, text: str) -> None:
+        """Add the answer to the last turn."""
+        self._messages.append({"role": "assistant", "content": text})
+        self._text += text

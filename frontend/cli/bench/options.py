@@ -1,0 +1,196 @@
+"""The arguments that the commands of `engine bench` share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from ....protocol.errors import ConfigError
+from .datasets import DatasetName, DatasetOptions, Session, make_sessions
+
+
+class Backend(enum.StrEnum):
+    """The endpoint that gets the requests: completions or chat completions."""
+
+    COMPLETIONS = "openai"
+    CHAT = "openai-chat"
+
+
+_DEFAULT_PERCENTILES: Final = "99"
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add an argument for each field of DatasetOptions."""
+    group = parser.add_argument_group("dataset", "Lengths are in tokens.")
+    hints = get_type_hints(DatasetOptions, include_extras=True)
+    for field in msgspec.structs.fields(DatasetOptions):
+        (summary,) = (text for text in hints[field.name].__metadata__ if isinstance(text, str))
+        is_choice = isinstance(field.default, DatasetName)
+        default = "" if field.default is None else f" (default: {field.default})"
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            choices=list(DatasetName) if is_choice else None,
+            metavar=None if is_choice else "FILE" if field.name.endswith("_path") else "N",
+            help=summary + default,
+        )
+
+
+def dataset_options(parsed: argparse.Namespace, **defaults: object) -> DatasetOptions:
+    """Return the options of the dataset.
+
+    Args:
+        parsed: The parsed arguments.
+        defaults: Values of fields that are not given.
+
+    Raises:
+        ConfigError: A value is invalid.
+    """
+    names = [field.name for field in msgspec.structs.fields(DatasetOptions)]
+    given = {name: getattr(parsed, name) for name in names if hasattr(parsed, name)}
+    try:
+        return msgspec.convert({**defaults, **given}, DatasetOptions, strict=False)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {given.get(name)}: {problem[:1].lower()}{problem[1:]}") from None
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how requests are sent."""
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--backend",
+        type=Backend,
+        choices=list(Backend),
+        help="Endpoint: completions or chat completions (default: openai; with agent, openai-chat)",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="Continue at end tokens, which other servers than inference servers reject (default: unless there is a "
+        "--dataset-path)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="Sampling temperature (default: 0)",
+    )
+
+
+def add_result_arguments(parser: argparse.ArgumentParser, *, has_plot: bool = True) -> None:
+    """Add the arguments that say where results go."""
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--json", action="store_true", help="Print JSON, a line for each result, rather than text"
+    )
+    group.add_argument("--result-filename", metavar="FILE", help="Write the JSON to this file, too")
+    if has_plot:
+        group.add_argument("--plot", metavar="FILE", help="Draw the results into this SVG file")
+
+
+def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which figures are computed."""
+    group = parser.add_argument_group("figures")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="Count requests within all these limits, such as ttft:200 tpot:50 e2el:3000",
+    )
+    group.add_argument(
+        "--metric-percentiles",
+        default=_DEFAULT_PERCENTILES,
+        metavar="P,P",
+        help=f"Percentiles of each latency (default: {_DEFAULT_PERCENTILES})",
+    )
+
+
+class Workload:
+    """Which requests are sent, and how they are measured.
+
+    Args:
+        parsed: Arguments of the functions above.
+        defaults: Values of fields of DatasetOptions that are not given.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    def __init__(self, parsed: argparse.Namespace, **defaults: object) -> None:
+        self.dataset = dataset_options(parsed, **defaults)
+        backend = parsed.backend
+        if backend is None:
+            backend = Backend.CHAT if self.dataset.needs_messages else Backend.COMPLETIONS
+        self.backend: Backend = backend
+        ignore_eos = parsed.ignore_eos
+        if ignore_eos is None:
+            ignore_eos = self.dataset.is_synthetic
+        self.fields: dict[str, Any] = {"temperature": parsed.temperature}
+        if ignore_eos:
+            self.fields["ignore_eos"] = True
+        self.goodput = parse_goodput(getattr(parsed, "goodput", []))
+        self.percentiles = parse_percentiles(
+            getattr(parsed, "metric_percentiles", _DEFAULT_PERCENTILES)
+        )
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether chat completions are measured."""
+        return self.backend is Backend.CHAT
+
+    def sessions(self, count: int, seed_offset: int = 0) -> list[Session]:
+        """Return `count` sessions. Other offsets give other ones, which share no prefix with these.
+
+        Raises:
+            ConfigError: The file of the dataset cannot be used.
+        """
+        options = msgspec.structs.replace(self.dataset, seed=self.dataset.seed + seed_offset)
+        return make_sessions(options, count, as_text=self.is_chat)
+
+
+def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
+    """Return the limits of `--goodput`, such as `ttft:200`, in milliseconds.
+
+    Raises:
+        ConfigError: A limit has another form.
+    """
+    parsed = {}
+    for limit in limits:
+        name, _, value = limit.partition(":")
+        try:
+            milliseconds = float(value)
+        except ValueError:
+            milliseconds = math.nan
+        if name not in ("ttft", "tpot", "e2el") or not milliseconds > 0:
+            raise ConfigError(
+                f"--goodput {limit}: must be ttft, tpot or e2el, a colon and milliseconds, such as ttft:200"
+            )
+        parsed[name] = milliseconds
+    return parsed
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """Return the percentiles of `--metric-percentiles`, such as `50,99`.
+
+    Raises:
+        ConfigError: One of them is not a number from 0 to 100.
+    """
+    try:
+        percentiles = [float(part) for part in text.split(",")]
+    except ValueError:
+        percentiles = []
+    if not percentiles or not all(0 <= p <= 100 for p in percentiles):
+        raise ConfigError(
+            f"--metric-percentiles {text}: must be numbers from 0 to 100, such as 50,99"
+        )
+    return percentiles

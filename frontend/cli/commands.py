@@ -1,0 +1,140 @@
+"""The commands of `engine`, in the order of its help, with the modules that run them."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Command(NamedTuple):
+    """A command and where its code is.
+
+    Attributes:
+        usage: Its arguments, in short.
+        summary: What it does, in a few words.
+        module: The module with the functions `function` and `make_parser`. A relative name is one of this package.
+        function: The function that runs the command with its arguments and returns the exit code.
+        is_program: Whether the module replaces this process, because it needs none of its modules or may not be
+            imported by the frontend.
+        takes_serve_flags: Whether the flags of `engine serve` apply as well.
+    """
+
+    usage: str
+    summary: str
+    module: str
+    function: str = "main"
+    is_program: bool = False
+    takes_serve_flags: bool = False
+
+
+COMMANDS: Final = {
+    "serve": Command(
+        "[MODEL] [flags]",
+        "serve a model over HTTP; see engine serve --help",
+        ".serve",
+        "serve",
+    ),
+    "chat": Command(
+        "[MODEL] [--url URL] [flags]",
+        "chat with a model, with or without a running server",
+        ".talk.chat",
+        takes_serve_flags=True,
+    ),
+    "complete": Command(
+        "[PROMPT] [--url URL] [flags]",
+        "continue a text, of standard input too",
+        ".talk.complete",
+        takes_serve_flags=True,
+    ),
+    "bench": Command(
+        "serve|throughput|latency|compare",
+        "measure any server with OpenAI's API",
+        ".bench.command",
+        takes_serve_flags=True,
+    ),
+    "upgrade": Command(
+        "[MODEL] [flags]",
+        "replace a running server by a new version or model, without downtime",
+        ".upgrade",
+        "upgrade",
+        takes_serve_flags=True,
+    ),
+    "embed": Command(
+        "[MODEL] [flags]",
+        "embed the lines of a file, with or without a server",
+        "engine.frontend.offline.embed",
+        is_program=True,
+        takes_serve_flags=True,
+    ),
+    "transcribe": Command(
+        "FILE --model MODEL",
+        "write down what is said in audio files, without a server",
+        "engine.frontend.offline.transcribe",
+        is_program=True,
+        takes_serve_flags=True,
+    ),
+    "run-batch": Command(
+        "-i FILE -o FILE [--url URL] [flags]",
+        "answer a file of requests, with or without a server",
+        "engine.frontend.offline.run_batch",
+        is_program=True,
+        takes_serve_flags=True,
+    ),
+    "status": Command(
+        "[--url URL]", "show a live table of a running server's processes", ".status", "status"
+    ),
+    "top": Command(
+        "[--url URL]", "show a live table of a running server's load and latencies", ".watch.top"
+    ),
+    "why": Command(
+        "ID [--url URL]", "explain what happened to a request of a running server", ".why", "why"
+    ),
+    "doctor": Command(
+        "[MODEL...]",
+        "describe this machine, what it can serve, and what is misconfigured",
+        ".machine.doctor",
+    ),
+    "models": Command(
+        "[rm NAME...]", "list or remove the models on this machine", ".machine.models"
+    ),
+    "replay": Command(
+        "FILE [flags]",
+        "replay a scheduler dump, or explain why a request waited",
+        "engine.core.replay.__main__",
+        is_program=True,
+    ),
+    "simulate": Command(
+        "TRACE [flags]",
+        "predict the latency and throughput of a trace",
+        "engine.core.simulation.__main__",
+        is_program=True,
+    ),
+    "keygen": Command(
+        "[--out FILE]",
+        "create the key that the machines of one engine share",
+        ".keygen",
+        "keygen",
+    ),
+    "worker": Command(
+        "--core HOST:PORT --key FILE",
+        "run one worker on this machine (torchrun starts it)",
+        ".join",
+        "work",
+    ),
+    "completion": Command(
+        "bash|zsh|fish", "print a script that completes commands and flags", ".completion.command"
+    ),
+}
+
+_USAGE_WIDTH: Final = 26
+
+
+def describe_commands() -> str:
+    """Return a line or two for each command, for `engine --help`."""
+    lines = ["commands:"]
+    for name, command in COMMANDS.items():
+        usage = f"  {name} {command.usage}".rstrip()
+        if len(usage) < _USAGE_WIDTH + 1:
+            lines.append(f"{usage:{_USAGE_WIDTH + 2}}{command.summary}")
+        else:
+            lines += [usage, " " * (_USAGE_WIDTH + 2) + command.summary]
+    return "\n".join(lines) + "\n"

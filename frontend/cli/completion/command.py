@@ -1,0 +1,32 @@
+"""`engine completion`: print a script with which a shell completes the commands and flags of `engine`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Final
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine completion`."""
+    parser = argparse.ArgumentParser(
+        prog="engine completion",
+        description="Print a script that completes the commands and flags of engine. Store it where the shell looks for "
+        "such scripts: for bash ~/.local/share/bash-completion/completions/engine, for zsh a file _engine in a "
+        "directory of $fpath, for fish ~/.config/fish/completions/engine.fish.",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="The shell")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script and return 0."""
+    shell = make_parser().parse_args(argv).shell
+    # The modules of all commands are loaded only now.
+    from .shells import SCRIPTS
+    from .tree import read_commands
+
+    print(SCRIPTS[shell](read_commands()), end="")
+    return 0

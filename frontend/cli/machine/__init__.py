@@ -1,0 +1,1 @@
+"""`engine doctor` and `engine models`: this machine, and the models on it."""

@@ -1,0 +1,82 @@
+"""`engine models`: list the models in the caches of this machine, and remove some."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ....protocol.errors import ConfigError, EngineError
+from ...supervisor.console import Console, format_bytes
+from .caches import CachedModel, find_by_name, find_cached, remove_cached
+
+_DAY_S: Final = 86400
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine models`."""
+    parser = argparse.ArgumentParser(
+        prog="engine models",
+        usage="engine models [--json] | engine models rm NAME... [--yes]",
+        description="List the models in the caches of this machine: that of the Hugging Face client, that of Engine, "
+        "and installed packages.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print a line of JSON for each")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    remove = commands.add_parser("rm", help="remove models", description="Remove models.")
+    remove.add_argument(
+        "names", metavar="NAME", nargs="+", help="Names as engine models prints them"
+    )
+    remove.add_argument("-y", "--yes", action="store_true", help="Do not ask")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """List or remove models. Return 0, or 1 after a failure."""
+    parsed = make_parser().parse_args(argv)
+    try:
+        models = find_cached()
+        if parsed.command == "rm":
+            _remove(models, parsed.names, parsed.yes)
+        elif parsed.json:
+            for model in models:
+                print(json.dumps(msgspec.to_builtins(model)))
+        else:
+            print(format_models(models))
+    except KeyboardInterrupt:
+        return 130
+    except EngineError as error:
+        Console().error(str(error))
+        return 1
+    return 0
+
+
+def format_models(models: Sequence[CachedModel]) -> str:
+    """Return a table of the models, with the sum of their sizes."""
+    rows = [("NAME", "CACHE", "SIZE", "LAST READ")]
+    for model in models:
+        age = max(0.0, time.time() - model.used_at) // _DAY_S
+        read = "today" if not age else f"{age:.0f} days ago"
+        rows.append((model.name, model.kind, format_bytes(model.size_bytes), read))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    total = format_bytes(sum(model.size_bytes for model in models))
+    return "\n".join([*lines, f"{len(models)} in all, {total}"])
+
+
+def _remove(models: list[CachedModel], names: Sequence[str], is_sure: bool) -> None:
+    chosen = [find_by_name(models, name) for name in dict.fromkeys(names)]
+    if not is_sure:
+        print(format_models(chosen))
+        if not sys.stdin.isatty():
+            raise ConfigError("nothing was removed, because nobody can be asked; pass --yes")
+        if input("Remove? [y/N] ").strip().lower() not in ("y", "yes"):
+            return
+    for model in chosen:
+        remove_cached(model)
+        print(f"removed {model.name}, {format_bytes(model.size_bytes)}")

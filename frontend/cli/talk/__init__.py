@@ -1,0 +1,1 @@
+"""`engine chat` and `engine complete`: talk to a model from the terminal."""

@@ -1,0 +1,71 @@
+"""The answer to a message: its text as it arrives, and its figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class Piece(NamedTuple):
+    """A part of the text. `is_reasoning` marks what the model thinks before it answers."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+class Answer:
+    """Collects the events of a streamed chat completion.
+
+    Attributes:
+        text: The answer so far, without the reasoning.
+        num_tokens: The number of its tokens, or None if the server has not reported it.
+        finish_reason: Why the answer ended, or None.
+        first_s: Seconds until the first text, or None if there was none.
+        total_s: Seconds until the end.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.first_s: float | None = None
+        self.total_s = 0.0
+        self._begun = time.monotonic()
+
+    def read(self, events: Iterable[dict[str, Any]]) -> Iterator[Piece]:
+        """Yield the pieces of text as they arrive."""
+        for event in events:
+            self.total_s = time.monotonic() - self._begun
+            if usage := event.get("usage"):
+                self.num_tokens = usage.get("completion_tokens")
+            for choice in event.get("choices") or ():
+                self.finish_reason = choice.get("finish_reason") or self.finish_reason
+                yield from self._pieces(choice.get("delta") or {})
+        self.total_s = time.monotonic() - self._begun
+
+    def _pieces(self, delta: dict[str, Any]) -> Iterator[Piece]:
+        # Servers name this field differently.
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        content = delta.get("content")
+        if self.first_s is None and (reasoning or content):
+            self.first_s = self.total_s
+        if reasoning:
+            yield Piece(reasoning, is_reasoning=True)
+        if content:
+            self.text += content
+            yield Piece(content)
+
+    def figures(self) -> str:
+        """Return the number of tokens and the speed, for a line below the answer."""
+        parts = []
+        if self.num_tokens is not None:
+            parts.append(f"{self.num_tokens} tokens")
+        if self.first_s is not None:
+            parts.append(f"first after {self.first_s:.2f} s")
+            decoding_s = self.total_s - self.first_s
+            if self.num_tokens is not None and self.num_tokens > 1 and decoding_s > 0:
+                parts.append(f"then {(self.num_tokens - 1) / decoding_s:.1f} tokens/s")
+        if self.finish_reason == "length":
+            parts.append("ended at the limit of tokens")
+        return ", ".join(parts)

@@ -1,0 +1,171 @@
+"""`engine chat`: chat with a model on the terminal, with or without a running server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ....protocol.errors import EngineError
+from ...supervisor.console import Console
+from ..remote.server import ServerError
+from ..remote.target import Target, add_target_arguments, open_target
+from .answer import Answer
+from .conversation import Conversation, image_url
+from .line_input import EndOfInput, LineInput
+from .sampling import add_sampling_arguments, sampling_fields
+from .slash import SLASH_COMMANDS, Quit, Retry, run_command
+from .views import PlainView, View
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine chat`, without the flags of `engine serve`."""
+    parser = argparse.ArgumentParser(
+        prog="engine chat",
+        usage="engine chat [MODEL] [--url URL] [flags]",
+        description="Chat with a model. With --url, any server with OpenAI's API answers. With a MODEL and no --url, a "
+        "server is started for the chat, and the flags of engine serve apply as well.",
+        epilog="Within the chat, /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
+        allow_abbrev=False,
+    )
+    add_target_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="System prompt")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE_OR_URL",
+        help="Image for the first message; repeatable",
+    )
+    parser.add_argument(
+        "--load", type=Path, metavar="FILE", help="Continue a conversation that /save has written"
+    )
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="Ask this, print the answer and exit")
+    parser.add_argument(
+        "--plain", action="store_true", help="Print answers as they are, without rendering Markdown"
+    )
+    add_sampling_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Chat until the input ends. Return 0, or 1 if the server cannot be used; invalid arguments exit with code 2."""
+    parser = make_parser()
+    parsed, flags = parser.parse_known_args(argv)
+    try:
+        conversation = Conversation(parsed.system)
+        if parsed.load is not None:
+            conversation.load(parsed.load)
+        conversation.images += map(image_url, parsed.image)
+        with open_target(parser, parsed, flags) as target:
+            chat = _Chat(target, conversation, sampling_fields(parsed), parsed.plain)
+            if parsed.quick is not None:
+                return 0 if chat.answer(parsed.quick) else 1
+            chat.run()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except EngineError as error:
+        Console().error(str(error))
+        return 1
+    return 0
+
+
+class _Chat:
+    """A chat: reads messages and commands, and shows the answers."""
+
+    def __init__(
+        self, target: Target, conversation: Conversation, sampling: dict[str, Any], plain: bool
+    ) -> None:
+        self._target = target
+        self._conversation = conversation
+        self._sampling = sampling
+        self._input = LineInput()
+        self._make_view = _choose_view(plain)
+
+    def run(self) -> None:
+        """Answer messages until the input ends.
+
+        Raises:
+            EngineError: The input is no terminal, and a message was not answered.
+        """
+        with self._input.editing(SLASH_COMMANDS):
+            self._note(f"{self._target.model} at {self._target.server.url}; /help lists commands")
+            while True:
+                try:
+                    message = self._input.read_message()
+                    if not message.strip():
+                        continue
+                    if message.startswith("/"):
+                        self._note(run_command(self._conversation, message))
+                    else:
+                        self.answer(message)
+                except Retry:
+                    self._answer_last()
+                except (Quit, EndOfInput):
+                    return
+                except KeyboardInterrupt:
+                    self._note("\nCtrl-D or /quit ends the chat")
+                except EngineError as error:
+                    if not self._input.on_terminal:
+                        raise
+                    self._note(f"error: {error}")
+
+    def answer(self, message: str) -> bool:
+        """Ask the model and show its answer. Return False if the user stopped it.
+
+        Raises:
+            ServerError: The server cannot be reached, or answers with an error.
+        """
+        self._conversation.ask(message)
+        return self._answer_last()
+
+    def _answer_last(self) -> bool:
+        answer = Answer()
+        body = {
+            "model": self._target.model,
+            "messages": self._conversation.for_request(),
+            "stream_options": {"include_usage": True},
+            **self._sampling,
+        }
+        is_whole = True
+        try:
+            events = self._target.server.stream("/v1/chat/completions", body)
+            with closing(events), self._make_view() as view:
+                try:
+                    for piece in answer.read(events):
+                        view.show(piece)
+                except KeyboardInterrupt:
+                    is_whole = False
+        except ServerError:
+            self._conversation.retract_question()
+            raise
+        # What was said before the user stopped it is part of the conversation.
+        if answer.text or is_whole:
+            self._conversation.answer(answer.text)
+        else:
+            self._conversation.retract_question()
+        figures = answer.figures()
+        self._note(figures if is_whole else f"stopped; {figures}".rstrip("; "))
+        return is_whole
+
+    def _note(self, text: str) -> None:
+        """Show a line that is not part of an answer, on a terminal only."""
+        if self._input.on_terminal and text:
+            print(f"\x1b[2m{text}\x1b[0m")
+
+
+def _choose_view(plain: bool) -> Callable[[], View]:
+    if plain or not sys.stdout.isatty():
+        return PlainView
+    # Late imports keep the start of everything else fast.
+    from rich.console import Console as Terminal
+
+    from .markdown_view import MarkdownView
+
+    terminal = Terminal()
+    return lambda: MarkdownView(terminal)

@@ -1,0 +1,72 @@
+"""`engine complete`: continue a text, with or without a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from ....protocol.errors import EngineError
+from ...supervisor.console import Console
+from ..remote.target import Target, add_target_arguments, open_target
+from .sampling import add_sampling_arguments, sampling_fields
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine complete`, without the flags of `engine serve`."""
+    parser = argparse.ArgumentParser(
+        prog="engine complete",
+        usage="engine complete [PROMPT] [--url URL] [--model MODEL] [flags]",
+        description="Continue a text, that of standard input if none is given. With --url, any server with OpenAI's "
+        "API continues it. With --model and no --url, a server is started, and flags of engine serve may follow.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", default="-", help="Text; - is standard input"
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="Model to serve, or name of a model of --url"
+    )
+    add_target_arguments(parser)
+    parser.add_argument("--echo", action="store_true", help="Print the prompt, too")
+    parser.add_argument(
+        "--json", action="store_true", help="Print the server's whole answer as JSON, at its end"
+    )
+    add_sampling_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the continuation. Return 1 after a failure; invalid arguments exit with code 2."""
+    parser = make_parser()
+    parsed, flags = parser.parse_known_args(argv)
+    try:
+        prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+        if not prompt:
+            raise EngineError("the prompt is empty; pass a text as PROMPT or on standard input")
+        named = [] if parsed.model is None else ["--model", parsed.model]
+        with open_target(parser, parsed, [*named, *flags]) as target:
+            _complete(target, prompt, parsed)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except (EngineError, UnicodeDecodeError) as error:
+        Console().error(str(error))
+        return 1
+    return 0
+
+
+def _complete(target: Target, prompt: str, parsed: argparse.Namespace) -> None:
+    body = {"model": target.model, "prompt": prompt, "echo": parsed.echo, **sampling_fields(parsed)}
+    if parsed.json:
+        print(json.dumps(target.server.call("/v1/completions", body)))
+        return
+    with closing(target.server.stream("/v1/completions", body)) as events:
+        for event in events:
+            for choice in event.get("choices") or ():
+                sys.stdout.write(choice.get("text") or "")
+                sys.stdout.flush()
+    sys.stdout.write("\n")

@@ -1,0 +1,108 @@
+"""The commands within a chat, which begin with a slash."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ....protocol.errors import EngineError
+from .conversation import Conversation, image_url
+from .line_input import QUOTES
+
+
+class Quit(Exception):
+    """Raised by the command that ends the chat."""
+
+
+class Retry(Exception):
+    """Raised by the command that has the last message answered again."""
+
+
+class SlashCommand(NamedTuple):
+    """A command: its arguments, what it does, and the function that does it and returns a line for the user."""
+
+    usage: str
+    summary: str
+    run: Callable[[Conversation, str], str]
+
+
+def run_command(conversation: Conversation, line: str) -> str:
+    """Run a line that begins with a slash, and return what to show.
+
+    Raises:
+        EngineError: There is no such command, or it failed.
+        Quit: The chat ends.
+        Retry: The last message is to be answered again.
+    """
+    name, _, argument = line.strip().partition(" ")
+    if name not in SLASH_COMMANDS:
+        raise EngineError(f"unknown command {name}; /help lists all")
+    return SLASH_COMMANDS[name].run(conversation, argument.strip())
+
+
+def _help(conversation: Conversation, argument: str) -> str:
+    rows = [
+        (f"{name} {command.usage}".strip(), command.summary)
+        for name, command in SLASH_COMMANDS.items()
+    ]
+    rows += [
+        (QUOTES, "begins and ends a message of several lines"),
+        ("Ctrl-C", "stops an answer"),
+        ("Ctrl-D", "ends the chat"),
+    ]
+    width = max(len(usage) for usage, _ in rows)
+    return "\n".join(f"{usage:{width}}  {summary}" for usage, summary in rows)
+
+
+def _system(conversation: Conversation, argument: str) -> str:
+    if argument:
+        conversation.system = argument
+        return "the system prompt applies from the next message on"
+    return conversation.system or "there is no system prompt; set one with /system TEXT"
+
+
+def _image(conversation: Conversation, argument: str) -> str:
+    try:
+        sources = shlex.split(argument)
+    except ValueError as error:
+        raise EngineError(f"/image {argument}: {error}") from None
+    if not sources:
+        raise EngineError("/image needs a file or a URL")
+    conversation.images += [image_url(source) for source in sources]
+    return f"{len(conversation.images)} image(s) will go with the next message"
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise EngineError("/save needs a file")
+    path = Path(argument).expanduser()
+    conversation.save(path)
+    return f"saved {len(conversation.messages)} messages to {path}"
+
+
+def _clear(conversation: Conversation, argument: str) -> str:
+    conversation.clear()
+    return "the conversation is empty"
+
+
+def _retry(conversation: Conversation, argument: str) -> str:
+    if not conversation.retract_answer():
+        raise EngineError("there is no answer yet to retry")
+    raise Retry
+
+
+def _quit(conversation: Conversation, argument: str) -> str:
+    raise Quit
+
+
+SLASH_COMMANDS: Final = {
+    "/help": SlashCommand("", "lists the commands", _help),
+    "/system": SlashCommand("[TEXT]", "sets the system prompt, or shows it", _system),
+    "/image": SlashCommand("FILE_OR_URL...", "adds images to the next message", _image),
+    "/save": SlashCommand("FILE", "writes the messages as JSON, for --load", _save),
+    "/clear": SlashCommand("", "starts a new conversation", _clear),
+    "/retry": SlashCommand("", "answers the last message again", _retry),
+    "/quit": SlashCommand("", "ends the chat", _quit),
+}

@@ -1,0 +1,41 @@
+"""How an answer is shown while it arrives, and the plain text that programs read."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Protocol, Self
+
+from .answer import Piece
+
+
+class View(Protocol):
+    """Shows the pieces of one answer. Leaving its context ends the answer with a line of its own."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, piece: Piece) -> None:
+        """Show the next piece."""
+
+
+class PlainView:
+    """Writes the text of the answer to stdout, without reasoning."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def show(self, piece: Piece) -> None:
+        """Write the next piece."""
+        if not piece.is_reasoning:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""`engine top`: what a running server does, live."""

@@ -1,0 +1,194 @@
+"""`engine top`: a live table of a running server's throughput, queues, cache and latencies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ....protocol.errors import EngineError
+from ...supervisor.console import Console
+from ..remote.server import DEFAULT_URL, RemoteServer, ServerError, find_operator_key
+from .sparkline import sparkline
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from .samples import Rates, Sample
+
+TIMEOUT_S: Final = 10.0
+WINDOW: Final = 30
+"""Readings over which shares and latencies are computed, and at least as many as a graph shows."""
+GRAPH: Final = 60
+"""Readings that a graph shows."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine top`."""
+    parser = argparse.ArgumentParser(
+        prog="engine top",
+        description="Show what a running server does: tokens per second, requests, use of the KV cache, share of cached "
+        "prompt tokens and latencies. Servers with the series of vLLM are shown, too.",
+    )
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given",
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="Seconds between readings (default: 1)",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="Read for one interval, print the table and exit"
+    )
+    parser.add_argument("--json", action="store_true", help="Print a line of JSON for each reading")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the table until interrupted. Return 0, or 1 if the server does not answer."""
+    parser = make_parser()
+    parsed = parser.parse_args(argv)
+    if not parsed.interval > 0:
+        parser.error(f"--interval {parsed.interval:g}: must be above 0")
+    try:
+        server = RemoteServer(parsed.url, find_operator_key(parsed.api_key))
+        watch = _Watch(server)
+        show = _print_json if parsed.json else None
+        if parsed.once or show is not None:
+            _print_readings(watch, parsed, show)
+        else:
+            _draw_live(watch, parsed.interval)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        return 0
+    except (EngineError, ValueError) as error:
+        Console().error(str(error))
+        return 1
+    return 0
+
+
+class _Watch:
+    """Reads a server again and again, and keeps what graphs need."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self.graphs: dict[str, deque[float]] = {
+            name: deque(maxlen=GRAPH)
+            for name in ("generated_tokens_s", "prompt_tokens_s", "running", "waiting", "kv_use")
+        }
+        self.processes: list[dict[str, Any]] = []
+        self._samples: deque[Sample] = deque([self._read()], maxlen=WINDOW)
+
+    def read(self) -> Rates:
+        """Return what happened since the last reading.
+
+        Raises:
+            EngineError: The server does not answer.
+            ValueError: It has no metrics of an inference server.
+        """
+        from .samples import rates_between
+
+        self._samples.append(self._read())
+        rates = rates_between(self._samples[-2], self._samples[-1], self._samples[0])
+        for name, values in self.graphs.items():
+            values.append(getattr(rates, name))
+        return rates
+
+    def _read(self) -> Sample:
+        from .samples import read_sample
+
+        try:
+            self.processes = self.server.call("/engine/status", timeout_s=TIMEOUT_S)["processes"]
+        except (ServerError, KeyError) as error:
+            # Other servers have no processes to show.
+            if isinstance(error, ServerError) and error.status in (None, 401, 403):
+                raise
+            self.processes = []
+        return read_sample(self.server.read_text("/metrics", timeout_s=TIMEOUT_S))
+
+
+def _print_readings(
+    watch: _Watch, parsed: argparse.Namespace, show: Callable[[Rates], None] | None
+) -> None:
+    while True:
+        time.sleep(parsed.interval)
+        rates = watch.read()
+        if show is not None:
+            show(rates)
+        else:
+            from rich.console import Console as Terminal
+
+            Terminal().print(_render(watch, rates))
+        if parsed.once:
+            return
+
+
+def _print_json(rates: Rates) -> None:
+    import msgspec
+
+    print(json.dumps(msgspec.to_builtins(rates)), flush=True)
+
+
+def _draw_live(watch: _Watch, interval_s: float) -> None:
+    from rich.live import Live
+
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(_render(watch, watch.read()), refresh=True)
+
+
+def _render(watch: _Watch, rates: Rates) -> Group:
+    """Return the screen: figures with graphs, latencies, and the processes."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    figures = Table(box=None, show_header=False, pad_edge=False)
+    graphs = watch.graphs
+    for label, value, name in (
+        ("generated", f"{rates.generated_tokens_s:,.1f} tokens/s", "generated_tokens_s"),
+        ("prompts", f"{rates.prompt_tokens_s:,.1f} tokens/s", "prompt_tokens_s"),
+        ("running", f"{rates.running:,}", "running"),
+        ("waiting", f"{rates.waiting:,}", "waiting"),
+        ("KV cache", f"{rates.kv_use:.1%}", "kv_use"),
+    ):
+        most = 1.0 if name == "kv_use" else None
+        figures.add_row(label, Text(value, justify="right"), sparkline(graphs[name], most))
+    figures.add_row("prefix hits", Text(_percent(rates.hit_rate), justify="right"))
+    figures.add_row("drafts taken", Text(_percent(rates.accepted), justify="right"))
+    latencies = Table(box=None, pad_edge=False)
+    latencies.add_column("LATENCY")
+    latencies.add_column("P50 ms", justify="right")
+    latencies.add_column("P99 ms", justify="right")
+    for name, found in rates.latencies_ms.items():
+        latencies.add_row(name, *(("", "") if found is None else (f"{ms:,.1f}" for ms in found)))
+    parts: list[Any] = [
+        Text(f"{watch.server.url}  {rates.requests_s:.2f} requests/s", style="bold"),
+        "",
+        figures,
+        "",
+        latencies,
+    ]
+    if watch.processes:
+        from ..status import format_table
+
+        table = format_table({"processes": watch.processes, "trouble": ""})
+        parts += ["", Text(table, no_wrap=True, overflow="ignore")]
+    return Group(*parts)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
