@@ -15,6 +15,7 @@ from ...protocol.config.images import (
     CropProcessor,
     FitProcessor,
     GridProcessor,
+    PadProcessor,
     PanScanProcessor,
     ResizeProcessor,
     SquareProcessor,
@@ -23,7 +24,7 @@ from ...protocol.config.images import (
 from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
-from .layouts.resized import resized
+from .layouts.resized import padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
@@ -35,6 +36,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     CropProcessor: crop,
     FitProcessor: fit,
     GridProcessor: grid,
+    PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     ResizeProcessor: resized,
     SquareProcessor: square,

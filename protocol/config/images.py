@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -105,12 +105,14 @@ class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan
 class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
     """Shrinks an image until it fits into `max_width` x `max_height`, and resizes it to multiples of `side_factor`.
 
-    Each square of `side_factor` pixels makes one embedding. `row_end` is the text between rows of these.
+    Each square of `output_side` pixels, or of `side_factor` if that is 0, makes one embedding. `row_end` is the text
+    between rows of these.
     """
 
     max_width: int
     max_height: int
     side_factor: int
+    output_side: int = 0
     row_end: str = ""
 
 
@@ -121,6 +123,19 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     """
 
     side_factor: int
+
+
+class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
+    """Shrinks an image to at most `max_patches` patches, and adds black at the right and at the bottom.
+
+    Both sides become multiples of `unit` pixels, whose squares make one embedding each, and have at most `max_side`
+    patches of `patch_size` pixels before.
+    """
+
+    unit: int
+    patch_size: int
+    max_patches: int
+    max_side: int
 
 
 class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
@@ -157,14 +172,14 @@ class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
     """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
 
-    Each square of `unit` pixels is an embedding. If it `grows` them, images with a side of fewer pixels are first
-    enlarged to that.
+    Each square of `unit` pixels is an embedding. Images with a side of fewer pixels are first enlarged to that if it
+    `grows` them: the other side is rounded down ("floor", GLM) or to the nearest number ("round", PaddleOCR-VL).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
-    grows: bool = False
+    grows: Literal["floor", "round"] | None = None
 
 
 AnyImageProcessor: TypeAlias = (
@@ -176,6 +191,7 @@ AnyImageProcessor: TypeAlias = (
     | FitProcessor
     | BudgetProcessor
     | AnyresProcessor
+    | PadProcessor
     | ResizeProcessor
     | TilesProcessor
 )

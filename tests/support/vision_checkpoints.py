@@ -41,7 +41,7 @@ MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_uttera
 ]
 MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl")
 GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
-SIZED_MODELS = ("pixtral", "mistral3")
+SIZED_MODELS = ("pixtral", "mistral3", "lighton_ocr")
 ANYRES_MODELS = ("llava_next", "llava_onevision")
 LLAMA4_MARKS = {
     "image": "<|image|>",
@@ -55,7 +55,7 @@ GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<im
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
 
-_PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+_PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% elif p.type == 'video' %}<video>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: "
     + _PARTS
@@ -138,6 +138,8 @@ def _idefics3(
         "rescale_factor": 1 / 255,
         "size": {"longest_edge": 4 * tile},
     }
+    if kind == "smolvlm":
+        processor["video_sampling"] = {"fps": 1, "max_frames": 6, "video_size": {}}
     others = {"processor_class": f"{name}Processor", "image_seq_len": 16}
     return config, processor, others
 
@@ -288,8 +290,10 @@ def _pixtral(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> _Parts:
     tile = tower["image_size"]
-    name = "Mistral3" if kind == "mistral3" else "Llava"
-    merge = {"spatial_merge_size": 2} if kind == "mistral3" else {}
+    name = {"mistral3": "Mistral3", "lighton_ocr": "LightOnOcr"}.get(kind, "Llava")
+    merge = {} if kind == "pixtral" else {"spatial_merge_size": 2}
+    if kind == "lighton_ocr":
+        merge["image_token_id"] = tokenizer.convert_tokens_to_ids("[IMG]")
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": "pixtral"},
         text_config=text | {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
@@ -305,6 +309,7 @@ def _pixtral(
         "size": {"longest_edge": 2 * tile},
     }
     others = {"processor_class": "PixtralProcessor", "patch_size": tower["patch_size"]} | merge
+    others.pop("image_token_id", None)
     return config, processor, others
 
 
@@ -316,7 +321,8 @@ def _anyres(
     name = "LlavaNext" if is_next else "LlavaOnevision"
     grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
     tower_kind = "clip" if is_next else "siglip"
-    own = {} if is_next else {"video_token_index": 1, "vision_aspect_ratio": "anyres_max_2"}
+    video = tokenizer.convert_tokens_to_ids("<video>")
+    own = {} if is_next else {"video_token_index": video, "vision_aspect_ratio": "anyres_max_2"}
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": f"{tower_kind}_vision_model"},
         text_config=text,
@@ -385,6 +391,7 @@ _PARTS_BY_FAMILY = {
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
     "mistral3": _pixtral,
+    "lighton_ocr": _pixtral,
 }
 
 
@@ -415,6 +422,8 @@ def _family_marks(kind: str) -> list[str]:
         return [*MARKS, *INTERNVL_MARKS.values()]
     if kind == "llama4":
         return [*MARKS, *LLAMA4_MARKS.values()]
+    if kind == "llava_onevision":
+        return [*MARKS, "<video>"]
     if kind in SIZED_MODELS:
         return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
     return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
@@ -422,6 +431,7 @@ def _family_marks(kind: str) -> list[str]:
 
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
+    names |= {"lighton_ocr": "LightOnOcr"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")

@@ -40,7 +40,8 @@ class Merger:
         self._size = spec.hidden_size * spec.merge_size**2
         self._norms_squares = norms_squares
         size = self._size if norms_squares else spec.hidden_size
-        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, spec.norm_eps)
+        eps = spec.merger_eps or spec.norm_eps
+        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, eps)
         self._first = tensors.read_linear(f"{prefix}fc1", self._size, self._size)
         self._second = tensors.read_linear(f"{prefix}fc2", spec.output_size, self._size)
 

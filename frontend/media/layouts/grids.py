@@ -20,7 +20,7 @@ _AROUND: Final = "<fake_token_around_image>"
 def grid(image: Image.Image, config: GridProcessor) -> Parts:
     """Return the rows of a grid one after the other, then the whole image; each tile after its name."""
     side = config.side
-    image = resize(image, *_fit_longest(image.width, image.height, config.longest_edge), config)
+    image = resize(image, *fit_longest(image.width, image.height, config.longest_edge), config)
     tiles: list[list[Tile]] = []
     if config.splits:
         image = resize(image, *_whole_tiles(image.width, image.height, side), config)
@@ -61,7 +61,7 @@ def _split(image: Image.Image, side: int) -> list[list[Image.Image]]:
     ]
 
 
-def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     """Return the size with this longest side and, if there is one, an even other one."""
     ratio = width / height
     if width >= height:

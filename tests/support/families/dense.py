@@ -243,6 +243,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "opt": ("OPT", {"ffn_dim": 80}),
+    "biogpt": ("BioGpt", {"layer_norm_eps": 1e-12}),
+    "openai-gpt": ("OpenAIGPT", {}),
+    "persimmon": ("Persimmon", {}),
+    "persimmon-without-norms": ("Persimmon", {"qk_layernorm": False}),
     "bloom": ("Bloom", {"intermediate_size": 192}),
     "falcon": ("Falcon", {"ffn_hidden_size": 80}),
     "falcon-groups": (
