@@ -19,6 +19,7 @@ from ...protocol.config.images import (
     PanScanProcessor,
     ResizeProcessor,
     SquareProcessor,
+    ThumbnailProcessor,
     TilesProcessor,
 )
 from .layouts.anyres import anyres
@@ -28,6 +29,7 @@ from .layouts.resized import padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
+from .layouts.thumbnails import thumbnail
 from .layouts.tiles import tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
@@ -40,6 +42,7 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     PanScanProcessor: pan_and_scan,
     ResizeProcessor: resized,
     SquareProcessor: square,
+    ThumbnailProcessor: thumbnail,
     TilesProcessor: tiles,
 }
 

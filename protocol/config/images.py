@@ -79,13 +79,19 @@ class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid")
 class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canvas"):
     """Resizes an image to the grid of tiles whose shape is most like its own, splits it, and adds the whole.
 
-    The grid has `min_tiles` to `max_tiles` tiles. Images are only split if it `splits` them.
+    The grid has `min_tiles` to `max_tiles` tiles. With `least_scale` it is instead that which shrinks the image least,
+    or enlarges it least. Images are only split if it `splits` them. Tiles have numbered names that begin with
+    `tile_label`, the whole that of `whole_label`, and each of them ends with `tile_end`.
     """
 
     side: int
     splits: bool = True
     min_tiles: int = 1
     max_tiles: int = 1
+    least_scale: bool = False
+    tile_label: str = ""
+    whole_label: str = ""
+    tile_end: str = ""
 
 
 class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan_scan"):
@@ -123,6 +129,27 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     """
 
     side_factor: int
+
+
+class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="thumbnail"):
+    """Resizes an image to multiples of `unit` pixels, with `min_outputs` to `max_outputs` squares of these.
+
+    Each square makes one embedding. An image with more than `tolerance` times `max_outputs` squares, whose sides are
+    rounded but have at least `patch_size` pixels, is resized to a grid of `min_tiles` to `max_tiles` tiles of `side`
+    pixels, whose shape is most like its own, and split. With `adds_whole` the whole follows the tiles, after
+    `before_whole`.
+    """
+
+    unit: int
+    patch_size: int
+    min_outputs: int
+    max_outputs: int
+    side: int
+    min_tiles: int
+    max_tiles: int
+    tolerance: float
+    adds_whole: bool = True
+    before_whole: str = ""
 
 
 class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
@@ -192,6 +219,7 @@ AnyImageProcessor: TypeAlias = (
     | BudgetProcessor
     | AnyresProcessor
     | PadProcessor
+    | ThumbnailProcessor
     | ResizeProcessor
     | TilesProcessor
 )

@@ -59,8 +59,13 @@ class GridTower:
             checkpoint, "patch_embed.proj.weight", device, dtype, spec.tensor_names
         )
         size, patch_size = spec.hidden_size, spec.patch_size
-        shape = size, 3, spec.frames_per_patch, patch_size, patch_size
-        self._patches = tensors.read("patch_embed.proj.weight", *shape).flatten(1)
+        name = "patch_embed.proj.weight"
+        if spec.has_flat_patches:
+            patches = tensors.read(name, size, 3 * patch_size**2)
+            self._patches = patches.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1).contiguous()
+        else:
+            shape = size, 3, spec.frames_per_patch, patch_size, patch_size
+            self._patches = tensors.read(name, *shape).flatten(1)
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
@@ -82,7 +87,7 @@ class GridTower:
             self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, spec.norm_eps)
         self._merge = read_merger(spec, tensors, checkpoint)
         self._deepstack = {
-            layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norms_squares=True)
+            layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
         }
 
@@ -127,11 +132,13 @@ class GridTower:
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
-        places_P2 = torch.stack((row_P, column_P), 1)
+        places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         order: _WindowOrder | None = None
         if spec.window_size:
             order = self._window_order(rows, columns)
-            x_PD, places_P2 = (_reordered(each, order.order_C) for each in (x_PD, places_P2))
+            x_PD = _reordered(x_PD, order.order_C)
+            if places_P2 is not None:
+                places_P2 = _reordered(places_P2, order.order_C)
         windows = None if order is None else order.windows
         features = self._layers(x_PD, Patches(places_P2, windows))
         last_PD = features[spec.num_layers]
@@ -165,6 +172,10 @@ class GridTower:
         """Return the learned position of each patch [P, D]."""
         assert self._positions is not None
         side = self.spec.position_side
+        if self.spec.interpolation == "antialiased":
+            table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+            resized = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
+            return resized[0, :, row_P, column_P].T.to(self._dtype)
         if self.spec.interpolation != "corners":
             # From -1 to 1.
             places = [
@@ -219,6 +230,10 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
 
 def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
     head_dim = spec.hidden_size // spec.num_heads
+    rotary: PatchRotary | None = None
+    if spec.rotary is not None:
+        # In float32, as transformers does it.
+        rotary = PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
     return LayersSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -228,8 +243,7 @@ def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,
-        # In float32, as transformers does it.
-        rotary=PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True),
+        rotary=rotary,
         full_layers=spec.full_layers,
         qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,

@@ -12,9 +12,11 @@ from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres
+from .cohere import aya_vision, cohere2_vision
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
+from .lfm2 import thumbnail
 from .llama4 import tiles
 from .pixtral import lighton_ocr, pixtral
 from .qwen import pad, resize, resize_pairs, resize_rounded
@@ -87,6 +89,8 @@ A reader takes towers of the class that its models have.
 """
 
 _READERS: Final[dict[str, _Reader]] = {
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
     "exaone4_5": resize,
     "gemma3": gemma3,
     "gemma4": gemma4,
@@ -97,6 +101,7 @@ _READERS: Final[dict[str, _Reader]] = {
     "idefics3": grid,
     "internvl": canvas,
     "kimi_k25": pad,
+    "lfm2_vl": thumbnail,
     "lighton_ocr": lighton_ocr,
     "llama4": tiles,
     "llava": single,

@@ -20,11 +20,11 @@ class GridVisionSpec:
 
     With a `position_side` patches also have learned positions, which are a square table of this side, interpolated to
     the image's grid: "corners" bilinearly, with those of the image at those of the table, or from and to the centers of
-    patches, bicubically ("centers") or bilinearly ("bilinear centers"). With `has_square_positions` the table is stored
-    with three dimensions. With a `has_patch_norm` patches are normed before that. With a `window_size` patches attend
-    within squares of this many pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of
-    `deepstack_layers`, counted from 1, has a projection of its own. The decoder adds their outputs after its first
-    layers, in the order of the tower's layers.
+    patches, bicubically ("centers"), bilinearly ("bilinear centers") or, where that shrinks it, with the mean of all
+    positions between ("antialiased"). With `has_square_positions` the table is stored with three dimensions. With a
+    `has_patch_norm` patches are normed before that. With a `window_size` patches attend within squares of this many
+    pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has a
+    projection of its own. The decoder adds their outputs after its first layers, in the order of the tower's layers.
 
     With a `merger_size` (GLM-4.1V, arXiv 2507.01006) a square is projected by one matrix, and its output by another, a
     norm and a gated MLP of this many intermediate elements. Without `has_biases` products of layers have none. With
@@ -33,8 +33,12 @@ class GridVisionSpec:
     With `has_final_norm` all patches are normed before they are merged, and then once more, with `merger_eps` if that
     is not 0. Without `has_joined_qkv` queries, keys and values have a matrix each. With `num_kv_heads`, if that is not
     0, several heads share keys and values. The `rotary` angles of a head are those of rows and then of columns
-    ("joined"), or they alternate, beginning with a column, and rotate neighbors ("alternating"). Without `has_axes` the
-    decoder's positions have one coordinate.
+    ("joined"), or they alternate, beginning with a column, and rotate neighbors ("alternating"), or None. Without
+    `has_axes` the decoder's positions have one coordinate. With `has_flat_patches` the tensor for patches has two
+    dimensions, and its columns are stored pixel by pixel.
+
+    The projection norms the patches of a square one by one or together (`merger_norm`), or not at all. Between its
+    matrices there are `merger_inner` elements, if that is not 0, and the matrices may be without `has_merger_biases`.
 
     `tensor_names` translates the checkpoint's tensor names, as in `ModelSpec`. The decoder is causal, so there is no
     `span_kind`.
@@ -60,13 +64,17 @@ class GridVisionSpec:
     merger_size: int = 0
     position_side: int = 0
     has_square_positions: bool = False
-    interpolation: Literal["corners", "centers", "bilinear centers"] = "corners"
+    interpolation: Literal["corners", "centers", "bilinear centers", "antialiased"] = "corners"
     has_final_norm: bool = False
     merger_eps: float = 0.0
     has_joined_qkv: bool = True
     num_kv_heads: int = 0
-    rotary: Literal["joined", "alternating"] = "joined"
+    rotary: Literal["joined", "alternating"] | None = "joined"
     has_axes: bool = True
+    has_flat_patches: bool = False
+    merger_norm: Literal["patches", "squares"] | None = "patches"
+    merger_inner: int = 0
+    has_merger_biases: bool = True
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()

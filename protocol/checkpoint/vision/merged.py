@@ -1,4 +1,4 @@
-"""The vision towers of PaddleOCR-VL and Kimi K2.5, which norm the patches of a whole image before they merge them."""
+"""The vision towers of PaddleOCR-VL, Kimi K2.5 and LFM2-VL, which norm all patches before they merge them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,37 @@ def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
     )
 
 
+def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of LFM2-VL, which is SigLIP 2 (arXiv 2502.14786) for images of any size."""
+    vision = vision.with_defaults(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
+    num_positions = vision.integer("num_patches", 256, maximum=1 << 20)
+    side = int(num_positions**0.5)
+    if side**2 != num_positions:
+        raise vision.wrong("num_patches", "a square number", num_positions)
+    activation = fields.text("projector_hidden_act", "gelu")
+    if activation != "gelu":
+        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    sizes = _sizes(vision.with_defaults(num_attention_heads=12), vision.integer("patch_size", 16))
+    return GridVisionSpec(
+        **sizes,
+        merge_size=fields.integer("downsample_factor", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_eps=1e-5,
+        merger_norm="squares" if fields.boolean("projector_use_layernorm", True) else None,
+        merger_inner=fields.integer("projector_hidden_size", 2560),
+        has_merger_biases=fields.boolean("projector_bias", True),
+        has_joined_qkv=False,
+        has_flat_patches=True,
+        rotary=None,
+        has_axes=False,
+        position_side=side,
+        interpolation="antialiased",
+        tensor_names=_LFM2_NAMES,
+    )
+
+
 def _sizes(vision: ConfigFields, patch_size: int) -> dict[str, Any]:
     size, num_heads = vision.integer("hidden_size", 1152), head_count(vision, 1152, 16)
     # Half of a head is rotated by the row and half by the column, in pairs.
@@ -105,14 +136,23 @@ _KIMI_NAMES: Final = (
     (r"mm_projector\.proj\.0\.", "vision_tower.merger.fc1."),
     (r"mm_projector\.proj\.2\.", "vision_tower.merger.fc2."),
 )
+_SIGLIP_NAMES: Final = (
+    (r"(vision_tower|visual)\.vision_model\.", r"\1."),
+    (r"(vision_tower|visual)\.embeddings\.patch_embedding\.", r"\1.patch_embed.proj."),
+    (r"(vision_tower|visual)\.embeddings\.position_embedding\.", r"\1.pos_embed."),
+    (r"(vision_tower|visual)\.post_layernorm\.", r"\1.final_norm."),
+    (r"(vision_tower|visual)\.encoder\.layers\.", r"\1.blocks."),
+    (r"((vision_tower|visual)\.blocks\..*)\.layer_norm", r"\1.norm"),
+    (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
+    (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.", r"\1.attn."),
+)
+_LFM2_NAMES: Final = (
+    *_SIGLIP_NAMES,
+    (r"multi_modal_projector\.layer_norm\.", "vision_tower.merger.norm."),
+    (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),
+)
 _PADDLE_NAMES: Final = (
-    (r"visual\.vision_model\.embeddings\.patch_embedding\.", "visual.patch_embed.proj."),
-    (r"visual\.vision_model\.embeddings\.position_embedding\.", "visual.pos_embed."),
-    (r"visual\.vision_model\.post_layernorm\.", "visual.final_norm."),
-    (r"visual\.vision_model\.encoder\.layers\.", "visual.blocks."),
-    (r"(visual\.blocks\..*)\.layer_norm", r"\1.norm"),
-    (r"(visual\.blocks\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
-    (r"(visual\.blocks\..*)\.self_attn\.", r"\1.attn."),
+    *_SIGLIP_NAMES,
     (r"(projector|mlp_AR)\.pre_norm\.", "visual.merger.norm."),
     (r"(projector|mlp_AR)\.linear_", "visual.merger.fc"),
 )

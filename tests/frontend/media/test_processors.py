@@ -198,6 +198,7 @@ def _texts_of_images(kind, path, name, others, images):
         "llava-clip",
         "llava-siglip",
         "internvl",
+        "aya_vision",
         *GEMMA_MODELS,
         *SIZED_MODELS,
         *ANYRES_MODELS,
@@ -242,6 +243,7 @@ def test_invalid_processor_fields_are_named(model):
     wrong = {"idefics3": {"max_image_size": {"longest_edge": 32}}}
     wrong["smolvlm"] = wrong["idefics3"]
     wrong["internvl"] = {"size": {"height": 32, "width": 32}}
+    wrong["aya_vision"] = wrong["internvl"]
     wrong["llava-clip"] = {"crop_size": 32}
     wrong["gemma3"] = wrong["paligemma"] = wrong["internvl"]
     wrong["llava-siglip"] = {"size": {"height": 32, "width": 32}}

@@ -45,6 +45,15 @@ EXAONE = {
     "window_size": 16,
     "fullatt_block_indexes": [1],
 }
+SIGLIP = {
+    "model_type": "siglip2_vision_model",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "patch_size": PATCH,
+    "num_patches": 36,
+}
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
 
 
@@ -57,6 +66,15 @@ def _config(kind):
             image_token_id=IMAGE_TOKEN,
             tie_word_embeddings=False,
         )
+    if kind == "lfm2_vl":
+        layers = {"layer_types": ["conv", "full_attention", "conv"]}
+        return transformers.Lfm2VlConfig(
+            vision_config=SIGLIP,
+            text_config=SMALL | {"model_type": "lfm2"} | layers,
+            projector_hidden_size=56,
+            image_token_id=IMAGE_TOKEN,
+            tie_word_embeddings=True,
+        )
     latent = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
     return transformers.Kimi_K25Config(
         vision_config=KIMI,
@@ -67,7 +85,7 @@ def _config(kind):
     )
 
 
-@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25"])
+@pytest.fixture(scope="module", params=["exaone4_5", "kimi_k25", "lfm2_vl"])
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -81,6 +99,9 @@ def model(request, tmp_path_factory):
     if request.param == "exaone4_5":
         processor |= {"min_pixels": 256, "max_pixels": 4096, "temporal_patch_size": 2}
         processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    elif request.param == "lfm2_vl":
+        processor = {"encoder_patch_size": PATCH, "tile_size": 16, "max_tiles": 4}
+        processor |= {"min_image_tokens": 4, "max_image_tokens": 20}
     else:
         _restore_decoder_names(path / "model.safetensors")
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -102,7 +123,22 @@ def _patches(kind, payload):
         return video_patches([image], *MEAN_AND_STD)
     pixels = torch.from_numpy(np.array(image)).float().div(255).sub(0.5).div(0.5)
     cells = pixels.permute(2, 0, 1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    if kind == "lfm2_vl":
+        return cells.permute(1, 3, 2, 4, 0).flatten(0, 1).flatten(1)
     return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+
+def _reference_inputs(kind, payloads):
+    patches = [_patches(kind, payload) for payload in payloads]
+    grids = torch.tensor([[1, each.height // PATCH, each.width // PATCH] for each in payloads])
+    if kind != "lfm2_vl":
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": grids}
+    masks = [torch.ones(len(each), dtype=torch.int64) for each in patches]
+    return {
+        "pixel_values": torch.nn.utils.rnn.pad_sequence(patches, True),
+        "pixel_attention_mask": torch.nn.utils.rnn.pad_sequence(masks, True),
+        "spatial_shapes": grids[:, 1:],
+    }
 
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
@@ -114,23 +150,15 @@ def test_logits_equal_those_of_transformers(model, load):
     prompt, payloads = [], []
     for seed, (width, height) in enumerate(((30, 21), (7, 70), (90, 40))):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-        [tile] = [
-            part
-            for part in process_image(Image.fromarray(pixels), processor)
-            if isinstance(part, Tile)
-        ]
-        prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(4)] + [IMAGE_TOKEN] * tile.num_outputs
-        payloads.append(tile.payload)
+        parts = process_image(Image.fromarray(pixels), processor)
+        for tile in (part for part in parts if isinstance(part, Tile)):
+            prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(4)]
+            prompt += [IMAGE_TOKEN] * tile.num_outputs
+            payloads.append(tile.payload)
     prompt += [rng.randrange(IMAGE_TOKEN) for _ in range(5)]
-    kind = reference.config.model_type
-    patches = [_patches(kind, payload) for payload in payloads]
-    grids = [[1, payload.height // PATCH, payload.width // PATCH] for payload in payloads]
+    inputs = _reference_inputs(reference.config.model_type, payloads)
     with torch.inference_mode():
-        expected = reference(
-            input_ids=torch.tensor([prompt]),
-            pixel_values=torch.cat(patches),
-            image_grid_thw=torch.tensor(grids),
-        ).logits[0]
+        expected = reference(input_ids=torch.tensor([prompt]), **inputs).logits[0]
     decoder = load(path, max_model_len=256)
     tower = make_tower(
         decoder.spec.encoder,

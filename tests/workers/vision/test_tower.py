@@ -37,7 +37,15 @@ torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
-KINDS = ("llama4", *MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS, *ANYRES_MODELS)
+KINDS = (
+    "llama4",
+    "cohere2_vision",
+    *MODELS,
+    "internvl-rms",
+    *GEMMA_MODELS,
+    *SIZED_MODELS,
+    *ANYRES_MODELS,
+)
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["mistral3"] = [(48, 32), (80, 64)]
 SIZES["lighton_ocr"] = [(56, 40), (80, 64)]

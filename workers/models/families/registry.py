@@ -58,6 +58,8 @@ _SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Model types that checkpoints have for another one."""
 
 _WITH_ANY_DECODER = {
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
