@@ -240,6 +240,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_inner": 80, "multi_query": False, "scale_attn_weights": False},
     ),
     "gptj": ("GPTJ", {"n_inner": 80, "rotary_dim": 4}),
+    "codegen": ("CodeGen", {"n_inner": 80, "rotary_dim": 4, "num_attention_heads": 8}),
     "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
     "gpt-neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
     "opt": ("OPT", {"ffn_dim": 80}),

@@ -35,6 +35,7 @@ NATIVE = [
     "bamba",
     "biogpt",
     "bloom",
+    "codegen",
     "cohere-norms",
     "deepseek-v2",
     "deepseek-v3",
@@ -333,6 +334,7 @@ IN_GGUF = [
     "jais2",
     "ling2",
     "mamba2",
+    "mimo-v2",
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -227,6 +228,15 @@ def _gptj(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _codegen(fields: ConfigFields) -> ModelSpec:
+    num_blocks = 4
+    if fields.integer("num_attention_heads") % num_blocks:
+        raise fields.error(f"num_attention_heads must be a multiple of {num_blocks}")
+    spec = _gptj(fields.with_defaults(num_hidden_layers=28))
+    names = ((r".*\.attn\.causal_mask$", ""), *spec.tensor_names)
+    return replace(spec, num_qkv_blocks=num_blocks, tensor_names=names)
+
+
 def _gpt_neox(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_act="gelu",
@@ -384,6 +394,7 @@ def _openai_gpt(fields: ConfigFields) -> ModelSpec:
 FAMILIES = (
     Family("BioGptForCausalLM", "biogpt", _biogpt),
     Family("BloomForCausalLM", "bloom", _bloom),
+    Family("CodeGenForCausalLM", "codegen", _codegen),
     Family("FalconForCausalLM", "falcon", _falcon),
     Family("GPT2LMHeadModel", "gpt2", _gpt2),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", _gpt_bigcode),

@@ -88,6 +88,12 @@ _WITH_ANY_DECODER = {
 """Architectures whose decoder may be of any family: that of `text_config`."""
 
 
+_WITHOUT_LOGIT_SCALE = {
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+}
+"""Architectures whose logits are not multiplied by the decoder's `logit_scale`, as in transformers."""
+
 _WITHOUT_OTHER_HEAD = re.compile(rf"({CLASSIFIER_SUFFIX}|(Text)?Model)$")
 
 
@@ -110,7 +116,9 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     whole, family = fields, _family(fields)
     text_fields = read_text_config(fields)
     if text_fields is not None:
-        values = {"model_type": family.model_type}
+        values: dict[str, Any] = {"model_type": family.model_type}
+        if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
+            values["logit_scale"] = 1.0
         # The head belongs to the whole model.
         if (is_tied := fields.get("tie_word_embeddings")) is not None:
             values["tie_word_embeddings"] = is_tied
