@@ -172,8 +172,8 @@ def qkv_rows(
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.num_qkv_blocks:
-        rows = torch.arange(3 * query_size).view(spec.num_qkv_blocks, 3, -1, spec.head_dim)
-        queries, values, keys = (each.flatten(0, 1) for each in rows.unbind(1))
+        rows_BPHK = torch.arange(3 * query_size).view(spec.num_qkv_blocks, 3, -1, spec.head_dim)
+        queries, values, keys = (each.flatten(0, 1) for each in rows_BPHK.unbind(1))
         order_K, own = _rope_order(spec, layer), slice(heads.start, heads.stop)
         parts = queries[own, order_K], keys[own, order_K], values[own]
         order = torch.cat([part.flatten() for part in parts])
