@@ -96,7 +96,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads
     (scale * pixels - mean) / std for each channel. With `grid_columns` they are tiles, one below the other: the whole
     image, then the rows of a grid. In the grid, an image of `original_width` x `original_height` pixels was enlarged
-    and has equal margins on both sides.
+    and has equal margins on both sides. A tower may make fewer embeddings of a frame of a video (`is_frame`), and
+    another one behind the last frame (`ends_video`).
     """
 
     width: int
@@ -109,6 +110,8 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
     original_width: int = 0
     original_height: int = 0
     num_frames: int = 1
+    is_frame: bool = False
+    ends_video: bool = False
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -201,7 +201,7 @@ def _encoder_outputs(model: ModelConfig) -> int:
         return 0
     largest = model.images.num_outputs
     if model.videos is not None:
-        largest = max(largest, model.videos.max_pixels // model.videos.unit**2)
+        largest = max(largest, model.videos.max_outputs)
     # No image has more embeddings than the context has tokens.
     return min(largest, model.max_model_len)
 

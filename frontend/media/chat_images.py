@@ -246,8 +246,9 @@ class ChatImages:
         """
         prepared: list[PreparedImage] = []
         num_outputs = 0
+        num_images = sum(not isinstance(image, ChatVideo) for image in images)
         for image in images:
-            prepared.append(await self._prepare_one(image, len(images)))
+            prepared.append(await self._prepare_one(image, num_images))
             num_outputs += prepared[-1].num_outputs
             if num_outputs > self._max_model_len:
                 raise ParameterError(

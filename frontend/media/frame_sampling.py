@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...protocol.config.videos import VideoProcessor
+from ...protocol.config.videos import AnyVideoProcessor
 
 _DYNAMIC_RATES: Final = ((30.0, 3.0), (300.0, 1.0), (math.inf, 0.5))
 """The pairs of frames a second of videos of up to so many seconds."""
@@ -32,7 +32,7 @@ DEFAULT_SAMPLING: Final = Sampling()
 
 
 def sample_frames(
-    num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
+    num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
 ) -> list[int]:
     """Return the numbers of the frames to read of a file, in ascending order.
 
@@ -46,6 +46,10 @@ def sample_frames(
         return _steps(num_frames, fps, config, sampling)
     if config.sampling == "ends":
         return _ends(num_frames, fps, config, sampling)
+    if config.sampling == "inner":
+        return _inner(num_frames, fps, config, sampling)
+    if config.sampling in ("floors", "middles"):
+        return _equal_parts(num_frames, fps, config, sampling)
     if sampling.num_frames is not None:
         numbers = _evenly(num_frames, min(sampling.num_frames, config.max_frames, num_frames))
     elif config.sampling == "dynamic" and sampling.fps is None:
@@ -61,7 +65,7 @@ def _evenly(num_frames: int, count: int) -> list[int]:
     return numbers
 
 
-def _ends(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+def _ends(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling) -> list[int]:
     wanted = num_frames / fps * (sampling.fps or config.fps)
     count = min(max(int(wanted), config.min_frames), config.max_frames, num_frames)
     if sampling.num_frames is not None:
@@ -69,7 +73,33 @@ def _ends(num_frames: int, fps: float, config: VideoProcessor, sampling: Samplin
     return _evenly(num_frames, count)
 
 
-def _steps(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+def _inner(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling) -> list[int]:
+    most = min(sampling.num_frames or config.max_frames, config.max_frames)
+    rate, seconds, last = sampling.fps or config.fps, num_frames / fps, num_frames - 1
+    count = max(min(round(rate * seconds), most), 1)
+    bounds = 0, last
+    if seconds - 2 > most * rate:
+        first, end = int(fps), min(int(num_frames - fps), last)
+        bounds = (first, end) if first < end else bounds
+    numbers: list[int] = np.unique(np.linspace(*bounds, count, dtype=int)).tolist()
+    return numbers
+
+
+def _equal_parts(
+    num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling
+) -> list[int]:
+    """Return the first or the middle frame of parts of equal length."""
+    count = sampling.num_frames or config.num_frames
+    if sampling.fps is not None:
+        count = int(num_frames / fps * sampling.fps)
+    count = min(max(count, 1), config.max_frames, num_frames)
+    if config.sampling == "floors":
+        return [number * num_frames // count for number in range(count)]
+    step = num_frames / count
+    return [int(np.float32(step / 2 + number * step)) for number in range(count)]
+
+
+def _steps(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling) -> list[int]:
     wanted = num_frames / fps * (sampling.fps or config.fps)
     unit = config.frames_per_patch
     most = min(config.max_frames, num_frames) // unit * unit
@@ -84,7 +114,9 @@ def _steps(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampli
     return [min(int(np.float32(i * step)), last) for i in range(math.ceil(num_frames / step))]
 
 
-def _seconds(num_frames: int, fps: float, config: VideoProcessor, sampling: Sampling) -> list[int]:
+def _seconds(
+    num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling
+) -> list[int]:
     """Return the frames at or after equal steps of time, which are longer in long videos."""
     seconds, wanted = num_frames / fps, sampling.fps or config.fps
     count = max(int(seconds * wanted), 1)
@@ -99,7 +131,7 @@ def _seconds(num_frames: int, fps: float, config: VideoProcessor, sampling: Samp
     return numbers
 
 
-def _dynamic(num_frames: int, fps: float, config: VideoProcessor) -> list[int]:
+def _dynamic(num_frames: int, fps: float, config: AnyVideoProcessor) -> list[int]:
     """Return frames whose number of a second depends on the length of the video (GLM-4.6V)."""
     seconds = min(num_frames / fps, _DYNAMIC_SECONDS)
     rate = next(rate for most, rate in _DYNAMIC_RATES if seconds <= most)

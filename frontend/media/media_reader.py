@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...protocol.config.images import AnyImageProcessor
-from ...protocol.config.videos import VideoProcessor
+from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.errors import ParameterError
 from ...protocol.messages import EmbeddingPayload, EncoderInput
 from .data_urls import read_data_url
@@ -20,7 +20,7 @@ from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling
 from .layouts.embedded import Grid, embedded
 from .layouts.frames import fit_frames, frames
-from .layouts.pixels import Parts, Tile, Video
+from .layouts.pixels import Parts, Sizes, Tile, Video
 from .processor import process_image
 from .video_files import open_video
 
@@ -40,7 +40,7 @@ class ReaderConfig(msgspec.Struct, frozen=True):
     """
 
     images: AnyImageProcessor
-    videos: VideoProcessor | None
+    videos: AnyVideoProcessor | None
     token: str
     video_token: str
     around: tuple[str, str]
@@ -107,7 +107,7 @@ class MediaReader:
         config, max_outputs = self._config.videos, self._config.max_outputs
         assert config is not None, "the model reads no videos"
 
-        def fit(width: int, height: int, num_frames: int) -> tuple[int, int]:
+        def fit(width: int, height: int, num_frames: int) -> Sizes:
             return fit_frames(width, height, num_frames, config, max_outputs)
 
         return self.prepare_video(open_video(source, sampling, where, config, fit))

@@ -15,18 +15,21 @@ from ...protocol.config.images import (
     CropProcessor,
     FitProcessor,
     GridProcessor,
+    PadProcessor,
     PanScanProcessor,
     ResizeProcessor,
     SquareProcessor,
+    ThumbnailProcessor,
     TilesProcessor,
 )
 from .layouts.anyres import anyres
 from .layouts.grids import canvas, grid
 from .layouts.pixels import Parts
-from .layouts.resized import resized
+from .layouts.resized import padded, resized
 from .layouts.scans import pan_and_scan
 from .layouts.single import crop, square
 from .layouts.sized import fit, fit_budget
+from .layouts.thumbnails import thumbnail
 from .layouts.tiles import tiles
 
 _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
@@ -35,9 +38,11 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
     CropProcessor: crop,
     FitProcessor: fit,
     GridProcessor: grid,
+    PadProcessor: padded,
     PanScanProcessor: pan_and_scan,
     ResizeProcessor: resized,
     SquareProcessor: square,
+    ThumbnailProcessor: thumbnail,
     TilesProcessor: tiles,
 }
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ...protocol.config.images import AnyImageProcessor
-from ...protocol.config.videos import VideoProcessor
+from ...protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from ...protocol.errors import ConfigError, ParameterError
 from ...protocol.messages import EncoderInput
 from ..chat.messages import MEDIA_MARK
@@ -32,6 +32,13 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
     return token
 
 
+def _around(tokenizer: Tokenizer, videos: VideoProcessor) -> tuple[str, str]:
+    """Return the texts before and after each grid of a video."""
+    if videos.start_token_id is None or videos.end_token_id is None:
+        return "", ""
+    return _token(tokenizer, videos.start_token_id), _token(tokenizer, videos.end_token_id)
+
+
 class PromptImages:
     """Places images and videos in the prompts of one model. It is thread-safe.
 
@@ -43,7 +50,7 @@ class PromptImages:
         self,
         config: AnyImageProcessor,
         tokenizer: Tokenizer,
-        videos: VideoProcessor | None = None,
+        videos: AnyVideoProcessor | None = None,
         max_outputs: int = 1 << 30,
     ) -> None:
         self._config = config
@@ -61,13 +68,13 @@ class PromptImages:
             self._video_token = token_of_video
             if videos.mark_id is not None:
                 self._video_token = _token(tokenizer, videos.mark_id)
+            self._video_token = videos.mark or self._video_token
             patterns.insert(0, re.escape(self._video_token))
-            if videos.start_token_id is not None and videos.end_token_id is not None:
-                start = _token(tokenizer, videos.start_token_id)
-                end = _token(tokenizer, videos.end_token_id)
-                around = start, end
-                # Every grid of a video has these tokens of its own.
-                patterns.insert(0, re.escape(f"{start}{self._video_token}{end}"))
+            if isinstance(videos, VideoProcessor):
+                around = _around(tokenizer, videos)
+                if around[0]:
+                    # Every grid of a video has these tokens of its own.
+                    patterns.insert(0, re.escape(self._video_token.join(around)))
         self._place = re.compile("|".join(patterns))
         self.reader_config = ReaderConfig(
             config, videos, token, token_of_video, around, max_outputs

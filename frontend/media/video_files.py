@@ -12,13 +12,13 @@ from typing import Final, TypeAlias
 
 from PIL import Image, UnidentifiedImageError
 
-from ...protocol.config.videos import VideoProcessor
+from ...protocol.config.videos import AnyVideoProcessor
 from ...protocol.errors import ParameterError
 from .containers import VideoTrack, container_format, read_container
 from .data_urls import read_data_url
 from .decode import decode_image, to_rgb
 from .frame_sampling import Sampling, sample_frames
-from .layouts.pixels import Video
+from .layouts.pixels import Sizes, Video
 
 MAX_FILE_FRAMES: Final = 4096
 """Maximum frames of an animation, of which only some are read."""
@@ -30,8 +30,8 @@ TIMEOUT_S: Final = 20.0
 """Seconds that the frames of a video may take to decode."""
 
 
-Fit: TypeAlias = Callable[[int, int, int], tuple[int, int]]
-"""From the width, the height and the number of frames to the width and height in which the model reads them.
+Fit: TypeAlias = Callable[[int, int, int], Sizes]
+"""From the width, the height and the number of frames to the sizes to which they are resized.
 
 It raises ValueError if the model cannot read them.
 """
@@ -45,7 +45,7 @@ def open_video(
     source: str | bytes | Sequence[str | Image.Image],
     sampling: Sampling,
     where: str,
-    config: VideoProcessor,
+    config: AnyVideoProcessor,
     fit: Fit,
 ) -> Video:
     """Return the frames of a video in RGB, in the size in which the model reads them.
@@ -56,7 +56,7 @@ def open_video(
         sampling: Which frames are read; by default as many a second as the model expects.
         where: The name of the field in errors.
         config: How the model reads videos.
-        fit: Returns the size of frames.
+        fit: Returns the sizes of frames.
 
     Raises:
         ParameterError: It is not a video that can be read, or it is too large.
@@ -85,7 +85,7 @@ def _given_frames(
     read: Callable[[str], bytes],
     fps: float | None,
     where: str,
-    config: VideoProcessor,
+    config: AnyVideoProcessor,
     fit: Fit,
 ) -> Video:
     """Return all of these frames, which are images or what `read` returns the file of."""
@@ -96,45 +96,46 @@ def _given_frames(
     budget = _Budget(where)
     found: list[Image.Image] = []
     given: tuple[int, int] | None = None
-    size = 0, 0
+    sizes: Sizes = ()
     for frame in frames:
         image = (
             to_rgb(frame) if isinstance(frame, Image.Image) else decode_image(read(frame), where)
         )
         if given is None:
-            given, size = image.size, _fit(fit, image.size, len(frames), where)
+            given, sizes = image.size, _fit(fit, image.size, len(frames), where)
         if image.size != given:
             raise ParameterError(
                 where, f"has frames of {given} and {image.size} pixels; send frames of one size"
             )
         budget.spend(image, 1)
-        found.append(image.resize(size, Image.Resampling(config.resample)))
+        found.append(_resize(image, sizes, config))
     fps = fps or config.fps
-    return Video(found, list(range(len(found))), fps, fps)
+    return Video(found, list(range(len(found))), fps, fps, (len(found) - 1) / fps)
 
 
 def _container(
-    data: bytes, sampling: Sampling, where: str, config: VideoProcessor, fit: Fit
+    data: bytes, sampling: Sampling, where: str, config: AnyVideoProcessor, fit: Fit
 ) -> Video:
     """Return some frames of an MP4, WebM or Matroska file."""
     numbers: list[int] = []
-    size = 0, 0
+    sizes: Sizes = ()
 
     def choose(track: VideoTrack) -> list[int]:
-        nonlocal numbers, size
+        nonlocal numbers, sizes
         numbers = sample_frames(track.num_frames, track.fps, config, sampling)
-        size = _fit(fit, (track.width, track.height), len(numbers), where)
+        sizes = _fit(fit, (track.width, track.height), len(numbers), where)
         return numbers
 
     def shrink(frame: Image.Image) -> Image.Image:
-        return frame.resize(size, Image.Resampling(config.resample))
+        return _resize(frame, sizes, config)
 
     track, frames = read_container(data, where, choose, shrink, _Budget(where).check_time)
-    return Video(frames, numbers, track.fps, len(frames) / track.num_frames * track.fps)
+    sampled_fps = len(frames) / track.num_frames * track.fps
+    return Video(frames, numbers, track.fps, sampled_fps, track.num_frames / track.fps)
 
 
 def _animation(
-    data: bytes, sampling: Sampling, where: str, config: VideoProcessor, fit: Fit
+    data: bytes, sampling: Sampling, where: str, config: AnyVideoProcessor, fit: Fit
 ) -> Video:
     """Return some frames of an animation."""
     budget = _Budget(where)
@@ -147,13 +148,14 @@ def _animation(
         num_frames = len(durations_ms)
         fps = 1000 * num_frames / sum(durations_ms)
         numbers = sample_frames(num_frames, fps, config, sampling)
-        size = _fit(fit, image.size, len(numbers), where)
+        sizes = _fit(fit, image.size, len(numbers), where)
         frames = []
         for number in numbers:
             image.seek(number)
-            frames.append(to_rgb(image).resize(size, Image.Resampling(config.resample)))
+            frames.append(_resize(to_rgb(image), sizes, config))
             budget.check_time()
-        return Video(frames, numbers, fps, len(frames) / num_frames * fps)
+        sampled_fps = len(frames) / num_frames * fps
+        return Video(frames, numbers, fps, sampled_fps, num_frames / fps)
     except (ParameterError, MemoryError):
         raise
     # The decoders raise many kinds of errors for damaged files.
@@ -186,7 +188,13 @@ def _durations(image: Image.Image, budget: _Budget, where: str) -> list[float]:
         durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
 
 
-def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> tuple[int, int]:
+def _resize(frame: Image.Image, sizes: Sizes, config: AnyVideoProcessor) -> Image.Image:
+    for size in sizes:
+        frame = frame.resize(size, Image.Resampling(config.resample))
+    return frame
+
+
+def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> Sizes:
     try:
         return fit(*size, num_frames)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -79,13 +79,19 @@ class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid")
 class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canvas"):
     """Resizes an image to the grid of tiles whose shape is most like its own, splits it, and adds the whole.
 
-    The grid has `min_tiles` to `max_tiles` tiles. Images are only split if it `splits` them.
+    The grid has `min_tiles` to `max_tiles` tiles. With `least_scale` it is instead that which shrinks the image least,
+    or enlarges it least. Images are only split if it `splits` them. Tiles have numbered names that begin with
+    `tile_label`, the whole that of `whole_label`, and each of them ends with `tile_end`.
     """
 
     side: int
     splits: bool = True
     min_tiles: int = 1
     max_tiles: int = 1
+    least_scale: bool = False
+    tile_label: str = ""
+    whole_label: str = ""
+    tile_end: str = ""
 
 
 class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan_scan"):
@@ -105,12 +111,14 @@ class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan
 class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
     """Shrinks an image until it fits into `max_width` x `max_height`, and resizes it to multiples of `side_factor`.
 
-    Each square of `side_factor` pixels makes one embedding. `row_end` is the text between rows of these.
+    Each square of `output_side` pixels, or of `side_factor` if that is 0, makes one embedding. `row_end` is the text
+    between rows of these.
     """
 
     max_width: int
     max_height: int
     side_factor: int
+    output_side: int = 0
     row_end: str = ""
 
 
@@ -121,6 +129,40 @@ class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budg
     """
 
     side_factor: int
+
+
+class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="thumbnail"):
+    """Resizes an image to multiples of `unit` pixels, with `min_outputs` to `max_outputs` squares of these.
+
+    Each square makes one embedding. An image with more than `tolerance` times `max_outputs` squares, whose sides are
+    rounded but have at least `patch_size` pixels, is resized to a grid of `min_tiles` to `max_tiles` tiles of `side`
+    pixels, whose shape is most like its own, and split. With `adds_whole` the whole follows the tiles, after
+    `before_whole`.
+    """
+
+    unit: int
+    patch_size: int
+    min_outputs: int
+    max_outputs: int
+    side: int
+    min_tiles: int
+    max_tiles: int
+    tolerance: float
+    adds_whole: bool = True
+    before_whole: str = ""
+
+
+class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
+    """Shrinks an image to at most `max_patches` patches, and adds black at the right and at the bottom.
+
+    Both sides become multiples of `unit` pixels, whose squares make one embedding each, and have at most `max_side`
+    patches of `patch_size` pixels before.
+    """
+
+    unit: int
+    patch_size: int
+    max_patches: int
+    max_side: int
 
 
 class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
@@ -157,14 +199,14 @@ class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
     """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
 
-    Each square of `unit` pixels is an embedding. If it `grows` them, images with a side of fewer pixels are first
-    enlarged to that.
+    Each square of `unit` pixels is an embedding. Images with a side of fewer pixels are first enlarged to that if it
+    `grows` them: the other side is rounded down ("floor", GLM) or to the nearest number ("round", PaddleOCR-VL).
     """
 
     unit: int
     min_pixels: int
     max_pixels: int
-    grows: bool = False
+    grows: Literal["floor", "round"] | None = None
 
 
 AnyImageProcessor: TypeAlias = (
@@ -176,6 +218,8 @@ AnyImageProcessor: TypeAlias = (
     | FitProcessor
     | BudgetProcessor
     | AnyresProcessor
+    | PadProcessor
+    | ThumbnailProcessor
     | ResizeProcessor
     | TilesProcessor
 )

@@ -10,7 +10,7 @@ from ..file_identity import FileIdentity, LoraAdapter, verify_files
 from ..pooling_params import PoolingKind, PoolingParams
 from .images import AnyImageProcessor, SpanKind
 from .sounds import SoundProcessorConfig
-from .videos import VideoProcessor
+from .videos import AnyVideoProcessor
 
 
 class LoadFormat(enum.StrEnum):
@@ -230,7 +230,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     enable_prompt_embeds: bool = False
     images: AnyImageProcessor | None = None
-    videos: VideoProcessor | None = None
+    videos: AnyVideoProcessor | None = None
     span_kind: SpanKind | None = None
     mmproj: str = ""
     audio: AudioProcessorConfig | None = None

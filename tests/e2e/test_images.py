@@ -60,7 +60,6 @@ class Model:
             self._answers[index] = self._generate(CHATS[index], answer["prompt_token_ids"])
         assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
 
-    @torch.inference_mode()
     def _generate(self, parts: tuple[str | Image.Image, ...], prompt: list[int]) -> list[int]:
         images = [part for part in parts if isinstance(part, Image.Image)]
         inputs: dict[str, Any] = {}
@@ -71,6 +70,10 @@ class Model:
             processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
             names = ("pixel_values", "image_sizes", "image_position_ids", "batch_num_images")
             inputs = {name: processed[name] for name in names if name in processed}
+        return self._continue(prompt, inputs)
+
+    @torch.inference_mode()
+    def _continue(self, prompt: list[int], inputs: dict[str, Any]) -> list[int]:
         tokens = list(prompt)
         for _ in range(NUM_TOKENS):
             types = {}
@@ -83,6 +86,23 @@ class Model:
             logits = self.model(input_ids=torch.tensor([tokens]), **inputs, **types).logits[0, -1]
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]
+
+    def check_video(self, server: Server) -> None:
+        """Compare the server's answer to a video with that of transformers."""
+        frames = [picture(seed, 64, 64) for seed in (31, 32, 33)]
+        part = {"type": "video", "video": [data_url(frame) for frame in frames], "fps": 1.0}
+        status, answer = server.post("/v1/chat/completions", chat("a", part, "b"))
+        assert status == 200, answer
+        # Each frame is read as one tile, as images of a prompt with several are by LLaVA-OneVision.
+        options = {"do_image_splitting": False} if self.kind == "smolvlm" else {}
+        pixels = image_processor(self.path, self.kind, **options)([frames], return_tensors="pt")[
+            "pixel_values"
+        ]
+        inputs = {"pixel_values": pixels}
+        if self.kind == "llava_onevision":
+            inputs = {"pixel_values_videos": pixels.view(1, 3, 3, 64, 64)}
+        expected = self._continue(answer["prompt_token_ids"], inputs)
+        assert answer["choices"][0]["token_ids"] == expected
 
     def check_all(self, server: Server, indices: list[int]) -> None:
         """Send conversations at the same time, and compare all answers."""
@@ -117,6 +137,8 @@ def test_answers_equal_those_of_transformers(
     model = Model(tmp_path, kind)
     with Server(str(model.path), *FLAGS, *flags) as server:
         model.check_all(server, [0, 1, 2, 3, 4])
+        if kind == "smolvlm":
+            model.check_video(server)
         assert_nothing_is_held(server)
 
 
@@ -139,6 +161,8 @@ def test_images_whose_tokens_see_each_other_or_have_any_size(
     model = Model(tmp_path, kind)
     with Server(str(model.path), *FLAGS, *flags) as server:
         model.check_all(server, [0, 1, 2, 3, 4, 0, 3])
+        if kind == "llava_onevision":
+            model.check_video(server)
         if kind == "gemma3" and "-pp" not in flags:
             assert server.metric("engine:num_preemptions_total") > 0
         assert_nothing_is_held(server)

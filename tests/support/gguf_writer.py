@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "exaone_moe": "exaone-moe",
     "glm_moe_dsa": "glm-dsa",
     "mistral4": "mistral4",
+    "mimo_v2_flash": "mimo2",
     "sarvam_moe": "bailingmoe2",
 }
 DENSE = {
@@ -385,12 +386,15 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
     dense_size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
     writer.add_feed_forward_length(dense_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture == "mimo2":
+        add_windows_of_mimo(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     is_latent = hasattr(config, "kv_lora_rank")
     if head_dim is not None and architecture not in ("granite", "phi3") and not is_latent:
         writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+        writer.add_value_length(getattr(config, "v_head_dim", head_dim))
     if architecture in INTERLEAVED:
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(
@@ -407,14 +411,24 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, architecture: str) -> N
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if experts := next((x for name in names if (x := getattr(config, name, None))), None):
         add_experts(writer, config, experts)
-    if architecture in ("bailingmoe2", "glm4moe", "minimax-m2"):
+    if architecture in ("bailingmoe2", "glm4moe", "mimo2", "minimax-m2"):
         rope = config.rope_parameters
+        rope = rope.get("full_attention", rope)
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     if architecture in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def add_windows_of_mimo(writer: GGUFWriter, config: Any) -> None:
+    """Add the keys of layers with windows, which have twice as many key/value heads."""
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * (1 + x) for x in slides])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_sliding_window(config.sliding_window - 1)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def add_rope(writer: GGUFWriter, config: Any) -> None:

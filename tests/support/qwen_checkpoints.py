@@ -14,8 +14,9 @@ import transformers
 from PIL import Image
 from support.tiny_checkpoints import sentencepiece_tokenizer
 
+MERGED_MODELS = ("paddleocr_vl",)
 QWEN_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe")
+GLM_MODELS = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 START, END = "<|vision_start|>", "<|vision_end|>"
 PATCH, MERGE, FRAMES = 4, 2, 2
@@ -90,7 +91,21 @@ _VISION_BY_FAMILY["glm4v"] = {
     "image_size": 9 * PATCH,
 }
 _VISION_BY_FAMILY["glm46v"] = _VISION_BY_FAMILY["glm4v"]
+_VISION_BY_FAMILY["glm_ocr"] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "out_hidden_size": 64,
+}
+_VISION_BY_FAMILY["paddleocr_vl"] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 9 * PATCH,
+}
 _NAMES = {
+    "paddleocr_vl": "PaddleOCRVL",
+    "glm_ocr": "GlmOcr",
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
@@ -116,7 +131,7 @@ def qwen_directory(
     ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
-    is_sectioned = kind.startswith(("qwen2", "glm"))
+    is_sectioned = kind.startswith(("qwen2", "glm", "paddle"))
     # Half of a head has 8 frequencies.
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3] if is_sectioned else [4, 2, 2]}
     rope["rope_theta"] = _TEXT["rope_theta"]
@@ -169,6 +184,8 @@ def qwen_directory(
         "resample": 3,
         "rescale_factor": 1 / 255,
     }
+    if kind in MERGED_MODELS:
+        processor |= {"image_processor_type": "PaddleOCRVLImageProcessor", "temporal_patch_size": 1}
     if kind in GLM_MODELS:
         del processor["min_pixels"], processor["max_pixels"]
         processor["size"] = {"shortest_edge": 8 * UNIT**2, "longest_edge": 200 * UNIT**2}
@@ -180,7 +197,8 @@ def qwen_image_processor(path: Path) -> Any:
     """Return transformers' image processor with Pillow for a directory that `qwen_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text())
     name = fields.pop("image_processor_type")
-    family = "glm4v" if name.startswith("Glm4v") else "qwen2_vl"
+    families = {"Glm4vImageProcessor": "glm4v", "PaddleOCRVLImageProcessor": "paddleocr_vl"}
+    family = families.get(name, "qwen2_vl")
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{name}Pil")(**fields)
 

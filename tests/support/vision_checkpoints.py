@@ -39,9 +39,9 @@ INTERNVL_MARKS = {
 MARKS = ["<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"] + [
     f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)
 ]
-MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl")
+MODELS = ("idefics3", "smolvlm", "llava-clip", "llava-siglip", "internvl", "aya_vision")
 GEMMA_MODELS = ("gemma3", "gemma4", "paligemma", "paligemma2")
-SIZED_MODELS = ("pixtral", "mistral3")
+SIZED_MODELS = ("pixtral", "mistral3", "lighton_ocr")
 ANYRES_MODELS = ("llava_next", "llava_onevision")
 LLAMA4_MARKS = {
     "image": "<|image|>",
@@ -51,11 +51,17 @@ LLAMA4_MARKS = {
     "tile_x_separator": "<|tile_x_separator|>",
     "tile_y_separator": "<|tile_y_separator|>",
 }
+COHERE_MARKS = {
+    "boi": "<|START_OF_IMG|>",
+    "eoi": "<|END_OF_IMG|>",
+    "image": "<|IMG_PATCH|>",
+    "img_line_break": "<|IMG_LINE_BREAK|>",
+}
 GEMMA_MARKS = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image>"}
 _Parts: TypeAlias = tuple[Any, dict[str, Any], dict[str, Any]]
 """The config of a model and the fields of its image processor and of its processor."""
 
-_PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+_PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% elif p.type == 'video' %}<video>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: "
     + _PARTS
@@ -85,6 +91,8 @@ def vision_directory(
         for name, mark in names.items():
             setattr(tokenizer, name, mark)
             setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(mark))
+    if kind == "cohere2_vision":
+        tokenizer.init_kwargs |= {f"{name}_token": mark for name, mark in COHERE_MARKS.items()}
     ids = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
@@ -138,6 +146,8 @@ def _idefics3(
         "rescale_factor": 1 / 255,
         "size": {"longest_edge": 4 * tile},
     }
+    if kind == "smolvlm":
+        processor["video_sampling"] = {"fps": 1, "max_frames": 6, "video_size": {}}
     others = {"processor_class": f"{name}Processor", "image_seq_len": 16}
     return config, processor, others
 
@@ -164,6 +174,33 @@ def _internvl(
         "size": {"height": tile, "width": tile},
     }
     others = {"processor_class": "InternVLProcessor", "image_seq_length": 16}
+    return config, processor, others
+
+
+def _cohere(
+    kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
+) -> _Parts:
+    tile = tower["image_size"]
+    name = "AyaVision" if kind == "aya_vision" else "Cohere2Vision"
+    field = "image_token_index" if kind == "aya_vision" else "image_token_id"
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=dict(tower) | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        text_config=text | {"model_type": "cohere2", "sliding_window": 24},
+        downsample_factor=factor,
+        alignment_intermediate_size=56,
+        tie_word_embeddings=False,
+        **{field: tokenizer.convert_tokens_to_ids(COHERE_MARKS["image"])},
+    )
+    processor_name = "GotOcr2" if kind == "aya_vision" else name
+    processor = {
+        "image_processor_type": f"{processor_name}ImageProcessor",
+        "max_patches": 6,
+        "size": {"height": tile, "width": tile},
+    }
+    others = {"processor_class": f"{name}Processor"}
+    if kind == "aya_vision":
+        sizes = {"patch_size": tower["patch_size"], "img_size": tile, "downsample_factor": factor}
+        others |= sizes
     return config, processor, others
 
 
@@ -288,8 +325,10 @@ def _pixtral(
     kind: str, tower: dict[str, int], text: dict[str, Any], tokenizer: Any, factor: int
 ) -> _Parts:
     tile = tower["image_size"]
-    name = "Mistral3" if kind == "mistral3" else "Llava"
-    merge = {"spatial_merge_size": 2} if kind == "mistral3" else {}
+    name = {"mistral3": "Mistral3", "lighton_ocr": "LightOnOcr"}.get(kind, "Llava")
+    merge = {} if kind == "pixtral" else {"spatial_merge_size": 2}
+    if kind == "lighton_ocr":
+        merge["image_token_id"] = tokenizer.convert_tokens_to_ids("[IMG]")
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": "pixtral"},
         text_config=text | {"model_type": "mistral", "sliding_window": None, "head_dim": 16},
@@ -305,6 +344,7 @@ def _pixtral(
         "size": {"longest_edge": 2 * tile},
     }
     others = {"processor_class": "PixtralProcessor", "patch_size": tower["patch_size"]} | merge
+    others.pop("image_token_id", None)
     return config, processor, others
 
 
@@ -316,7 +356,8 @@ def _anyres(
     name = "LlavaNext" if is_next else "LlavaOnevision"
     grids = [[tile * rows, tile * columns] for rows, columns in ((1, 1), (1, 2), (2, 1), (2, 2))]
     tower_kind = "clip" if is_next else "siglip"
-    own = {} if is_next else {"video_token_index": 1, "vision_aspect_ratio": "anyres_max_2"}
+    video = tokenizer.convert_tokens_to_ids("<video>")
+    own = {} if is_next else {"video_token_index": video, "vision_aspect_ratio": "anyres_max_2"}
     config = getattr(transformers, f"{name}Config")(
         vision_config=dict(tower) | {"model_type": f"{tower_kind}_vision_model"},
         text_config=text,
@@ -372,6 +413,8 @@ def _llama4(
 
 
 _PARTS_BY_FAMILY = {
+    "aya_vision": _cohere,
+    "cohere2_vision": _cohere,
     "llama4": _llama4,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -385,6 +428,7 @@ _PARTS_BY_FAMILY = {
     "llava_onevision": _anyres,
     "pixtral": _pixtral,
     "mistral3": _pixtral,
+    "lighton_ocr": _pixtral,
 }
 
 
@@ -392,7 +436,7 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
     """Return transformers' image processor with Pillow for a directory that `vision_directory` wrote."""
     fields = json.loads((path / "preprocessor_config.json").read_text()) | overrides
     name = fields.pop("image_processor_type")
-    if kind == "internvl":
+    if kind in ("internvl", "aya_vision"):
         fields["crop_to_patches"] = True
     families = {"GotOcr2": "got_ocr2", "LlavaNext": "llava_next"}
     families |= {"LlavaOnevision": "llava_onevision"}
@@ -406,6 +450,7 @@ def image_processor(path: Path, kind: str, **overrides: Any) -> Any:
 def image_mark(kind: str) -> str:
     """Return the token that stands for an image."""
     marks = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
+    marks["cohere2_vision"] = COHERE_MARKS["image"]
     marks |= dict.fromkeys(SIZED_MODELS, "[IMG]") | {"llama4": LLAMA4_MARKS["image"]}
     return marks.get(kind.split("-")[0], "<image>")
 
@@ -415,6 +460,10 @@ def _family_marks(kind: str) -> list[str]:
         return [*MARKS, *INTERNVL_MARKS.values()]
     if kind == "llama4":
         return [*MARKS, *LLAMA4_MARKS.values()]
+    if kind in ("aya_vision", "cohere2_vision"):
+        return [*MARKS, *COHERE_MARKS.values()]
+    if kind == "llava_onevision":
+        return [*MARKS, "<video>"]
     if kind in SIZED_MODELS:
         return [*MARKS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
     return [*MARKS, *GEMMA_MARKS.values()] if kind in GEMMA_MODELS else MARKS
@@ -422,6 +471,8 @@ def _family_marks(kind: str) -> list[str]:
 
 def _class(kind: str) -> str:
     names = {"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "llava": "Llava"}
+    names |= {"lighton_ocr": "LightOnOcr", "aya_vision": "AyaVision"}
+    names |= {"cohere2_vision": "Cohere2Vision"}
     names |= {"gemma3": "Gemma3", "gemma4": "Gemma4", "pixtral": "Llava", "mistral3": "Mistral3"}
     names |= {"llama4": "Llama4", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
     names |= dict.fromkeys(("paligemma", "paligemma2"), "PaliGemma")

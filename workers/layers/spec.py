@@ -301,7 +301,9 @@ class ModelSpec:
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and
     its replacement, which are applied in order. Tensors whose names become empty are not used.
     With `has_grouped_qkv` one matrix has the rows of each key/value head together: those of its query heads, of its key
-    and of its value. With `has_transposed_matrices` the layers' matrices are stored as [inputs, outputs].
+    and of its value. With `num_qkv_blocks` it has those of as many blocks of heads: of their queries, their values and
+    their keys (CodeGen, arXiv 2203.13474). With `has_transposed_matrices` the layers' matrices are stored as [inputs,
+    outputs].
     """
 
     model_type: str
@@ -361,6 +363,7 @@ class ModelSpec:
     logits_divisor: float = 1.0
     tensor_names: tuple[tuple[str, str], ...] = ()
     has_grouped_qkv: bool = False
+    num_qkv_blocks: int = 0
     has_transposed_matrices: bool = False
     is_causal: bool = True
     norms_stream: bool = False

@@ -171,6 +171,13 @@ def qkv_rows(
         part = range(kv_heads.start * size, kv_heads.stop * size)
         return [Rows(f"{prefix}qkv_proj", spec.num_kv_heads * size, part, order)]
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.num_qkv_blocks:
+        rows_BPHK = torch.arange(3 * query_size).view(spec.num_qkv_blocks, 3, -1, spec.head_dim)
+        queries, values, keys = (each.flatten(0, 1) for each in rows_BPHK.unbind(1))
+        order_K, own = _rope_order(spec, layer), slice(heads.start, heads.stop)
+        parts = queries[own, order_K], keys[own, order_K], values[own]
+        order = torch.cat([part.flatten() for part in parts])
+        return [Rows(f"{prefix}qkv_proj", 3 * query_size, range(3 * query_size), order)]
     queries_part, keys_part = _elements(spec, heads), _elements(spec, kv_heads)
     if spec.gates_attention and not spec.has_gate_projection:
         part = range(2 * queries_part.start, 2 * queries_part.stop)

@@ -33,3 +33,11 @@ def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles:
         x = F.interpolate(x.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
     ends = newline_1D[None].expand(len(x), 1, -1)
     return torch.cat((x_TPD[0], torch.cat((x, ends), 1).flatten(0, 1)))
+
+
+def reduce_frame(x_PD: Tensor) -> Tensor:
+    """Return the embeddings of a frame of a video, interpolated to half as many rows and columns, rounded up."""
+    side = round(len(x_PD) ** 0.5)
+    half = -(-side // 2)
+    x = x_PD.unflatten(0, (side, side)).permute(2, 0, 1)[None]
+    return F.interpolate(x, (half, half), mode="bilinear")[0].permute(1, 2, 0).flatten(0, 1)

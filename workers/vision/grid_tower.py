@@ -59,8 +59,13 @@ class GridTower:
             checkpoint, "patch_embed.proj.weight", device, dtype, spec.tensor_names
         )
         size, patch_size = spec.hidden_size, spec.patch_size
-        shape = size, 3, spec.frames_per_patch, patch_size, patch_size
-        self._patches = tensors.read("patch_embed.proj.weight", *shape).flatten(1)
+        name = "patch_embed.proj.weight"
+        if spec.has_flat_patches:
+            patches = tensors.read(name, size, 3 * patch_size**2)
+            self._patches = patches.unflatten(1, (-1, 3)).transpose(1, 2).flatten(1).contiguous()
+        else:
+            shape = size, 3, spec.frames_per_patch, patch_size, patch_size
+            self._patches = tensors.read(name, *shape).flatten(1)
         self._patches_bias: Tensor | None = None
         if spec.has_patch_bias:
             self._patches_bias = tensors.read("patch_embed.proj.bias", size)
@@ -69,15 +74,20 @@ class GridTower:
             self._patch_norm = tensors.read_norm("patch_norm", size, spec.norm_kind, spec.norm_eps)
         self._positions: Tensor | None = None
         if spec.position_side:
-            self._positions = tensors.read("pos_embed.weight", spec.position_side**2, size)
+            side = spec.position_side
+            shape_of_table = (side, side) if spec.has_square_positions else (side**2,)
+            self._positions = tensors.read("pos_embed.weight", *shape_of_table, size).view(-1, size)
         check_activation(checkpoint, spec.activation)
         self._layers = make_layers(
             _layers_spec(spec),
             (_read_layer(spec, tensors, f"blocks.{index}.") for index in range(spec.num_layers)),
         )
+        self._final_norm: Norm | None = None
+        if spec.has_final_norm:
+            self._final_norm = tensors.read_norm("final_norm", size, spec.norm_kind, spec.norm_eps)
         self._merge = read_merger(spec, tensors, checkpoint)
         self._deepstack = {
-            layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norms_squares=True)
+            layer: Merger(spec, tensors, f"deepstack_merger_list.{i}.", norm="squares")
             for i, layer in enumerate(spec.deepstack_layers)
         }
 
@@ -122,14 +132,19 @@ class GridTower:
         if self._positions is not None:
             height, width = rows * spec.merge_size, columns * spec.merge_size
             x_PD = x_PD + self._interpolated(row_P, column_P, height, width)
-        places_P2 = torch.stack((row_P, column_P), 1)
+        places_P2 = None if spec.rotary is None else torch.stack((row_P, column_P), 1)
         order: _WindowOrder | None = None
         if spec.window_size:
             order = self._window_order(rows, columns)
-            x_PD, places_P2 = (_reordered(each, order.order_C) for each in (x_PD, places_P2))
+            x_PD = _reordered(x_PD, order.order_C)
+            if places_P2 is not None:
+                places_P2 = _reordered(places_P2, order.order_C)
         windows = None if order is None else order.windows
         features = self._layers(x_PD, Patches(places_P2, windows))
-        merged = [self._merge(features[spec.num_layers])]
+        last_PD = features[spec.num_layers]
+        if self._final_norm is not None:
+            last_PD = self._final_norm(last_PD)
+        merged = [self._merge(last_PD)]
         merged += [merge(features[layer]) for layer, merge in sorted(self._deepstack.items())]
         outputs = torch.cat(merged, -1)
         return outputs if order is None else outputs[order.order_C.argsort()]
@@ -157,7 +172,11 @@ class GridTower:
         """Return the learned position of each patch [P, D]."""
         assert self._positions is not None
         side = self.spec.position_side
-        if self.spec.interpolation == "centers":
+        if self.spec.interpolation == "antialiased":
+            table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+            resized = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
+            return resized[0, :, row_P, column_P].T.to(self._dtype)
+        if self.spec.interpolation != "corners":
             # From -1 to 1.
             places = [
                 (2 * at_P + 1) / length - 1 for at_P, length in ((column_P, width), (row_P, height))
@@ -165,7 +184,11 @@ class GridTower:
             table = self._positions.float().view(1, side, side, -1).permute(0, 3, 1, 2)
             grid = torch.stack(places, -1).float()[None, :, None]
             found = F.grid_sample(
-                table, grid, mode="bicubic", padding_mode="border", align_corners=False
+                table,
+                grid,
+                mode="bicubic" if self.spec.interpolation == "centers" else "bilinear",
+                padding_mode="border",
+                align_corners=False,
             )
             return found[0, :, :, 0].T.to(self._dtype)
         axes = []
@@ -207,6 +230,10 @@ def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
 
 def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
     head_dim = spec.hidden_size // spec.num_heads
+    rotary: PatchRotary | None = None
+    if spec.rotary is not None:
+        # In float32, as transformers does it.
+        rotary = PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
     return LayersSpec(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
@@ -216,9 +243,9 @@ def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
         activation=spec.activation,
         norm_kind=spec.norm_kind,
         norm_eps=spec.norm_eps,
-        # In float32, as transformers does it.
-        rotary=PatchRotary("joined", spec.rope_theta, head_dim, in_float32=True),
+        rotary=rotary,
         full_layers=spec.full_layers,
+        qk_norm="head" if spec.has_head_norms else None,
         has_gate=spec.has_gate,
     )
 
@@ -230,15 +257,41 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
     def read(name: str, rows: int, columns: int) -> Linear:
         return tensors.read_linear(prefix + name, rows, columns, has_bias=spec.has_biases)
 
+    def head_norm(name: str) -> Norm | None:
+        if not spec.has_head_norms:
+            return None
+        return tensors.read_rms_norm(
+            f"{prefix}attn.{name}_norm", size // spec.num_heads, spec.norm_eps
+        )
+
     norms = [
         tensors.read_norm(f"{prefix}norm{i}", size, spec.norm_kind, spec.norm_eps) for i in (1, 2)
     ]
+    if spec.num_kv_heads:
+        num_rows = size + 2 * size * spec.num_kv_heads // spec.num_heads
+        qkv = [_with_own_keys(spec, read("attn.qkv", num_rows, size))]
+    elif spec.has_joined_qkv:
+        qkv = [read("attn.qkv", 3 * size, size)]
+    else:
+        qkv = [Linear.join([read(f"attn.{name}_proj", size, size) for name in "qkv"])]
     return LayerWeights(
         attention_norm=norms[0],
-        qkv=[read("attn.qkv", 3 * size, size)],
+        qkv=qkv,
         output=read("attn.proj", size, size),
         mlp_norm=norms[1],
         gate=read("mlp.gate_proj", inner, size) if spec.has_gate else None,
         up=read(f"mlp.{up}", inner, size),
         down=read(f"mlp.{down}", size, inner),
+        query_norm=head_norm("q"),
+        key_norm=head_norm("k"),
     )
+
+
+def _with_own_keys(spec: GridVisionSpec, qkv: Linear) -> Linear:
+    """Return the products of queries, and of keys and values for each head, of which several are equal."""
+    num_groups, head_dim = spec.num_kv_heads, spec.hidden_size // spec.num_heads
+    rows = torch.arange(len(qkv.weight), device=qkv.weight.device)
+    shared = rows[spec.hidden_size :].view(2, num_groups, 1, head_dim)
+    own = shared.expand(-1, -1, spec.num_heads // num_groups, -1).flatten()
+    order = torch.cat((rows[: spec.hidden_size], own))
+    return Linear(qkv.weight[order], None if qkv.bias is None else qkv.bias[order])

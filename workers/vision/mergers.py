@@ -7,6 +7,7 @@ one output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,21 +29,32 @@ def read_merger(
     """
     if spec.merger_size:
         return _GatedMerger(spec, tensors, checkpoint)
-    return Merger(spec, tensors, "merger.", norms_squares=False)
+    return Merger(spec, tensors, "merger.", norm=spec.merger_norm)
 
 
 class Merger:
-    """Projects the patches of each cell; with `norms_squares` they are normed together."""
+    """Projects the patches of each cell, which may be normed one by one or together before."""
 
     def __init__(
-        self, spec: GridVisionSpec, tensors: VisionWeights, prefix: str, *, norms_squares: bool
+        self,
+        spec: GridVisionSpec,
+        tensors: VisionWeights,
+        prefix: str,
+        *,
+        norm: Literal["patches", "squares"] | None,
     ) -> None:
         self._size = spec.hidden_size * spec.merge_size**2
-        self._norms_squares = norms_squares
-        size = self._size if norms_squares else spec.hidden_size
-        self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, spec.norm_eps)
-        self._first = tensors.read_linear(f"{prefix}fc1", self._size, self._size)
-        self._second = tensors.read_linear(f"{prefix}fc2", spec.output_size, self._size)
+        self._norms_squares = norm == "squares"
+        self._norm: Callable[[Tensor], Tensor] = lambda x: x
+        if norm is not None:
+            size = self._size if self._norms_squares else spec.hidden_size
+            eps = spec.merger_eps or spec.norm_eps
+            self._norm = tensors.read_norm(f"{prefix}norm", size, spec.norm_kind, eps)
+        inner, has_bias = spec.merger_inner or self._size, spec.has_merger_biases
+        self._first = tensors.read_linear(f"{prefix}fc1", inner, self._size, has_bias=has_bias)
+        self._second = tensors.read_linear(
+            f"{prefix}fc2", spec.output_size, inner, has_bias=has_bias
+        )
 
     def __call__(self, x_PD: Tensor) -> Tensor:
         """Return the projected cells [C, output size]."""

@@ -52,11 +52,29 @@ def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projecti
 
 def _mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
     weights = read(f"{_MLP}linear_1.weight")
-    norm: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
-    if spec.has_projection_norm:
-        norm = weights.read_layer_norm(f"{_MLP}layer_norm", _merged_size(spec), spec.projection_eps)
+    norm = _norm_of_squares(spec, weights)
     mlp = _two_products(spec, checkpoint, weights, _merged_size(spec))
     return lambda x_PD, num_columns: mlp(norm(_side_by_side(x_PD, num_columns, spec.merge_factor)))
+
+
+def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
+    weights, inner = read(f"{_MLP}linear_1.weight"), spec.adapter_size
+    norm = _norm_of_squares(spec, weights)
+    first = weights.read_linear(f"{_MLP}linear_1", 2 * inner, _merged_size(spec))
+    second = weights.read_linear(f"{_MLP}linear_2", spec.output_size, inner)
+
+    def project(x_PD: Tensor, num_columns: int) -> Tensor:
+        up, gate = first(norm(_side_by_side(x_PD, num_columns, spec.merge_factor))).chunk(2, -1)
+        return second(F.silu(gate) * up)
+
+    return project
+
+
+def _norm_of_squares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
+    """Return the norm of the merged rows, or what leaves them as they are."""
+    if not spec.has_projection_norm:
+        return lambda x: x
+    return weights.read_layer_norm(f"{_MLP}layer_norm", _merged_size(spec), spec.projection_eps)
 
 
 def _merged_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -149,6 +167,7 @@ _KINDS: Final[dict[str, Callable[[VisionSpec, Checkpoint, _Reader], Projection]]
     "matrix": _matrix,
     "adapter": _adapter,
     "mlp": _mlp,
+    "gated mlp": _gated_mlp,
     "merged mlp": _merged_mlp,
     "mean": _mean,
     "standardized mean": _standardized_mean,

@@ -22,11 +22,12 @@ class PatchRotary:
     second by the row; with "pairs" (Llama 4) it is as many as it has pairs, of which the first half is rotated by the
     column. In a part, element i is rotated with the one half a part behind it. With "mixed" frequencies (Pixtral, arXiv
     2410.07073) the first half of the pairs has every other frequency, by the row, and the second half has the others,
-    by the column. "joined" ones are equal for row and column (Qwen2-VL, arXiv 2409.12191). Rotations are in the tower's
-    dtype, or in float32.
+    by the column. "joined" ones are equal for row and column (Qwen2-VL, arXiv 2409.12191). With the order "alternating"
+    (Kimi K2.5) a head has as many parts as pairs, too, every other one of which is rotated by the column, and two that
+    follow each other have the same frequency. Rotations are in the tower's dtype, or in float32.
     """
 
-    order: Literal["mixed", "halves", "pairs", "joined"]
+    order: Literal["mixed", "halves", "pairs", "joined", "alternating"]
     theta: float
     head_dim: int
     in_float32: bool = False
@@ -34,12 +35,16 @@ class PatchRotary:
     @property
     def num_parts(self) -> int:
         """The parts of a head."""
-        return {"halves": 2, "pairs": self.head_dim // 2}.get(self.order, 1)
+        if self.order in ("pairs", "alternating"):
+            return self.head_dim // 2
+        return 2 if self.order == "halves" else 1
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The axis that each of the K / 2 angles follows: the row or the column."""
         half = self.head_dim // 2
+        if self.order == "alternating":
+            return (COLUMN, ROW) * (half // 2)
         first = -(-half // 2)
         axes = (COLUMN, ROW) if self.num_parts > 1 else (ROW, COLUMN)
         return (axes[0],) * first + (axes[1],) * (half - first)
@@ -51,6 +56,8 @@ class PatchRotary:
             frequencies = 1.0 / self.theta ** (torch.arange(0, size, 2).float() / size)
             return torch.cat((frequencies[::2], frequencies[1::2]))
         frequencies = 1.0 / self.theta ** (torch.arange(0, size // 2, 2).float() / (size // 2))
+        if self.order == "alternating":
+            return frequencies.repeat_interleave(2)
         return frequencies.repeat(2)
 
     def rotation(self, places_P2: Tensor, dtype: torch.dtype) -> PatchRotation:

@@ -15,7 +15,7 @@ from ...protocol.errors import EngineError
 from ...protocol.messages import ImagePayload
 from ..device.torch_threads import torch_threads
 from ..loaders import Checkpoint
-from .anyres import join_tiles
+from .anyres import join_tiles, reduce_frame
 from .clip_layers import layers_spec, read_layer
 from .image_input import read_image_input
 from .layers import MakeLayers, Patches, TorchLayers
@@ -149,13 +149,18 @@ class VisionTower:
             return
         factor = spec.side_factor
         num_outputs = image.width // factor * (image.height // factor)
-        if image.width % factor or image.height % factor or not num_outputs > 0:
-            raise EngineError(f"{found} multiples of {factor} x {factor}")
+        size = spec.patch_size
+        if image.width % size or image.height % size or not num_outputs > 0:
+            raise EngineError(f"{found} multiples of {size} x {size}, at least {factor} x {factor}")
 
     def _encode_tiles(self, image: ImagePayload) -> Tensor:
         """Return the embeddings of an image that may be a grid of tiles."""
         if self._newline_D is None:
             return self._encode(image)
+        if image.is_frame:
+            x_PD = reduce_frame(self._encode(image))
+            newline_1D = self._newline_D[None].to(x_PD.dtype)
+            return torch.cat((x_PD, newline_1D)) if image.ends_video else x_PD
         size = 3 * image.width**2
         pixels = [image.pixels[i : i + size] for i in range(0, len(image.pixels), size)]
         tiles = [replace(image, height=image.width, pixels=each) for each in pixels]

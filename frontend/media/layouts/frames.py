@@ -1,17 +1,18 @@
-"""Videos, of which some frames at a time are a grid of embeddings."""
+"""Videos, of which some frames at a time are a grid of embeddings, or each frame is read by itself."""
 
 from __future__ import annotations
 
-from ....protocol.config.videos import VideoProcessor
+from ....protocol.config.videos import AnyVideoProcessor, FrameProcessor, VideoProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
-from .pixels import Parts, Tile, Video
+from .pixels import Parts, Sizes, Tile, Video
 from .resized import fit_size, grown_size
+from .single_frames import fit_single_frames, single_frames
 
 
 def fit_frames(
-    width: int, height: int, num_frames: int, config: VideoProcessor, max_outputs: int
-) -> tuple[int, int]:
-    """Return the size in which the model reads frames of this size.
+    width: int, height: int, num_frames: int, config: AnyVideoProcessor, max_outputs: int
+) -> Sizes:
+    """Return the sizes to which frames of this size are resized, of which the model reads the last.
 
     Args:
         width: The width of a frame.
@@ -23,6 +24,8 @@ def fit_frames(
     Raises:
         ValueError: The frames are too long for their width, or have too many embeddings.
     """
+    if isinstance(config, FrameProcessor):
+        return fit_single_frames(width, height, num_frames, config, max_outputs)
     unit, per_patch = config.unit, config.frames_per_patch
     if config.limits_whole:
         width, height = grown_size(width, height, unit)
@@ -38,17 +41,19 @@ def fit_frames(
             f"its {num_frames} frames of {width} x {height} pixels take {num_outputs} tokens, and at most "
             f"{max_outputs} fit into the context; send fewer or smaller frames"
         )
-    return size
+    return (size,)
 
 
-def frames(video: Video, config: VideoProcessor, around: tuple[str, str]) -> Parts:
+def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> Parts:
     """Return what takes the place of a video in a prompt.
 
     Args:
-        video: The video, with frames of the size of `fit_frames`.
+        video: The video, with frames of the last size of `fit_frames`.
         config: How the model reads videos.
         around: The texts before and after each grid that has a time.
     """
+    if isinstance(config, FrameProcessor):
+        return single_frames(video, config)
     unit, per_patch = config.unit, config.frames_per_patch
     size, numbers = video.frames[0].size, video.numbers
     pixels = [frame.tobytes() for frame in video.frames]

@@ -20,12 +20,12 @@ _AROUND: Final = "<fake_token_around_image>"
 def grid(image: Image.Image, config: GridProcessor) -> Parts:
     """Return the rows of a grid one after the other, then the whole image; each tile after its name."""
     side = config.side
-    image = resize(image, *_fit_longest(image.width, image.height, config.longest_edge), config)
+    image = resize(image, *fit_longest(image.width, image.height, config.longest_edge), config)
     tiles: list[list[Tile]] = []
     if config.splits:
         image = resize(image, *_whole_tiles(image.width, image.height, side), config)
         if image.size != (side, side):
-            tiles = [[make_tile(tile, config) for tile in row] for row in _split(image, side)]
+            tiles = [[make_tile(tile, config) for tile in row] for row in split(image, side)]
     whole = image if image.size == (side, side) else resize(image, side, side, config)
     return tiles_and_whole(tiles, make_tile(whole, config))
 
@@ -45,15 +45,36 @@ def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile) -> Parts:
 def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
     """Return the rows of a grid one after the other, then the whole image if there are several tiles."""
     side = config.side
-    num_columns, num_rows = _best_canvas(image.width, image.height, config)
-    canvas = resize(image, num_columns * side, num_rows * side, config)
-    tiles: list[Tile] = [make_tile(tile, config) for row in _split(canvas, side) for tile in row]
-    if len(tiles) > 1:
-        tiles.append(make_tile(resize(image, side, side, config), config))
-    return [config.start, *tiles, config.end]
+    columns, rows = 1, 1
+    if config.splits and config.max_tiles > 1:
+        if config.least_scale:
+            columns, rows = _least_scale(*image.size, side, config.max_tiles)
+        else:
+            columns, rows = best_canvas(*image.size, side, config.min_tiles, config.max_tiles)
+    canvas = resize(image, columns * side, rows * side, config)
+    tiles = [tile for row in split(canvas, side) for tile in row]
+    parts: Parts = [config.start]
+    for number, tile in enumerate(tiles if len(tiles) > 1 else [], 1):
+        label = f"{config.tile_label}{number}" if config.tile_label else ""
+        parts += [label, make_tile(tile, config), config.tile_end]
+    whole = resize(image, side, side, config) if len(tiles) > 1 else canvas
+    return [*parts, config.whole_label, make_tile(whole, config), config.tile_end, config.end]
 
 
-def _split(image: Image.Image, side: int) -> list[list[Image.Image]]:
+def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
+    """Return the columns and rows of the smallest grid that shrinks the image least; of those that need not, the least.
+
+    The one that enlarges an image least is the smallest of several that enlarge it equally.
+    """
+    sides = range(1, max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if columns * rows <= max_tiles]
+    grids.sort(key=lambda grid: grid[0] * grid[1])
+    scales = [min(columns * side / width, rows * side / height) for columns, rows in grids]
+    enlarging = [scale for scale in scales if scale >= 1]
+    return grids[scales.index(min(enlarging) if enlarging else max(scales))]
+
+
+def split(image: Image.Image, side: int) -> list[list[Image.Image]]:
     """Return the rows of tiles."""
     return [
         [image.crop((x, y, x + side, y + side)) for x in range(0, image.width, side)]
@@ -61,7 +82,7 @@ def _split(image: Image.Image, side: int) -> list[list[Image.Image]]:
     ]
 
 
-def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     """Return the size with this longest side and, if there is one, an even other one."""
     ratio = width / height
     if width >= height:
@@ -79,22 +100,22 @@ def _fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
     return max(width, 1), max(height, 1)
 
 
-def _best_canvas(width: int, height: int, config: CanvasProcessor) -> tuple[int, int]:
+def best_canvas(
+    width: int, height: int, side: int, min_tiles: int, max_tiles: int
+) -> tuple[int, int]:
     """Return the columns and rows of the grid whose shape is most like the image's.
 
     Of grids with the same shape it is the one with most tiles, unless more than half of them would be made up.
     """
-    if not config.splits or config.max_tiles == 1:
-        return 1, 1
-    sides = range(1, config.max_tiles + 1)
+    sides = range(1, max_tiles + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]
     ratio, area = width / height, width * height
     best, least = (1, 1), math.inf
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
-        if not config.min_tiles <= columns * rows <= config.max_tiles:
+        if not min_tiles <= columns * rows <= max_tiles:
             continue
         difference = abs(ratio - columns / rows)
-        is_filled = area > 0.5 * config.side**2 * columns * rows
+        is_filled = area > 0.5 * side**2 * columns * rows
         if difference < least or (difference == least and is_filled):
             best, least = (columns, rows), difference
     return best

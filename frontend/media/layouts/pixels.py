@@ -28,13 +28,18 @@ class Video(NamedTuple):
     """The frames of a video that a model reads, in RGB and of one size.
 
     `numbers` are those of the frames in the video, of which a second has `fps`. `sampled_fps` is how many of the
-    frames a second has.
+    frames a second has. The whole video takes `seconds`.
     """
 
     frames: list[Image.Image]
     numbers: list[int]
     fps: float
     sampled_fps: float
+    seconds: float
+
+
+Sizes: TypeAlias = tuple[tuple[int, int], ...]
+"""The widths and heights to which a frame is resized, one after the other."""
 
 
 Parts: TypeAlias = list[str | Tile]

@@ -7,9 +7,9 @@ from typing import Final
 
 from PIL import Image
 
-from ....protocol.config.images import ResizeProcessor
+from ....protocol.config.images import PadProcessor, ResizeProcessor
 from ....protocol.messages import EncoderGrid, ImagePayload
-from .pixels import Parts, Tile, resize
+from .pixels import Parts, Tile, make_tile, resize
 
 _MAX_RATIO: Final = 200
 """Upper bound of the longer side divided by the shorter one."""
@@ -18,8 +18,10 @@ _MAX_RATIO: Final = 200
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
     """Return the image in the size that is closest to its own."""
     size = image.size
-    if config.grows:
+    if config.grows == "floor":
         size = grown_size(*size, config.unit)
+    elif config.grows == "round":
+        size = _grown_rounded(*size, config.unit)
     size = fit_size(*size, config.unit, config.min_pixels, config.max_pixels)
     image = resize(image, *size, config)
     payload = ImagePayload(
@@ -35,6 +37,27 @@ def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
     if least >= unit:
         return width, height
     return int(width * (unit / least)), int(height * (unit / least))
+
+
+def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
+    """Return a size whose sides have at least `unit` pixels, first the height and then the width."""
+    if height < unit:
+        width, height = round(width * unit / height), unit
+    if width < unit:
+        width, height = unit, round(height * unit / width)
+    return width, height
+
+
+def padded(image: Image.Image, config: PadProcessor) -> Parts:
+    """Return the image, shrunk if it is too large, at the top left of a black canvas."""
+    patch, most = config.patch_size, config.max_side * config.patch_size
+    num_patches = max(1, image.height // patch) * max(1, image.width // patch)
+    scale = min(1.0, math.sqrt(config.max_patches / num_patches), *(most / x for x in image.size))
+    width, height = (min(max(1, int(side * scale)), most) for side in image.size)
+    columns, rows = (-(-side // config.unit) for side in (width, height))
+    canvas = Image.new("RGB", (columns * config.unit, rows * config.unit))
+    canvas.paste(resize(image, width, height, config))
+    return [make_tile(canvas, config)._replace(num_outputs=rows * columns)]
 
 
 def fit_size(

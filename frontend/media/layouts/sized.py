@@ -43,6 +43,12 @@ def _tile(
     factor = config.side_factor
     if image.size != (columns * factor, rows * factor):
         image = resize(image, columns * factor, rows * factor, config)
+    if isinstance(config, FitProcessor) and config.output_side:
+        columns, rows = (side // config.output_side for side in image.size)
+        if not columns * rows:
+            raise ValueError(
+                f"it is read with {image.width} x {image.height} pixels, and both sides need {config.output_side}"
+            )
     tile = make_tile(image, config)._replace(num_outputs=columns * rows)
     if row_end:
         tile = tile._replace(row_length=columns, separator=row_end)

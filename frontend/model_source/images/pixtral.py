@@ -1,6 +1,8 @@
-"""Reads the image processor of Pixtral and Mistral 3."""
+"""Reads the image processor of Pixtral, Mistral 3 and LightOnOCR."""
 
 from __future__ import annotations
+
+import msgspec
 
 from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
 from ....protocol.config.images import FitProcessor
@@ -24,4 +26,22 @@ def pixtral(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitPr
         side_factor=factor,
         row_end="[IMG_BREAK]",
         end="[IMG_END]",
+    )
+
+
+def lighton_ocr(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitProcessor:
+    """Return the processor of LightOnOCR, whose images may end within a square of an embedding."""
+    fields = source.fields
+    side = fields.get("patch_size", 16)
+    if isinstance(side, dict):
+        side = side.get("height")
+    factor = fields.with_values({"patch_size": side}).integer("patch_size", maximum=MAX_SIDE)
+    if factor % vision.patch_size:
+        raise fields.wrong("patch_size", f"a multiple of {vision.patch_size}", side)
+    return msgspec.structs.replace(
+        pixtral(source, vision, token_id),
+        side_factor=factor,
+        output_side=vision.side_factor,
+        row_end="",
+        end="",
     )

@@ -1,12 +1,15 @@
-"""Reads the processors of Qwen-VL and GLM-4.1V."""
+"""Reads the processors of Qwen-VL, GLM, PaddleOCR-VL and Kimi K2.5, which keep the shape of images."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
+
+import msgspec
 
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
-from ....protocol.config.images import ResizeProcessor
+from ....protocol.config.images import PadProcessor, ResizeProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
 from .source import ProcessorSource
 
@@ -44,7 +47,40 @@ def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int)
         unit=vision.unit,
         min_pixels=-(-least // frames),
         max_pixels=most // frames,
-        grows=True,
+        grows="floor",
+    )
+
+
+def resize_rounded(
+    source: ProcessorSource, vision: GridVisionSpec, token_id: int
+) -> ResizeProcessor:
+    """Return the processor of PaddleOCR-VL."""
+    fields = source.fields.with_defaults(size={"shortest_edge": 384**2, "longest_edge": 1536**2})
+    own = replace(source, fields=fields)
+    return msgspec.structs.replace(resize(own, vision, token_id), grows="round")
+
+
+def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
+    """Return the processor of Kimi K2.5, whose published file has names of its own."""
+    own = source.fields.first_section("media_proc_cfg")
+    fields = source.fields.with_defaults(
+        max_patches=own.get("in_patch_limit", 16384),
+        image_mean=own.get("image_mean", [0.5] * 3),
+        image_std=own.get("image_std", [0.5] * 3),
+    )
+    size = fields.first_section("size")
+    most = size.integer("max_height", own.integer("patch_limit_on_one_side", 512), maximum=4096)
+    check_patches(fields, vision)
+    max_patches = fields.integer("max_patches", maximum=_MAX_PIXELS)
+    return PadProcessor(
+        **pixel_values(fields, token_id, BICUBIC),
+        output_size=vision.output_size,
+        # The margins of a long image add some embeddings.
+        num_outputs=max_patches // vision.merge_size**2 + 2 * most,
+        unit=vision.unit,
+        patch_size=vision.patch_size,
+        max_patches=max_patches,
+        max_side=most,
     )
 
 

@@ -12,12 +12,14 @@ from ....protocol.checkpoint.gguf_config.mmproj import Mmproj
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
 from ....protocol.config.images import AnyImageProcessor
 from .anyres import anyres
+from .cohere import aya_vision, cohere2_vision
 from .gemma import gemma3, gemma4, paligemma
 from .idefics3 import grid
 from .internvl import canvas
+from .lfm2 import thumbnail
 from .llama4 import tiles
-from .pixtral import pixtral
-from .qwen import resize, resize_pairs
+from .pixtral import lighton_ocr, pixtral
+from .qwen import pad, resize, resize_pairs, resize_rounded
 from .single import single
 from .source import ProcessorSource
 
@@ -56,8 +58,9 @@ def read_image_processor(
     if processor is None:
         logger.warning("%s has no %s, so images are refused", path, _FILES[0])
         return None
+    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
     token_id = config.integer(
-        "image_token_id" if config.get("image_token_id") is not None else "image_token_index",
+        next((name for name in names if config.get(name) is not None), names[0]),
         minimum=0,
         maximum=text.integer("vocab_size") - 1,
     )
@@ -86,18 +89,26 @@ A reader takes towers of the class that its models have.
 """
 
 _READERS: Final[dict[str, _Reader]] = {
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
+    "exaone4_5": resize,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "glm4v": resize_pairs,
     "glm4v_moe": resize_pairs,
     "glm46v": resize_pairs,
+    "glm_ocr": resize_pairs,
     "idefics3": grid,
     "internvl": canvas,
+    "kimi_k25": pad,
+    "lfm2_vl": thumbnail,
+    "lighton_ocr": lighton_ocr,
     "llama4": tiles,
     "llava": single,
     "llava_next": anyres,
     "llava_onevision": anyres,
     "mistral3": pixtral,
+    "paddleocr_vl": resize_rounded,
     "paligemma": paligemma,
     "qwen2_vl": resize,
     "qwen2_5_vl": resize,

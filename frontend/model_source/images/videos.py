@@ -1,4 +1,4 @@
-"""Reads the video processors of Qwen-VL and GLM."""
+"""Reads video processors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, Final, NamedTuple
 from ....protocol.checkpoint.config_fields import ConfigFields
 from ....protocol.checkpoint.vision.grid import GridVisionSpec
 from ....protocol.checkpoint.vision.read import has_vision, vision_spec
-from ....protocol.config.videos import VideoProcessor
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.videos import AnyVideoProcessor, VideoProcessor
 from .fields import BICUBIC, CLIP_VALUES, pixel_values
+from .frame_videos import FRAME_READERS, FrameSource
 from .qwen import check_patches, pixel_limits
 
 _MAX_FRAMES: Final = 1024
@@ -39,6 +41,7 @@ _FAMILIES: Final = {
     "glm4v": _GLM41,
     "glm4v_moe": _GLM41,
     "glm46v": _GLM46,
+    "glm_ocr": _GLM46,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_5": _QWEN3,
@@ -50,7 +53,7 @@ _FAMILIES: Final = {
 
 def read_video_processor(
     path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
-) -> VideoProcessor | None:
+) -> AnyVideoProcessor | None:
     """Return how the model reads videos; None if it reads none, or without the processor's file.
 
     Args:
@@ -63,16 +66,31 @@ def read_video_processor(
         CheckpointError: A field is missing or invalid.
     """
     model_type = config.text("model_type", "")
-    family = _FAMILIES.get(model_type)
-    if family is None or not (has_vision(config) and path.is_dir()):
+    if not (has_vision(config) and path.is_dir()):
         return None
-    if config.get("video_token_id") is None:
+    found = _video_fields(path)
+    if found is None:
         return None
     vision = vision_spec(config, text.integer("hidden_size"))
-    found = _video_fields(path)
-    if not isinstance(vision, GridVisionSpec) or found is None:
-        return None
     fields = found.with_values(dict(overrides))
+    read = FRAME_READERS.get(model_type)
+    if read is not None and isinstance(vision, VisionSpec):
+        return read(FrameSource(path, fields, config, text, vision))
+    if model_type not in _FAMILIES or config.get("video_token_id") is None:
+        return None
+    assert isinstance(vision, GridVisionSpec)
+    return _read_grids(model_type, fields, config, text, vision)
+
+
+def _read_grids(
+    model_type: str,
+    fields: ConfigFields,
+    config: ConfigFields,
+    text: ConfigFields,
+    vision: GridVisionSpec,
+) -> VideoProcessor:
+    """Return the processor of Qwen-VL or GLM."""
+    family = _FAMILIES[model_type]
     check_patches(fields, vision)
     unit, highest = vision.unit, text.integer("vocab_size") - 1
 

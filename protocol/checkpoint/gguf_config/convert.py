@@ -22,7 +22,7 @@ from .recurrent import RECURRENT
 ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **ENCODERS, **GEMMA, **MIXTURES, **RECURRENT}
 
 # Their metadata has lists with the sizes of each layer.
-_VARIED = (*RECURRENT, "gemma3n", "gemma4")
+_VARIED = (*RECURRENT, "gemma3n", "gemma4", "mimo2")
 # Token types of GGUF. Only tokens that are not ordinary text can end a generation.
 _CONTROL, _USER_DEFINED = 3, 4
 _END_OF_GENERATION_TEXTS = (

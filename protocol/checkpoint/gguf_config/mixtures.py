@@ -200,6 +200,42 @@ def _bailingmoe2(fields: ModelFields) -> dict[str, Any]:
     )
 
 
+def _mimo2(fields: ModelFields) -> dict[str, Any]:
+    types = layer_types(fields, 6)
+    counts = fields.of_layers("attention.head_count_kv")
+    kv_heads, has_sinks = {}, {}
+    for kind in ("full_attention", "sliding_attention"):
+        layers = [i for i, each in enumerate(types) if each == kind]
+        found = {counts[i] for i in layers}
+        if len(found) > 1:
+            needed = "one number for layers with a window, and one for the others"
+            raise fields.wrong("attention.head_count_kv", needed, counts)
+        kv_heads[kind] = min(found, default=max(counts))
+        has_sinks[kind] = any(fields.has_tensor(f"blk.{i}.attn_sinks.weight") for i in layers)
+    return mixture(
+        fields,
+        "MiMoV2Flash",
+        "mimo_v2_flash",
+        layer_types=types,
+        num_key_value_heads=kv_heads["full_attention"],
+        swa_num_key_value_heads=kv_heads["sliding_attention"],
+        add_full_attention_sink_bias=has_sinks["full_attention"],
+        add_swa_attention_sink_bias=has_sinks["sliding_attention"],
+        mlp_layer_types=[
+            "sparse" if fields.has_tensor(f"blk.{i}.ffn_gate_inp.weight") else "dense"
+            for i in range(fields.num_layers)
+        ],
+        v_head_dim=fields.integer("attention.value_length", fields.head_dim),
+        # The file has the number of tokens before a token's own, as the published configs.
+        sliding_window_size=fields.integer("attention.sliding_window"),
+        swa_rope_theta=fields.positive("rope.freq_base_swa", 10_000.0),
+        norm_topk_prob=fields.boolean("expert_weights_norm", True),
+        # Converters leave the factor of the published models out.
+        attention_value_scale=fields.positive("attention.value_scale", 0.707),
+        **partial_rotary(fields),
+    )
+
+
 def _afmoe(fields: ModelFields) -> dict[str, Any]:
     experts = expert_fields(fields)
     return mixture(
@@ -219,6 +255,7 @@ def _afmoe(fields: ModelFields) -> dict[str, Any]:
 MIXTURES: dict[str, Translate] = {
     "afmoe": _afmoe,
     "bailingmoe2": _bailingmoe2,
+    "mimo2": _mimo2,
     "deepseek2": _deepseek2,
     "deepseek32": _deepseek32,
     "dots1": _dots1,

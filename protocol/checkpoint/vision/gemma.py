@@ -15,7 +15,7 @@ MAX_OUTPUTS: Final = 280
 
 def paligemma(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
     """Return the tower of PaliGemma (arXiv 2407.07726), whose prompts are read as a whole."""
-    return _siglip(
+    return siglip(
         vision,
         output_size,
         projection="matrix",
@@ -33,7 +33,7 @@ def gemma3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
         raise fields.wrong(
             "mm_tokens_per_image", f"the square of a divisor of {num_patches}", num_outputs
         )
-    return _siglip(
+    return siglip(
         vision,
         output_size,
         projection="mean",
@@ -43,7 +43,8 @@ def gemma3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     )
 
 
-def _siglip(vision: ConfigFields, output_size: int, **differences: object) -> VisionSpec:
+def siglip(vision: ConfigFields, output_size: int, **differences: object) -> VisionSpec:
+    """Return a SigLIP tower with the norm after its last layer, with `differences`."""
     image_size, patch_size = image_and_patch_size(vision, 224, 16)
     num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
     return VisionSpec(

@@ -1,8 +1,8 @@
-"""The vision towers of Qwen-VL and GLM-4.1V, which read images of any size."""
+"""The vision towers of Qwen-VL and GLM, which read images of any size."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from ...config.images import SpanKind
@@ -19,13 +19,26 @@ class GridVisionSpec:
     `merge_size` patches becomes one output: they are normed, put side by side and projected by two matrices.
 
     With a `position_side` patches also have learned positions, which are a square table of this side, interpolated to
-    the image's grid: "corners" bilinearly, with those of the image at those of the table, or "centers" bicubically.
-    With a `has_patch_norm` patches are normed before that. With a `window_size` patches attend within squares of this
-    many pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has
-    a projection of its own. The decoder adds their outputs after its first layers, in the order of the tower's layers.
+    the image's grid: "corners" bilinearly, with those of the image at those of the table, or from and to the centers of
+    patches, bicubically ("centers"), bilinearly ("bilinear centers") or, where that shrinks it, with the mean of all
+    positions between ("antialiased"). With `has_square_positions` the table is stored with three dimensions. With a
+    `has_patch_norm` patches are normed before that. With a `window_size` patches attend within squares of this many
+    pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has a
+    projection of its own. The decoder adds their outputs after its first layers, in the order of the tower's layers.
 
     With a `merger_size` (GLM-4.1V, arXiv 2507.01006) a square is projected by one matrix, and its output by another, a
-    norm and a gated MLP of this many intermediate elements. Without `has_biases` products of layers have none.
+    norm and a gated MLP of this many intermediate elements. Without `has_biases` products of layers have none. With
+    `has_head_norms` queries and keys of each head are normed (GLM-OCR).
+
+    With `has_final_norm` all patches are normed before they are merged, and then once more, with `merger_eps` if that
+    is not 0. Without `has_joined_qkv` queries, keys and values have a matrix each. With `num_kv_heads`, if that is not
+    0, several heads share keys and values. The `rotary` angles of a head are those of rows and then of columns
+    ("joined"), or they alternate, beginning with a column, and rotate neighbors ("alternating"), or None. Without
+    `has_axes` the decoder's positions have one coordinate. With `has_flat_patches` the tensor for patches has two
+    dimensions, and its columns are stored pixel by pixel.
+
+    The projection norms the patches of a square one by one or together (`merger_norm`), or not at all. Between its
+    matrices there are `merger_inner` elements, if that is not 0, and the matrices may be without `has_merger_biases`.
 
     `tensor_names` translates the checkpoint's tensor names, as in `ModelSpec`. The decoder is causal, so there is no
     `span_kind`.
@@ -47,9 +60,21 @@ class GridVisionSpec:
     has_patch_bias: bool = False
     has_patch_norm: bool = False
     has_biases: bool = True
+    has_head_norms: bool = False
     merger_size: int = 0
     position_side: int = 0
-    interpolation: Literal["corners", "centers"] = "corners"
+    has_square_positions: bool = False
+    interpolation: Literal["corners", "centers", "bilinear centers", "antialiased"] = "corners"
+    has_final_norm: bool = False
+    merger_eps: float = 0.0
+    has_joined_qkv: bool = True
+    num_kv_heads: int = 0
+    rotary: Literal["joined", "alternating"] | None = "joined"
+    has_axes: bool = True
+    has_flat_patches: bool = False
+    merger_norm: Literal["patches", "squares"] | None = "patches"
+    merger_inner: int = 0
+    has_merger_biases: bool = True
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
     deepstack_layers: tuple[int, ...] = ()
@@ -94,6 +119,15 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
         full_layers=_layers(vision, "fullatt_block_indexes", sizes["num_layers"], [7, 15, 23, 31]),
         tensor_names=_NAMES,
     )
+
+
+def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of EXAONE 4.5, which is that of Qwen2.5-VL with shared keys and values."""
+    spec = qwen2_5_vl(fields, vision, output_size)
+    num_kv_heads = vision.integer("num_key_value_heads", 8)
+    if spec.num_heads % num_kv_heads:
+        raise vision.wrong("num_key_value_heads", f"a divisor of {spec.num_heads}", num_kv_heads)
+    return replace(spec, num_kv_heads=num_kv_heads, has_axes=False)
 
 
 def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
@@ -147,6 +181,26 @@ def glm4v(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridV
         merger_size=vision.integer("intermediate_size", 13696),
         position_side=image_size // sizes["patch_size"],
         interpolation="centers",
+        tensor_names=_GLM_NAMES,
+    )
+
+
+def glm_ocr(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of GLM-OCR, which has no learned positions."""
+    vision = vision.with_defaults(depth=24, num_heads=16, out_hidden_size=1536)
+    _check_output_size(vision, "out_hidden_size", output_size)
+    return GridVisionSpec(
+        **_sizes(vision, vision.integer("hidden_size", 1024), 14),
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        activation=vision.text("hidden_act", "silu"),
+        output_size=output_size,
+        norm_kind="rms",
+        norm_eps=vision.positive("rms_norm_eps", 1e-5),
+        has_gate=True,
+        has_patch_bias=True,
+        has_biases=vision.boolean("attention_bias", True),
+        has_head_norms=True,
+        merger_size=3 * output_size,
         tensor_names=_GLM_NAMES,
     )
 

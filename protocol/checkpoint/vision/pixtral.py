@@ -1,4 +1,4 @@
-"""The vision towers of Pixtral and Mistral 3, which read images of any size."""
+"""The vision towers of Pixtral, Mistral 3 and LightOnOCR, which read images of any size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .spec import VisionSpec
 
 
 def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of Pixtral or Mistral 3, which differ in the projection."""
-    is_mistral3 = fields.text("model_type") == "mistral3"
+    """Return the tower of Pixtral, or of Mistral 3 or LightOnOCR, which have another projection."""
+    merges = fields.text("model_type") in ("mistral3", "lighton_ocr")
     image_size, patch_size = image_and_patch_size(vision, 1024, 16)
     num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")
     rope = vision.first_section("rope_parameters")
-    factor = fields.integer("spatial_merge_size", 2, maximum=64) if is_mistral3 else 1
+    factor = fields.integer("spatial_merge_size", 2, maximum=64) if merges else 1
     text = fields.first_section("text_config")
     return VisionSpec(
         image_size=image_size,
@@ -27,12 +27,12 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
         activation=vision.text("hidden_act", "gelu"),
         norm_eps=1e-5,
         output_size=output_size,
-        projection="merged mlp" if is_mistral3 else "mlp",
+        projection="merged mlp" if merges else "mlp",
         max_outputs=(-(-image_size // (patch_size * factor))) ** 2,
         merge_factor=factor,
         projection_activation=fields.text("projector_hidden_act", "gelu"),
-        projection_bias=fields.boolean("multimodal_projector_bias", not is_mistral3),
-        projection_eps=text.positive("rms_norm_eps", 1e-5 if is_mistral3 else 1e-6),
+        projection_bias=fields.boolean("multimodal_projector_bias", not merges),
+        projection_eps=text.positive("rms_norm_eps", 1e-5 if merges else 1e-6),
         has_patch_bias=False,
         positions=None,
         rope_theta=rope.positive("rope_theta", vision.positive("rope_theta", 10_000.0)),
@@ -46,6 +46,7 @@ def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Vis
 
 
 _NAMES: Final = (
+    (r"vision_projection\.", "multi_modal_projector."),
     (r"(vision_\w+)\.patch_conv\.", r"\1.embeddings.patch_embedding."),
     (r"(vision_\w+)\.ln_pre\.", r"\1.pre_layrnorm."),
     (r"(vision_\w+)\.transformer\.layers\.", r"\1.encoder.layers."),

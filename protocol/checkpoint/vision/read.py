@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from ..config_fields import ConfigFields
+from .cohere import aya_vision, cohere2_vision
 from .gemma import gemma3, gemma4, paligemma
-from .grid import GridVisionSpec, glm4v, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from .grid import GridVisionSpec, exaone4_5, glm4v, glm_ocr, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from .idefics3 import idefics3
 from .internvl import internvl
 from .llama4 import llama4
 from .llava import llava, llava_next, llava_onevision
+from .merged import kimi_k25, lfm2_vl, paddleocr_vl
 from .pixtral import pixtral
 from .spec import VisionSpec
 
@@ -38,19 +40,27 @@ def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
 
 
 _READERS: Final[dict[str, Callable[[ConfigFields, ConfigFields, int], AnyVisionSpec]]] = {
+    "aya_vision": aya_vision,
+    "cohere2_vision": cohere2_vision,
+    "exaone4_5": exaone4_5,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "glm4v": glm4v,
     "glm4v_moe": glm4v,
     "glm46v": glm4v,
+    "glm_ocr": glm_ocr,
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
+    "kimi_k25": kimi_k25,
+    "lfm2_vl": lfm2_vl,
+    "lighton_ocr": pixtral,
     "llama4": llama4,
     "llava": llava,
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "mistral3": pixtral,
+    "paddleocr_vl": paddleocr_vl,
     "paligemma": paligemma,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,

@@ -39,6 +39,8 @@ class VisionSpec:
     * "matrix": one product (Idefics3, arXiv 2408.12637)
     * "mlp": two, with `projection_activation` between them (LLaVA, arXiv 2310.03744), after a norm of the merged rows
       with `has_projection_norm`
+    * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
+      second, then another product; after the same norm if there is one (Aya Vision)
     * "merged mlp": the same after a norm of the patches and a product with the merged rows (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
     * "adapter": two products of `adapter_size` outputs without biases, each with an activation behind it, then a matrix
@@ -64,7 +66,9 @@ class VisionSpec:
     activation: str
     norm_eps: float
     output_size: int
-    projection: Literal["matrix", "mlp", "merged mlp", "mean", "standardized mean", "adapter"]
+    projection: Literal[
+        "matrix", "mlp", "gated mlp", "merged mlp", "mean", "standardized mean", "adapter"
+    ]
     max_outputs: int = 0
     head_dim: int = 0
     attention_scale: float = 0.0

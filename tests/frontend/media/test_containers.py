@@ -42,7 +42,7 @@ def shown_numbers(video, count):
 
 
 def same_size(width, height, num_frames):
-    return width, height
+    return ((width, height),)
 
 
 @pytest.mark.parametrize("container", FILES, ids=lambda value: value[0])

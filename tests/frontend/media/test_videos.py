@@ -74,7 +74,7 @@ def _jpegs(count, **size):
 
 
 def _same_size(width, height, num_frames):
-    return width, height
+    return ((width, height),)
 
 
 GLM = {
@@ -131,7 +131,7 @@ def test_sizes_and_sampled_frames_equal_those_of_transformers(config):
         count, fps = rng.randrange(2, 300), rng.choice([1.0, 7.5, 10.0, 24.0, 29.97, 60.0])
         reference = _qwen3 if config is QWEN3 else _qwen2
         size, numbers = reference(width, height, count, fps, config)
-        assert fit_frames(width, height, count, config, 10**9) == size
+        assert fit_frames(width, height, count, config, 10**9) == (size,)
         assert sample_frames(count, fps, config) == numbers
 
 

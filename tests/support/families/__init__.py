@@ -41,7 +41,7 @@ def make_reference(name, **others):
     config = getattr(transformers, config_name)(**values)
     # Falcon's eager attention adds ALiBi twice.
     attention = "sdpa" if family == "Falcon" else "eager"
-    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    suffix = "LMHeadModel" if family in ("GPT2", "OpenAIGPT") else "ForCausalLM"
     torch.manual_seed(0)
     model_class = getattr(transformers, family.removesuffix("Text") + suffix, None)
     if model_class is None:

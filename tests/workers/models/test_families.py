@@ -33,7 +33,9 @@ NATIVE = [
     "apertus",
     "arcee",
     "bamba",
+    "biogpt",
     "bloom",
+    "codegen",
     "cohere-norms",
     "deepseek-v2",
     "deepseek-v3",
@@ -70,7 +72,9 @@ NATIVE = [
     "nemotron-h",
     "nemotron-h-latent-experts",
     "olmo-hybrid",
+    "openai-gpt",
     "opt",
+    "persimmon",
     "phi",
     "phi-moe",
     "afmoe",
@@ -330,6 +334,7 @@ IN_GGUF = [
     "jais2",
     "ling2",
     "mamba2",
+    "mimo-v2",
 ]
 YARN = LONG | {"mscale": 1.0}
 DIFFERENCES_IN_GGUF = {

@@ -24,6 +24,7 @@ from support.decoders import CPU, TOWER_LAYERS, Runner, load_decoder, load_nativ
 from support.qwen_checkpoints import (
     FRAMES,
     GLM_MODELS,
+    MERGED_MODELS,
     QWEN_MODELS,
     qwen_directory,
     qwen_image_processor,
@@ -38,7 +39,7 @@ SIZES = ((100, 70), (20, 33))
 NUM_FRAMES = 5
 
 
-@pytest.fixture(scope="module", params=(*QWEN_MODELS, *GLM_MODELS))
+@pytest.fixture(scope="module", params=(*QWEN_MODELS, *GLM_MODELS, *MERGED_MODELS))
 def model(request, tmp_path_factory):
     return qwen_directory(tmp_path_factory.mktemp("model"), request.param)
 
@@ -50,9 +51,14 @@ def _image(seed, width, height):
 
 @pytest.mark.parametrize("load", [load_decoder, load_native_decoder])
 def test_logits_equal_those_of_transformers(model, load):
-    is_glm = model[1].config.model_type.startswith("glm")
-    # Transformers' GLM does not read images and videos in one prompt.
-    for images, has_video in ((SIZES, False), ((), True)) if is_glm else ((SIZES, True),):
+    kind = model[1].config.model_type
+    cases = [(SIZES, True)]
+    if kind.startswith("glm"):
+        # Transformers' GLM does not read images and videos in one prompt.
+        cases = [(SIZES, False), ((), True)]
+    elif kind in MERGED_MODELS:
+        cases = [(SIZES, False)]
+    for images, has_video in cases:
         _check_logits(model, load, images, has_video)
 
 

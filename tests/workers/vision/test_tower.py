@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from support.vision_checkpoints import (
     MODELS,
     SIZED_MODELS,
     TILE,
+    TOWER_SIZES,
     image_processor,
     vision_directory,
 )
@@ -35,9 +37,18 @@ torch.set_num_threads(1)
 MEAN, STD = (0.5, 0.4, 0.3), (0.5, 0.25, 0.3)
 
 
-KINDS = ("llama4", *MODELS, "internvl-rms", *GEMMA_MODELS, *SIZED_MODELS, *ANYRES_MODELS)
+KINDS = (
+    "llama4",
+    "cohere2_vision",
+    *MODELS,
+    "internvl-rms",
+    *GEMMA_MODELS,
+    *SIZED_MODELS,
+    *ANYRES_MODELS,
+)
 SIZES = {"gemma4": [(48, 32), (80, 64)], "pixtral": [(48, 24), (64, 64)]}
 SIZES["mistral3"] = [(48, 32), (80, 64)]
+SIZES["lighton_ocr"] = [(56, 40), (80, 64)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -184,3 +195,21 @@ def test_an_image_of_another_size_is_refused(model):
         EngineError, match=r"has 9 x 4 pixels, the model reads (64|multiples|a grid)"
     ):
         tower(ImagePayload(9, 4, bytes(108), 1 / 255, MEAN, STD))
+
+
+def test_frames_of_a_video_are_reduced_as_by_transformers(tmp_path):
+    # A frame has nine patches in each direction, of which five remain.
+    sizes = TOWER_SIZES | {"image_size": 72}
+    path, reference = vision_directory(tmp_path, "llava_onevision", tower=sizes)
+    decoder = load_decoder(path, max_model_len=512)
+    tower = VisionTower(decoder.spec.encoder, open_checkpoint(path), CPU, torch.float32)
+    images = [_image(seed, 72, 72) for seed in range(3)]
+    pixels = torch.stack([pixels for _, pixels in images])[None]
+    with torch.inference_mode():
+        [expected] = reference.model.get_video_features(pixels).pooler_output
+    outputs = [
+        tower(msgspec.structs.replace(payload, is_frame=True, ends_video=index == 2))
+        for index, (payload, _) in enumerate(images)
+    ]
+    assert [len(output) for output in outputs] == [25, 25, 26]
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)

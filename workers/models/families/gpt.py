@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ....protocol.checkpoint.config_fields import ConfigFields
@@ -227,6 +228,15 @@ def _gptj(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _codegen(fields: ConfigFields) -> ModelSpec:
+    num_blocks = 4
+    if fields.integer("num_attention_heads") % num_blocks:
+        raise fields.error(f"num_attention_heads must be a multiple of {num_blocks}")
+    spec = _gptj(fields.with_defaults(num_hidden_layers=28))
+    names = ((r".*\.attn\.causal_mask$", ""), *spec.tensor_names)
+    return replace(spec, num_qkv_blocks=num_blocks, tensor_names=names)
+
+
 def _gpt_neox(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_act="gelu",
@@ -316,8 +326,75 @@ def _falcon(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _persimmon(fields: ConfigFields) -> ModelSpec:
+    fields = fields.with_defaults(
+        hidden_act="relu2", partial_rotary_factor=0.5, rope_theta=25_000.0
+    )
+    return gpt_spec(
+        fields,
+        layers=uniform_layers(fields, read_rope(fields, head_dim(fields), partial=True)),
+        qk_norm="head" if fields.boolean("qk_layernorm", True) else None,
+        qk_norm_bias=True,
+        has_grouped_qkv=_has_grouped_qkv(fields),
+        tensor_names=(
+            (r"\.self_attn\.query_key_value\.", ".self_attn.qkv_proj."),
+            (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+            (r"\.([qk])_layernorm\.", r".\1_norm."),
+            (r"(^|\.)final_layernorm\.", r"\1norm."),
+            *_MEGATRON_NAMES,
+        ),
+    )
+
+
+def _biogpt(fields: ConfigFields) -> ModelSpec:
+    is_scaled = fields.boolean("scale_embedding", True)
+    # The config's field is not that of its norms.
+    fields = fields.with_values({"layer_norm_eps": None, "rms_norm_eps": 1e-5}).with_defaults(
+        hidden_act="gelu", tie_word_embeddings=True, max_position_embeddings=1024
+    )
+    return gpt_spec(
+        fields,
+        embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
+        num_positions=fields.integer("max_position_embeddings"),
+        position_offset=2,
+        tensor_names=(
+            (r"(^|\.)output_projection\.", r"\1lm_head."),
+            (r"(^|\.)layer_norm\.", r"\1norm."),
+            *_OPT_NAMES,
+        ),
+    )
+
+
+def _openai_gpt(fields: ConfigFields) -> ModelSpec:
+    activation = {"gelu": "gelu_new", "swish": "silu"}
+    name = fields.text("afn", "gelu")
+    fields = fields.with_values(
+        {"hidden_act": activation.get(name, name), "intermediate_size": None}
+    ).with_defaults(tie_word_embeddings=True, max_position_embeddings=512)
+    return gpt_spec(
+        fields,
+        norms=NormNames(
+            attention_input=None,
+            attention_output="input_layernorm",
+            mlp_input=None,
+            mlp_output="post_attention_layernorm",
+        ),
+        norms_stream=True,
+        has_final_norm=False,
+        num_positions=fields.integer("max_position_embeddings"),
+        has_transposed_matrices=True,
+        tensor_names=(
+            (r"(^|\.)tokens_embed\.", r"\1embed_tokens."),
+            (r"(^|\.)positions_embed\.", r"\1embed_positions."),
+            *_GPT2_NAMES,
+        ),
+    )
+
+
 FAMILIES = (
+    Family("BioGptForCausalLM", "biogpt", _biogpt),
     Family("BloomForCausalLM", "bloom", _bloom),
+    Family("CodeGenForCausalLM", "codegen", _codegen),
     Family("FalconForCausalLM", "falcon", _falcon),
     Family("GPT2LMHeadModel", "gpt2", _gpt2),
     Family("GPTBigCodeForCausalLM", "gpt_bigcode", _gpt_bigcode),
@@ -326,5 +403,7 @@ FAMILIES = (
     Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox),
     Family("MPTForCausalLM", "mpt", _mpt),
     Family("MptForCausalLM", "mpt", _mpt),
+    Family("OpenAIGPTLMHeadModel", "openai-gpt", _openai_gpt),
     Family("OPTForCausalLM", "opt", _opt),
+    Family("PersimmonForCausalLM", "persimmon", _persimmon),
 )

@@ -123,6 +123,17 @@ def _glm4_images(fields: ConfigFields) -> ModelSpec:
     return _glm4(fields.with_values({"head_dim": size, "attention_bias": True}))
 
 
+def _glm_ocr(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of GLM-OCR, whose heads may be larger than in GLM-4.1V."""
+    fields = with_axes(fields, GLM_AXES).with_defaults(
+        head_dim=head_dim(fields),
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=1.0,
+    )
+    return _glm4(fields.with_values({"attention_bias": False}))
+
+
 def _helium(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
     return base_spec(
@@ -211,6 +222,12 @@ def _olmo3(fields: ConfigFields) -> ModelSpec:
     return olmo2(fields, layers=layers)
 
 
+def _paddleocr_vl(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of PaddleOCR-VL, which rotates like Qwen2-VL and otherwise is ERNIE 4.5."""
+    rope = with_axes(fields.with_defaults(num_key_value_heads=2), (16, 24, 24))
+    return replace(ernie4_5(rope), rope_order="half")
+
+
 def _seed_oss(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(num_key_value_heads=8, head_dim=128, attention_bias=True)
     return llama(fields, attention_output_bias=fields.boolean("attention_out_bias", False))
@@ -226,6 +243,7 @@ FAMILIES = (
     Family("GlmForCausalLM", "glm", _glm),
     Family("Glm46VForConditionalGeneration", "glm46v", _glm4_images),
     Family("Glm4vForConditionalGeneration", "glm4v", _glm4_images),
+    Family("GlmOcrForConditionalGeneration", "glm_ocr", _glm_ocr),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", hunyuan),
     Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
@@ -233,5 +251,6 @@ FAMILIES = (
     Family("IQuestCoderForCausalLM", "iquestcoder", _iquest_coder),
     Family("NanoChatForCausalLM", "nanochat", _nanochat),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
+    Family("PaddleOCRVLForConditionalGeneration", "paddleocr_vl", _paddleocr_vl),
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
 )

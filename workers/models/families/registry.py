@@ -58,6 +58,8 @@ _SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Model types that checkpoints have for another one."""
 
 _WITH_ANY_DECODER = {
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
@@ -67,6 +69,7 @@ _WITH_ANY_DECODER = {
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
@@ -84,6 +87,12 @@ _WITH_ANY_DECODER = {
 }
 """Architectures whose decoder may be of any family: that of `text_config`."""
 
+
+_WITHOUT_LOGIT_SCALE = {
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+}
+"""Architectures whose logits are not multiplied by the decoder's `logit_scale`, as in transformers."""
 
 _WITHOUT_OTHER_HEAD = re.compile(rf"({CLASSIFIER_SUFFIX}|(Text)?Model)$")
 
@@ -107,7 +116,9 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
     whole, family = fields, _family(fields)
     text_fields = read_text_config(fields)
     if text_fields is not None:
-        values = {"model_type": family.model_type}
+        values: dict[str, Any] = {"model_type": family.model_type}
+        if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
+            values["logit_scale"] = 1.0
         # The head belongs to the whole model.
         if (is_tied := fields.get("tie_word_embeddings")) is not None:
             values["tie_word_embeddings"] = is_tied
@@ -139,7 +150,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         encoder = vision_spec(whole, spec.hidden_size)
         spec = replace(spec, encoder=encoder)
         if isinstance(encoder, GridVisionSpec):
-            if not spec.has_rotary_axes:
+            if encoder.has_axes and not spec.has_rotary_axes:
                 raise whole.error("mrope_section is missing, which images need")
             num_added = len(encoder.deepstack_layers)
             if num_added > len(spec.layers):

@@ -1,0 +1,34 @@
+"""Reads the image processors of Aya Vision and Command A Vision."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ....protocol.checkpoint.vision.spec import VisionSpec
+from ....protocol.config.images import CanvasProcessor
+from .internvl import canvas
+from .source import ProcessorSource
+
+
+def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+    """Return the processor of Aya Vision, whose tiles have names."""
+    return msgspec.structs.replace(
+        canvas(source, vision, token_id),
+        mark="<image>",
+        start="<|START_OF_IMG|>",
+        end="<|END_OF_IMG|>",
+        tile_label="TILE_",
+        whole_label="TILE_GLOBAL",
+    )
+
+
+def cohere2_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
+    """Return the processor of Command A Vision, whose tiles end with a token."""
+    return msgspec.structs.replace(
+        canvas(source, vision, token_id),
+        min_tiles=1,
+        least_scale=True,
+        start=source.special_token("boi_token"),
+        end=source.special_token("eoi_token"),
+        tile_end=source.special_token("img_line_break_token"),
+    )

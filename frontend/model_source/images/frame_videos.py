@@ -1,0 +1,98 @@
+"""Reads the video processors of models that read frames one by one: SmolVLM2, LLaVA-OneVision and InternVL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.checkpoint.vision.spec import MAX_SIDE, VisionSpec
+from ....protocol.config.videos import FrameProcessor
+from .fields import BICUBIC, CLIP_VALUES, LANCZOS, pixel_values, side_of_tile, sides
+
+_MAX_FRAMES: Final = 1024
+_MARK: Final = "<video>"
+_AROUND: Final = "<fake_token_around_image>"
+
+
+class FrameSource(NamedTuple):
+    """The fields of the video processor, of the model and of its decoder, and the tower, in the directory `path`."""
+
+    path: Path
+    fields: ConfigFields
+    config: ConfigFields
+    text: ConfigFields
+    vision: VisionSpec
+
+    def token(self, kind: str) -> int:
+        """Return the token of images or videos, whose field has two names."""
+        name, old_name = f"{kind}_token_id", f"{kind}_token_index"
+        name = name if self.config.get(name) is not None else old_name
+        return self.config.integer(name, minimum=0, maximum=self.text.integer("vocab_size") - 1)
+
+    def num_frames(self, default: int) -> int:
+        """Return the number of frames that are read of a file."""
+        return self.fields.integer("num_frames", default, maximum=_MAX_FRAMES)
+
+
+def _smolvlm(source: FrameSource) -> FrameProcessor:
+    """Return the processor of SmolVLM2, whose frames are images that are not split."""
+    fields = source.fields
+    sampling = fields.first_section("video_sampling")
+    # The size of images has priority in transformers.
+    size = fields.section("size") or sampling.first_section("video_size")
+    side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", source.vision)
+    most = sampling.integer("max_frames", source.num_frames(64), maximum=_MAX_FRAMES)
+    return FrameProcessor(
+        **pixel_values(fields, source.token("image"), LANCZOS),
+        sampling="inner",
+        fps=sampling.positive("fps", fields.positive("fps", 1.0)),
+        max_frames=most,
+        mark=_MARK,
+        side=side,
+        num_outputs=source.vision.num_outputs,
+        longest_edge=size.integer("longest_edge", 4 * side, maximum=MAX_SIDE),
+        labels="times",
+        start=f"{_AROUND}<global-img>",
+        end=_AROUND,
+    )
+
+
+def _llava_onevision(source: FrameSource) -> FrameProcessor:
+    """Return the processor of LLaVA-OneVision, which has a token of its own for videos."""
+    side = side_of_tile(sides(source.fields, "size"), "height", source.vision)
+    num_patches = source.vision.image_size // source.vision.patch_size
+    return FrameProcessor(
+        **_values(source, source.token("video"), 32),
+        sampling="floors",
+        side=side,
+        num_outputs=(-(-num_patches // 2)) ** 2,
+        is_pooled=True,
+    )
+
+
+def _internvl(source: FrameSource) -> FrameProcessor:
+    """Return the processor of InternVL, whose frames are images that are not split."""
+    return FrameProcessor(
+        **_values(source, source.token("image"), 8),
+        sampling="middles",
+        mark=_MARK,
+        side=side_of_tile(sides(source.fields, "size"), "height", source.vision),
+        num_outputs=source.vision.num_outputs,
+        labels="numbers",
+        start="<img>",
+        end="</img>",
+    )
+
+
+def _values(source: FrameSource, token_id: int, num_frames: int) -> dict[str, Any]:
+    values = CLIP_VALUES | pixel_values(source.fields, token_id, BICUBIC)
+    return values | {"num_frames": source.num_frames(num_frames), "max_frames": _MAX_FRAMES}
+
+
+FRAME_READERS: Final[dict[str, Callable[[FrameSource], FrameProcessor]]] = {
+    "internvl": _internvl,
+    "llava_onevision": _llava_onevision,
+    "smolvlm": _smolvlm,
+}

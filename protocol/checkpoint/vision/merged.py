@@ -1,0 +1,158 @@
+"""The vision towers of PaddleOCR-VL, Kimi K2.5 and LFM2-VL, which norm all patches before they merge them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ..config_fields import ConfigFields
+from .fields import head_count, image_and_patch_size
+from .grid import GridVisionSpec
+
+
+def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of PaddleOCR-VL."""
+    image_size, patch_size = image_and_patch_size(vision, 384, 14)
+    return GridVisionSpec(
+        **_sizes(vision, patch_size),
+        merge_size=vision.integer("spatial_merge_size", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_eps=1e-5,
+        has_joined_qkv=False,
+        position_side=image_size // patch_size,
+        interpolation="bilinear centers",
+        tensor_names=_PADDLE_NAMES,
+    )
+
+
+def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of Kimi K2.5, as far as it reads images."""
+    vision = vision.with_defaults(
+        **{
+            name: vision.get(old_name)
+            for name, old_name in _KIMI_FIELDS.items()
+            if vision.get(old_name) is not None
+        }
+    )
+    side = vision.integer("pos_emb_height", 64, maximum=1024)
+    if vision.integer("pos_emb_width", side) != side:
+        raise vision.wrong(
+            "pos_emb_width", f"{side}, as pos_emb_height", vision.get("pos_emb_width")
+        )
+    merge = vision.get("merge_kernel_size", [2, 2])
+    if not isinstance(merge, list) or len(merge) != 2 or merge[0] != merge[1]:
+        raise vision.wrong("merge_kernel_size", "two equal numbers", merge)
+    merge_size = vision.with_values({"merge_kernel_size": merge[0]})
+    return GridVisionSpec(
+        **_sizes(vision, vision.integer("patch_size", 14, maximum=256)),
+        merge_size=merge_size.integer("merge_kernel_size", maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=1e-5,
+        merger_eps=fields.positive("projection_layer_norm_eps", 1e-5),
+        rotary="alternating",
+        has_axes=False,
+        position_side=side,
+        has_square_positions=True,
+        interpolation="centers",
+        tensor_names=_KIMI_NAMES,
+    )
+
+
+def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
+    """Return the tower of LFM2-VL, which is SigLIP 2 (arXiv 2502.14786) for images of any size."""
+    vision = vision.with_defaults(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
+    num_positions = vision.integer("num_patches", 256, maximum=1 << 20)
+    side = int(num_positions**0.5)
+    if side**2 != num_positions:
+        raise vision.wrong("num_patches", "a square number", num_positions)
+    activation = fields.text("projector_hidden_act", "gelu")
+    if activation != "gelu":
+        raise fields.wrong("projector_hidden_act", "gelu", activation)
+    sizes = _sizes(vision.with_defaults(num_attention_heads=12), vision.integer("patch_size", 16))
+    return GridVisionSpec(
+        **sizes,
+        merge_size=fields.integer("downsample_factor", 2, maximum=16),
+        activation=vision.text("hidden_act", "gelu_pytorch_tanh"),
+        output_size=output_size,
+        norm_eps=vision.positive("layer_norm_eps", 1e-6),
+        merger_eps=1e-5,
+        merger_norm="squares" if fields.boolean("projector_use_layernorm", True) else None,
+        merger_inner=fields.integer("projector_hidden_size", 2560),
+        has_merger_biases=fields.boolean("projector_bias", True),
+        has_joined_qkv=False,
+        has_flat_patches=True,
+        rotary=None,
+        has_axes=False,
+        position_side=side,
+        interpolation="antialiased",
+        tensor_names=_LFM2_NAMES,
+    )
+
+
+def _sizes(vision: ConfigFields, patch_size: int) -> dict[str, Any]:
+    size, num_heads = vision.integer("hidden_size", 1152), head_count(vision, 1152, 16)
+    # Half of a head is rotated by the row and half by the column, in pairs.
+    if size % (4 * num_heads):
+        raise vision.error(
+            f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {num_heads}"
+        )
+    rope = vision.first_section("rope_parameters")
+    return {
+        "patch_size": patch_size,
+        "frames_per_patch": 1,
+        "hidden_size": size,
+        "intermediate_size": vision.integer("intermediate_size", 4304),
+        "num_heads": num_heads,
+        "num_layers": vision.with_defaults(num_hidden_layers=27).layer_count("num_hidden_layers"),
+        "rope_theta": rope.positive("rope_theta", 10_000.0, above=1),
+        "has_patch_bias": True,
+        "has_final_norm": True,
+    }
+
+
+_KIMI_FIELDS: Final = {
+    "hidden_size": "vt_hidden_size",
+    "intermediate_size": "vt_intermediate_size",
+    "num_attention_heads": "vt_num_attention_heads",
+    "num_hidden_layers": "vt_num_hidden_layers",
+    "pos_emb_height": "init_pos_emb_height",
+    "pos_emb_width": "init_pos_emb_width",
+}
+"""The names of fields in published configs, by those of transformers."""
+
+_KIMI_NAMES: Final = (
+    (r"vision_tower\.encoder\.", "vision_tower."),
+    (r"vision_tower\.patch_embed\.pos_emb\.", "vision_tower.pos_embed."),
+    (r"vision_tower\.final_layernorm\.", "vision_tower.final_norm."),
+    (r"(vision_tower\..*)\.norm1\.", r"\1.norm2."),
+    (r"(vision_tower\..*)\.norm0\.", r"\1.norm1."),
+    (r"(vision_tower\..*)\.mlp\.fc1\.", r"\1.mlp.fc2."),
+    (r"(vision_tower\..*)\.mlp\.fc0\.", r"\1.mlp.fc1."),
+    (r"(vision_tower\..*)\.wqkv\.", r"\1.attn.qkv."),
+    (r"(vision_tower\..*)\.wo\.", r"\1.attn.proj."),
+    (r"(model\.)?mm_projector\.pre_norm\.", "vision_tower.merger.norm."),
+    (r"mm_projector\.proj\.0\.", "vision_tower.merger.fc1."),
+    (r"mm_projector\.proj\.2\.", "vision_tower.merger.fc2."),
+)
+_SIGLIP_NAMES: Final = (
+    (r"(vision_tower|visual)\.vision_model\.", r"\1."),
+    (r"(vision_tower|visual)\.embeddings\.patch_embedding\.", r"\1.patch_embed.proj."),
+    (r"(vision_tower|visual)\.embeddings\.position_embedding\.", r"\1.pos_embed."),
+    (r"(vision_tower|visual)\.post_layernorm\.", r"\1.final_norm."),
+    (r"(vision_tower|visual)\.encoder\.layers\.", r"\1.blocks."),
+    (r"((vision_tower|visual)\.blocks\..*)\.layer_norm", r"\1.norm"),
+    (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
+    (r"((vision_tower|visual)\.blocks\..*)\.self_attn\.", r"\1.attn."),
+)
+_LFM2_NAMES: Final = (
+    *_SIGLIP_NAMES,
+    (r"multi_modal_projector\.layer_norm\.", "vision_tower.merger.norm."),
+    (r"multi_modal_projector\.linear_", "vision_tower.merger.fc"),
+)
+_PADDLE_NAMES: Final = (
+    *_SIGLIP_NAMES,
+    (r"(projector|mlp_AR)\.pre_norm\.", "visual.merger.norm."),
+    (r"(projector|mlp_AR)\.linear_", "visual.merger.fc"),
+)

@@ -1,0 +1,60 @@
+"""Images of Kimi K2.5 are shrunk and get margins as by transformers."""
+
+import ast
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import transformers
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.layouts.resized import padded
+from engine.protocol.config.images import PadProcessor
+from PIL import Image
+
+CONFIG = PadProcessor(
+    token_id=1,
+    output_size=8,
+    num_outputs=400,
+    resample=3,
+    unit=8,
+    patch_size=4,
+    max_patches=300,
+    max_side=40,
+)
+
+
+def _navit_resize():
+    """Return a function of the module of a processor, whose class needs torchvision."""
+    directory = Path(transformers.__file__).parent / "models/kimi_k25"
+    tree = ast.parse((directory / "image_processing_kimi_k25.py").read_text())
+    [function] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "navit_resize"
+    ]
+    names = {"math": math}
+    exec(ast.unparse(function), names)
+    return names["navit_resize"]
+
+
+def test_images_equal_those_of_transformers():
+    resize = _navit_resize()
+    rng = random.Random(1)
+    sizes = [
+        (1, 1),
+        (3, 700),
+        (500, 2),
+        *((rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(60)),
+    ]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        (rows, columns), (num_rows, num_columns) = resize(height, width, 4, 2, 300, 40)
+        expected = np.zeros((num_rows, num_columns, 3), np.uint8)
+        expected[:rows, :columns] = image.resize((columns, rows), Image.Resampling.BICUBIC)
+        [tile] = [part for part in padded(image, CONFIG) if isinstance(part, Tile)]
+        payload = tile.payload
+        found = np.frombuffer(payload.pixels, np.uint8).reshape(payload.height, payload.width, 3)
+        np.testing.assert_array_equal(found, expected)
+        assert tile.num_outputs == num_rows * num_columns // 64 <= CONFIG.num_outputs

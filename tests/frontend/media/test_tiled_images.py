@@ -1,0 +1,128 @@
+"""Images of LFM2-VL and Command A Vision are resized, split and put into prompts as by transformers."""
+
+import ast
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import transformers
+from engine.frontend.media.layouts.grids import canvas
+from engine.frontend.media.layouts.pixels import Tile
+from engine.frontend.media.layouts.thumbnails import thumbnail
+from engine.frontend.model_source.images.read import read_image_processor
+from engine.protocol.checkpoint.config_fields import ConfigFields
+from engine.protocol.config.images import ThumbnailProcessor
+from PIL import Image
+from support.vision_checkpoints import COHERE_MARKS, vision_directory
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+LIMITS = {
+    "downsample_factor": 2,
+    "min_image_tokens": 4,
+    "max_image_tokens": 20,
+    "encoder_patch_size": 4,
+}
+CONFIG = ThumbnailProcessor(
+    token_id=1,
+    output_size=8,
+    num_outputs=20,
+    resample=2,
+    unit=8,
+    patch_size=4,
+    min_outputs=4,
+    max_outputs=20,
+    side=32,
+    min_tiles=2,
+    max_tiles=6,
+    tolerance=2.0,
+    start="<|image_start|>",
+    end="<|image_end|>",
+    before_whole="<|img_thumbnail|>",
+)
+
+
+def _functions(kind):
+    """Return functions and methods of the module of a processor, whose class needs torchvision."""
+    directory = Path(transformers.__file__).parent / "models" / kind
+    tree = ast.parse((directory / f"image_processing_{kind}.py").read_text())
+    known = {"math": math, "np": np}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list, node.returns = [], None
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
+            if node.args.kwarg is not None:
+                node.args.kwarg.annotation = None
+            exec(ast.unparse(node), known)
+    return known
+
+
+def _expected(image, known):
+    """Return the sizes and the text of transformers' processor for an image."""
+    width, height = image.size
+    state = SimpleNamespace(_target_ratios=lambda *limits: known["_target_ratios"](None, *limits))
+    size = known["smart_resize"](None, height, width, **LIMITS)
+    limits = {name: LIMITS[name] for name in LIMITS if name != "min_image_tokens"}
+    rows = columns = 1
+    if known["_is_image_too_large"](None, height, width, max_pixels_tolerance=2.0, **limits):
+        columns, rows, *_ = known["_get_grid_layout"](state, height, width, 2, 6, 32)
+    names = {"image": "<image>", "image_start": CONFIG.start, "image_end": CONFIG.end}
+    names["image_thumbnail"] = CONFIG.before_whole
+    marks = SimpleNamespace(**{f"{name}_token": mark for name, mark in names.items()})
+    num_outputs = size[0] * size[1] // 64
+    text = vars(Lfm2VlProcessor)["_build_image_tokens"](
+        marks, rows, columns, 16, num_outputs, True, True
+    )
+    return size, (columns, rows), text
+
+
+def test_images_of_lfm2_equal_those_of_transformers():
+    known, rng = _functions("lfm2_vl"), random.Random(1)
+    sizes = [(1, 1), (3, 2000), (4000, 2), (64, 64)]
+    sizes += [(rng.randrange(1, 300), rng.randrange(1, 300)) for _ in range(100)]
+    for width, height in sizes:
+        pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+        image = Image.fromarray(pixels)
+        whole, (columns, rows), text = _expected(image, known)
+        parts = thumbnail(image, CONFIG)
+        found = "".join(
+            "<image>" * part.num_outputs if isinstance(part, Tile) else part for part in parts
+        )
+        assert found == text, (width, height)
+        tiles = [part.payload for part in parts if isinstance(part, Tile)]
+        assert (tiles[-1].width, tiles[-1].height) == whole
+        expected = [np.asarray(image.resize(whole, Image.Resampling.BILINEAR))]
+        if columns * rows > 1:
+            canvas = np.asarray(image.resize((32 * columns, 32 * rows), Image.Resampling.BILINEAR))
+            grid = canvas.reshape(rows, 32, columns, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+            expected = [*grid, *expected]
+        assert [tile.pixels for tile in tiles] == [each.tobytes() for each in expected]
+
+
+def test_images_of_cohere_equal_those_of_transformers(tmp_path):
+    path, _ = vision_directory(tmp_path, "cohere2_vision")
+    config = ConfigFields.read(path / "config.json")
+    processor = read_image_processor(path, config, config.section("text_config"), {})
+    choose = _functions("cohere2_vision")["get_optimal_tiled_canvas"]
+    marks = SimpleNamespace(**{f"{name}_token": mark for name, mark in COHERE_MARKS.items()})
+    # The square root of the embeddings of a tile.
+    marks.patch_size = 4
+    rng = random.Random(1)
+    sizes = [(1, 1), (64, 64), (128, 64), (65, 63), (1000, 3), (5, 800)]
+    sizes += [(rng.randrange(1, 600), rng.randrange(1, 600)) for _ in range(100)]
+    for width, height in sizes:
+        image = Image.new("RGB", (width, height), (200, 100, 50))
+        columns, rows = choose((height, width), (64, 64), 1, 6)
+        num_tiles = columns * rows + (columns * rows > 1)
+        parts = canvas(image, processor)
+        text = "".join(
+            COHERE_MARKS["image"] * part.num_outputs if isinstance(part, Tile) else part
+            for part in parts
+        )
+        inputs = {"num_patches": [num_tiles]}
+        assert text == Cohere2VisionProcessor.replace_image_token(marks, inputs, 0)
+        tiles = [part for part in parts if isinstance(part, Tile)]
+        assert {(tile.payload.width, tile.payload.height) for tile in tiles} == {(64, 64)}
