@@ -135,7 +135,9 @@ class Frontend:
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
         self._tracer = self._serving.tracer = make_tracer(config, client_index)
         store = self._store
-        self._engine.metrics.watch_store(lambda: store.state)
+        engine = self._engine
+        engine.metrics.watch_store(lambda: store.state)
+        engine.metrics.watch_unfinished(lambda: engine.num_inflight)
         self._engine.output_log = self._store.log
         self._app = create_app(self._serving, is_loopback=is_loopback(listener))
         self._stop = asyncio.Event()

@@ -61,7 +61,7 @@ class OTLPExporter:
             span = NonRecordingSpan(span_context(parent, parent.span_id, is_remote=True))
             around = set_span_in_context(span, around)
         result = self._sampler.should_sample(around, context.trace_id, "POST", SpanKind.SERVER)
-        return result.decision.is_sampled()
+        return bool(result.decision.is_sampled())
 
     def export(self, trace: RequestTrace) -> None:
         """Send a complete trace in the background."""
