@@ -25,7 +25,7 @@ def main(config_path: str, core_index: int, epoch: int | None = None) -> int:
         epoch = await_epoch()
     config = load_config(config_path, epoch)
     name_process(name)
-    configure_logging(name, config.frontend.log_level)
+    configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
     exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status = StatusReporter(context, config, name)

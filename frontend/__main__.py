@@ -25,7 +25,7 @@ def main() -> int:
     # A socket that is taken over belongs to the other engine for some time.
     sockets = [] if uds is None or config.takes_over else [uds]
     exit_with_parent(config.run_dir, sockets)
-    configure_logging(name, config.frontend.log_level)
+    configure_logging(name, config.frontend.log_level, config.frontend.log_format)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, name)
     reporter.report(Stage.STARTING)

@@ -7,6 +7,7 @@ whatever reason. Only a spare process reads anything else from it: its epoch.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -15,9 +16,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
-from types import FrameType
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import FrameType, TracebackType
 
 import setproctitle
+
+from .config.frontend import LogFormat
 
 ORPHANED_EXIT_CODE = 3
 """Exit code of a process whose supervisor has ended."""
@@ -57,15 +62,76 @@ def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
     threading.Thread(target=wait_for_end_of_file, name="parent watch", daemon=True).start()
 
 
-def configure_logging(name: str, level: str) -> None:
-    """Log to standard error, one line per event, with the process's name."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
+logged_request_id: ContextVar[str] = ContextVar("logged_request_id", default="")
+"""The ID of the request that a task works on, for JSON logs."""
+
+
+def json_log_line(level: str, process: str, message: str, **more: object) -> str:
+    """Return a line of a JSON log. `more` are further fields; those that are None or "" are left out."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line = {"time": now, "level": level.lower(), "process": process, "message": message}
+    return json.dumps(
+        line | {name: value for name, value in more.items() if value not in (None, "")}
     )
+
+
+class JSONFormatter(logging.Formatter):
+    """Formats each log record as a JSON object on one line.
+
+    The ID of a request is that of the task that logs, or `extra={"request_id": …}`.
+
+    Args:
+        process: The name of the process, such as "core 0".
+        replica: The replica that it belongs to; None for none.
+    """
+
+    def __init__(self, process: str, replica: int | None = None) -> None:
+        super().__init__()
+        self._process = process
+        self._replica = replica
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return json_log_line(
+            record.levelname,
+            self._process,
+            record.getMessage(),
+            replica=self._replica,
+            logger=record.name,
+            request_id=getattr(record, "request_id", "") or logged_request_id.get(),
+            traceback=self.formatException(record.exc_info) if record.exc_info else "",
+            stack=record.stack_info,
+        )
+
+
+def configure_logging(
+    name: str, level: str, log_format: LogFormat, replica: int | None = None
+) -> None:
+    """Log to standard error, one line per event, with the process's name.
+
+    In JSON, so are warnings of Python and exceptions that end the process or a thread.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JSONFormatter(name, replica))
+        logging.captureWarnings(True)
+        sys.excepthook = _log_exception
+        threading.excepthook = lambda args: _log_exception(
+            args.exc_type, args.exc_value, args.exc_traceback
+        )
+    else:
+        text = f"%(asctime)s %(levelname)s {name}: %(message)s"
+        handler.setFormatter(logging.Formatter(text, "%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _log_exception(
+    kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    if error is None or issubclass(kind, SystemExit):
+        return
+    exc_info = (kind, error, traceback)
+    logging.getLogger(__name__).critical("uncaught exception", exc_info=exc_info)
 
 
 class StopSignal:

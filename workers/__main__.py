@@ -22,7 +22,7 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     config = load_config(config_path, epoch)
     name = f"worker {core_index * config.parallel.workers_per_core + rank}"
     name_process(name)
-    configure_logging(name, config.frontend.log_level)
+    configure_logging(name, config.frontend.log_level, config.frontend.log_format, core_index)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(config.run_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

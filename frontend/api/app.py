@@ -11,6 +11,8 @@ from starlette.types import ASGIApp
 
 from ..http.access import Access, Origins
 from ..http.errors import json_response
+from ..metrics.load_reports import LoadReports
+from ..tracing.middleware import Tracing
 from ..transcription.options import Task
 from .batches.routes import batch_routes
 from .bodies.intake import Intake
@@ -70,7 +72,10 @@ def create_app(serving: Serving, *, is_loopback: bool) -> App:
     access = Access(frontend, is_loopback=is_loopback)
     endpoints = {r.path: r.endpoint for r in routes if isinstance(r.endpoint, Endpoint)}
     recovery = Recovery(serving, endpoints)
-    edge = Edge(router, access, frontend.root_path, ERROR_BODIES)
+    edge: ASGIApp = Edge(router, access, frontend.root_path, ERROR_BODIES)
+    edge = LoadReports(edge, serving.engine.metrics.read_load)
+    if serving.tracer is not None:
+        edge = Tracing(edge, serving.tracer)
     return App(Origins(edge, frontend, is_loopback=is_loopback), recovery)
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...protocol.errors import ParameterError
+from ...protocol.process import logged_request_id
 from ..http.access import Access, normalize_path
 from ..http.errors import (
     APIError,
@@ -73,6 +74,7 @@ class Edge:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         given_id = _given_id(scope)
         request_id = given_id or uuid.uuid4().hex
+        logged_request_id.set(request_id)
         normalize_path(scope, self._root_path)
         scope["app"] = self
         scope.setdefault("state", {}).update(

@@ -69,7 +69,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/detokenize": (CLIENTS, "Return the text of token ids."),
     "/openapi.json": (CLIENTS, "Return this description in OpenAPI 3.1."),
     "/docs": (CLIENTS, "Show this description as a web page."),
-    "/load": (OPERATORS, "Return the number of sequences in flight in this frontend."),
+    "/load": (OPERATORS, "Return the number of sequences that run or wait, of all frontends."),
     "/engine/status": (OPERATORS, "List all processes of the engine."),
     "/replicas": (OPERATORS, "List the replicas with their state and load."),
     "/replicas/{index}/{action}": (OPERATORS, "Drain, undrain or restart a replica."),

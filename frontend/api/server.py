@@ -32,6 +32,7 @@ from ..store.client import StoreClient
 from ..supervisor.listener import is_loopback
 from ..supervisor.parse_journal import ParseJournal, journal_path
 from ..tokenizer import Tokenizer, load_tokenizer
+from ..tracing.tracer import make_tracer
 from .app import create_app
 from .serving import Serving
 
@@ -132,8 +133,11 @@ class Frontend:
             _warn_of_hidden_tools(config, templates)
         self._store = StoreClient(config, client_index)
         self._serving = Serving(config, tokenizer, templates, formats, self._engine, self._store)
+        self._tracer = self._serving.tracer = make_tracer(config, client_index)
         store = self._store
-        self._engine.metrics.watch_store(lambda: store.state)
+        engine = self._engine
+        engine.metrics.watch_store(lambda: store.state)
+        engine.metrics.watch_unfinished(lambda: engine.num_inflight)
         self._engine.output_log = self._store.log
         self._app = create_app(self._serving, is_loopback=is_loopback(listener))
         self._stop = asyncio.Event()
@@ -176,6 +180,8 @@ class Frontend:
             await http_task
             self._serving.close()
             self._engine.close()
+            if self._tracer is not None:
+                self._tracer.close()
             self._store.close()
 
     async def _answer(self, http: HTTPServer, until: set[asyncio.Task[Any]]) -> None:

@@ -41,6 +41,7 @@ from ..media.chat_media import find_chat_media
 from ..model_source.lora_registry import LoraRegistry
 from ..store.client import StoreClient
 from ..tokenizer import NO_TOKENIZER, Tokenizer
+from ..tracing.tracer import Tracer
 from ..transcription.transcriber import Transcriber
 from .bodies.disconnection import while_connected
 from .bodies.request_memory import RequestMemory
@@ -61,6 +62,7 @@ class Serving:
     `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. It
     `is_retired` if another server has taken its place, while it still answers open connections. Routes add to
     `when_ready` what they do as soon as the server is ready. `router` has all routes; None before they are made.
+    `tracer` is None if requests are not traced.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Serving:
         self.engine = engine
         self.store = store
         self.router: ASGIApp | None = None
+        self.tracer: Tracer | None = None
         self.when_ready: list[Callable[[], Awaitable[None]]] = []
         self._begin_time = time.monotonic()
         self._start_s = 0.0

@@ -9,8 +9,10 @@ import json
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -198,6 +200,20 @@ def _origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def _otlp_endpoint(text: str) -> str:
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https", "grpc") or not url.netloc:
+        raise ValueError(f"must be a URL such as http://localhost:4317, got {text!r}")
+    packages = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto")
+    try:
+        is_installed = all(map(find_spec, packages))
+    except ModuleNotFoundError:
+        is_installed = False
+    if not is_installed:
+        raise ValueError("traces need OpenTelemetry; install the extra engine-serve[otel]")
+    return text
+
+
 def _api_keys_in_file(text: str) -> tuple[str, ...]:
     try:
         keys = Path(text).read_text().split()
@@ -215,6 +231,7 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "kv_events": _kv_events,
     "kv_transfer": _kv_transfer,
     "origins": _origins,
+    "otlp_endpoint": _otlp_endpoint,
     "per_replica": _per_replica,
     "replica_roles": _replica_roles,
     "speculative": _speculative,

@@ -123,7 +123,7 @@ class Option:
     def variables(self) -> list[str]:
         """The environment variables that are read, in order of precedence."""
         own = "ENGINE_" + self.flag[2:].replace("-", "_").upper()
-        return [own, self.spec.variable] if self.spec.variable else [own]
+        return [own, *self.spec.variable.split()]
 
     @property
     def group(self) -> str:

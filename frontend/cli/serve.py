@@ -36,16 +36,25 @@ def serve(argv: Sequence[str]) -> int:
         0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 128 + the signal number if a second signal ended the
             drain.
     """
-    return run_supervisor(
-        lambda console, signals: _serve(argv, parse_settings(argv), console, signals)
-    )
+
+    def run(console: Console, signals: StopSignals) -> None:
+        settings = parse_settings(argv)
+        console.log_format = settings["frontend"].get("log_format", "text")
+        warn_of_unread_variables(console)
+        _serve(argv, settings, console, signals)
+
+    return run_supervisor(run)
+
+
+def warn_of_unread_variables(console: Console) -> None:
+    """Write which environment variables look like options, and have no effect."""
+    if unread := unread_variables(os.environ):
+        console.line(f"ignored environment variables: {', '.join(unread)}")
 
 
 def run_supervisor(run: Callable[[Console, StopSignals], None]) -> int:
     """Call `run` in this process as a supervisor, and return the exit code."""
     console = Console()
-    if unread := unread_variables(os.environ):
-        console.line(f"ignored environment variables: {', '.join(unread)}")
     name_process("supervisor")
     raise_open_file_limit()
     with StopSignals() as signals:

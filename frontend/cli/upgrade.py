@@ -28,7 +28,7 @@ from ..supervisor.listener import Listener
 from ..supervisor.signals import StopRequested, StopSignals
 from .arguments import Settings, parse_settings
 from .engine_config import has_gpu, make_frontend_config
-from .serve import resolve_model, run_supervisor, serve_model
+from .serve import resolve_model, run_supervisor, serve_model, warn_of_unread_variables
 
 MEMORY_FACTOR: Final = 1.5
 """Free memory that a second engine needs, in sizes of its weights: packed weights, KV cache and processes."""
@@ -85,6 +85,8 @@ def upgrade(argv: Sequence[str]) -> int:
         if not arguments:
             os.chdir(old.directory)
         settings = parse_settings(arguments, earlier=old.arguments)
+        console.log_format = settings["frontend"].get("log_format", "text")
+        warn_of_unread_variables(console)
         console.line(f"engine {__version__}, in place of engine {old.version} at {old.url}")
         argument_lists = [*old.arguments, arguments]
         _take_over(

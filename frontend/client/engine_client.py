@@ -26,6 +26,7 @@ from ...protocol.supervisor_messages import EngineStatus
 from ..metrics.metrics import Metrics
 from ..supervisor.parse_journal import ParseJournal
 from ..tokenizer import Tokenizer
+from ..tracing.request_trace import begin_group
 from .engine_watch import EngineWatch
 from .executor import ThreadExecutor
 from .groups.factory import GroupFactory, count_outputs
@@ -256,6 +257,7 @@ class EngineClient:
             self._register(sequence, core)
         if begin_recording is not None:
             group.recording = begin_recording(group)
+        group.trace = begin_group()
         for sequence in started:
             if not is_poison and not sequence.finished:
                 self._prefill.send(sequence, self.cores[sequence.core_index])
@@ -388,7 +390,7 @@ class EngineClient:
         self._prefill.drop_core(ready.core_index)
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
-                self._resubmit(sequence)
+                self._resubmit(sequence, self.cores[ready.core_index].lost_time)
         is_restarted = self._config.epoch != FIRST_EPOCH
         can_serve = is_restarted or all(core.ready for core in self.cores)
         if can_serve and self._started is not None and not self._started.done():
@@ -411,9 +413,9 @@ class EngineClient:
             self.watch.report_cause_found()
         self._end_group(sequence.group, FinishReason.ERROR, POISON_REQUEST)
 
-    def _resubmit(self, sequence: Sequence) -> None:
+    def _resubmit(self, sequence: Sequence, lost_time: float) -> None:
         old_index = sequence.request_index
-        self._output.resubmit(sequence, self._indices.next_free())
+        self._output.resubmit(sequence, self._indices.next_free(), lost_time)
         if (recording := sequence.group.recording) is not None:
             recording.record_move(old_index, sequence.position)
         isolation_queue = self._isolation_queue[sequence.core_index]
@@ -469,9 +471,10 @@ class EngineClient:
     def _move(self, sequence: Sequence) -> None:
         self._isolation_queue[sequence.core_index].remove_sequence(sequence)
         if self._may_continue(sequence):
+            lost_time = self.cores[sequence.core_index].lost_time
             core = self._router.choose_core(sequence.request)
             self._output.move_sequence(sequence, core.core_index, core.load)
-            self._resubmit(sequence)
+            self._resubmit(sequence, lost_time)
 
     def _handle_lost_replica(self, lost: ReplicaLost) -> None:
         for indices, is_suspect in ((lost.suspects, True), (lost.unsuspected, False)):

@@ -26,6 +26,7 @@ from ...protocol.messages import (
 )
 from ..metrics.metrics import Metrics
 from ..metrics.names import REJECTIONS
+from ..tracing.request_trace import Recovery, end_recovery
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence
 
@@ -65,6 +66,8 @@ class OutputProcessor:
         self._abort = abort
         self._woken: deque[RequestGroup] = deque()
         self._is_wake_scheduled = False
+        self._recovering: list[Sequence] = []
+        """The sequences that got no token since their core was lost."""
         self._last_rows: dict[int, _Rows] = {}
         """The rows of each core's last message, because the next one usually has the same rows.
 
@@ -101,6 +104,8 @@ class OutputProcessor:
                 sequence.num_rejected_predictions += num_rejected
         if token_ids:
             self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
+            if self._recovering:
+                self._end_recoveries(outputs.timestamp)
         if rows.watched:
             self._find_stop_strings(
                 rows.watched, {done.request_index: done for done in outputs.finished}
@@ -174,15 +179,31 @@ class OutputProcessor:
             sequence.queued_time = 0.0
         sequence.core_index, sequence.load = core_index, load
 
-    def resubmit(self, sequence: Sequence, request_index: int) -> EngineCoreRequest:
-        """Return the request that continues a sequence.
+    def resubmit(
+        self, sequence: Sequence, request_index: int, lost_time: float
+    ) -> EngineCoreRequest:
+        """Return the request that continues a sequence whose core was lost then (CLOCK_MONOTONIC seconds).
 
         It has a new index, so that outputs for the old one are ignored.
         """
         self._remove(sequence)
+        if sequence.was_accepted:
+            lost = Recovery(max(lost_time, sequence.arrival_time), 0.0, len(sequence.token_ids))
+            sequence.recoveries += (lost,)
+            self._recovering.append(sequence)
         request = sequence.resubmission(request_index)
         self.sequences[request_index] = sequence
         return request
+
+    def _end_recoveries(self, timestamp: float) -> None:
+        """Record which sequences continue with the tokens of a message."""
+        waiting: list[Sequence] = []
+        for sequence in self._recovering:
+            if sequence.last_token_time == timestamp:
+                sequence.recoveries = end_recovery(sequence.recoveries, timestamp)
+            elif not sequence.finished:
+                waiting.append(sequence)
+        self._recovering = waiting
 
     def _remove(self, sequence: Sequence) -> None:
         del self.sequences[sequence.request_index]
@@ -282,7 +303,12 @@ class OutputProcessor:
                     ended_by_token=done is not None and done.reason is FinishReason.STOP
                 )
             except Exception:
-                logger.exception("request %s: detokenization failed", sequence.group.request_id)
+                request_id = sequence.group.request_id
+                logger.exception(
+                    "request %s: detokenization failed",
+                    request_id,
+                    extra={"request_id": request_id},
+                )
                 self.finish(
                     sequence,
                     FinishReason.ERROR,

@@ -16,6 +16,7 @@ import msgspec
 from ...protocol.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 from ..tokenizer.detokenizer import IncrementalDetokenizer
+from ..tracing.request_trace import Recovery, RequestTrace
 from .groups.recording import Recording
 from .logprobs import Logprobs, PositionLogprobs, iterate_logprobs
 from .replicas.core_load import CoreLoad
@@ -42,6 +43,7 @@ class Sequence:
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
+        recoveries: The crashes of cores that the sequence survived.
         num_silent_crashes: Consecutive cores that received the sequence and exited without a last message before they
             returned a token of it.
     """
@@ -81,6 +83,7 @@ class Sequence:
         "position",
         "prompt_logprob_messages",
         "queued_time",
+        "recoveries",
         "request",
         "retry_after_s",
         "routing_keys",
@@ -103,8 +106,7 @@ class Sequence:
         self.request = request
         self.routing_keys: list[int] = []
         self.num_losses = self.num_silent_crashes = 0
-        self.num_preemptions = self.num_drafted_tokens = 0
-        self.epoch = 0
+        self.num_preemptions = self.num_drafted_tokens = self.epoch = 0
         self.was_accepted = False
         self._num_tokens_when_lost = -1
         self.core_index = -1
@@ -112,11 +114,10 @@ class Sequence:
         self.params = params
         self.max_tokens = request.sampling_params.max_tokens
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens = 0
-        self.num_loaded_tokens = 0
+        self.num_cached_tokens = self.num_loaded_tokens = 0
         self.num_accepted_predictions = self.num_rejected_predictions = 0
         self.has_stop_strings = bool(params.stop)
-
+        self.recoveries: tuple[Recovery, ...] = ()
         self.group: RequestGroup
         self.position = 0
         self.token_ids = array("i")
@@ -125,20 +126,15 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprob_messages: list[TokenLogprobs] = []
         self.pooled = b""
-
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.retry_after_s = 0.0
         self.kv_transfer_params: dict[str, object] | None = None
         self.trace_headers = request.trace_headers
-
         self.arrival_time = request.arrival_time
-        self.queued_time = self.scheduled_time = 0.0
-        self.scheduler_time = self.core_time = 0.0
-        self.first_token_time = self.last_token_time = 0.0
-        self.finish_time = 0.0
-
+        self.queued_time = self.scheduled_time = self.scheduler_time = self.core_time = 0.0
+        self.first_token_time = self.last_token_time = self.finish_time = 0.0
         self._detokenizer = detokenizer
         self._text = ""
         self._num_read = 0
@@ -384,6 +380,7 @@ class RequestGroup:
         "request_id",
         "sequences",
         "stream_interval",
+        "trace",
         "updates",
     )
 
@@ -410,6 +407,7 @@ class RequestGroup:
         self._wake_soon = wake_soon
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.recording: Recording | None = None
+        self.trace: RequestTrace | None = None
         for position, sequence in enumerate(sequences):
             sequence.group = self
             sequence.position = position
@@ -482,6 +480,8 @@ class RequestGroup:
             self.recording.record_end(sequence.position)
         if not self.num_unfinished and self.deadline_timer is not None:
             self.deadline_timer.cancel()
+        if not self.num_unfinished and self.trace is not None:
+            self.trace.record_group(self)
 
     def wake_soon(self) -> None:
         """Schedule a turn of the reader."""

@@ -19,8 +19,12 @@ _TRACE_STATE: Final = re.compile(rb"[\x20-\x7e\t]*")
 def read_trace_headers(scope: Scope) -> dict[str, str] | None:
     """Return `traceparent` and `tracestate`, or None without a valid `traceparent`.
 
-    Invalid values are dropped: a trace is never a reason to reject a request.
+    If the request is traced, they name its own span, and else the client's. Invalid values are dropped: a trace is
+    never a reason to reject a request.
     """
+    own: dict[str, str] | None = scope.get("state", {}).get("trace_headers")
+    if own is not None:
+        return own
     parents: list[bytes] = []
     states: list[bytes] = []
     for name, value in scope["headers"]:

@@ -23,6 +23,7 @@ class CoreMetrics(msgspec.Struct):
         stats_time: When the gauges in `stats` arrived (CLOCK_MONOTONIC seconds); 0.0 for never. A core sends them to
             only one of its frontends.
         num_frames_dropped_there: Messages that the core dropped.
+        num_unfinished: Sequences of this frontend that have not finished, at all cores; only set for the first one.
         num_frames_dropped_here: Messages from the core that this frontend dropped.
     """
 
@@ -37,6 +38,7 @@ class CoreMetrics(msgspec.Struct):
     num_frames_dropped_here: int = 0
     num_accepted_per_pos: list[int] = []
     num_finished_by_lora: dict[str, int] = {}
+    num_unfinished: int = 0
 
     def count_accepted(self, per_pos: list[int]) -> None:
         """Add the numbers of accepted draft tokens, by position among the drafts of a step."""
@@ -56,6 +58,7 @@ class CoreMetrics(msgspec.Struct):
             added = other.histograms.get(name)
             if added is not None and added.bounds == histogram.bounds:
                 histogram.add_counts(added)
+        self.num_unfinished += other.num_unfinished
         self.num_frames_dropped_there += other.num_frames_dropped_there
         self.num_frames_dropped_here += other.num_frames_dropped_here
         if other.stats_time > self.stats_time:

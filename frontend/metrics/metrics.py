@@ -25,6 +25,7 @@ from ...protocol.store.messages import StoreState
 from ...protocol.supervisor_messages import EngineStatus
 from .core_metrics import CoreMetrics, SharedMetrics
 from .histogram import Histogram, decimal_bounds
+from .info_metrics import cache_family, lora_family
 from .names import (
     COUNTERS,
     DISK_COUNTERS,
@@ -42,6 +43,7 @@ from .names import (
     WAITING_REASONS,
     CounterValue,
 )
+from .process_metrics import restart_family
 from .store_metrics import store_families
 
 ScalarFamily = GaugeMetricFamily | CounterMetricFamily
@@ -51,6 +53,9 @@ Family = ScalarFamily | HistogramMetricFamily
 MAX_LORA_LABELS: Final = 1000
 """Maximum number of LoRA adapters that are counted by themselves; `OTHER_LORAS` counts the rest."""
 OTHER_LORAS: Final = "other"
+
+LOAD_AGE_S: Final = 0.1
+"""Maximum age of the load in response headers, because the counts of other frontends are in files."""
 
 
 class MeasuredSequence(Protocol):
@@ -87,6 +92,9 @@ class Metrics(Collector):
         self._num_frames_dropped_before = [core.num_frames_dropped_here for core in self._cores]
         self._count_dropped_frames: list[Callable[[], int]] = [int] * num_cores
         self._is_up: Callable[[int], bool] = lambda _: False
+        self._count_unfinished: Callable[[], int] = int
+        self._load: dict[str, float] = {}
+        self._load_time = -math.inf
         self._get_status: Callable[[], EngineStatus] = lambda: EngineStatus([])
         self._get_store_state: Callable[[], StoreState] = StoreState
         self._config = config
@@ -104,6 +112,10 @@ class Metrics(Collector):
     def watch_replicas(self, is_up: Callable[[int], bool]) -> None:
         """Use `is_up` to read whether a replica can compute."""
         self._is_up = is_up
+
+    def watch_unfinished(self, count: Callable[[], int]) -> None:
+        """Use `count` to read how many sequences of this frontend have not finished."""
+        self._count_unfinished = count
 
     def watch_status(self, get_status: Callable[[], EngineStatus]) -> None:
         """Use `get_status` to read the latest supervisor status."""
@@ -235,6 +247,23 @@ class Metrics(Collector):
         if stats.step_tokens:
             core.histograms["iteration_tokens_total"].observe_all(int32_list(stats.step_tokens))
 
+    def count_unfinished(self) -> int:
+        """Return the number of running and waiting sequences of all frontends."""
+        return sum(core.num_unfinished for core in self._shared.total(self._recorded()))
+
+    def read_load(self) -> dict[str, float]:
+        """Return the load by the names of vLLM's metrics: sums over the replicas, and the fullest KV cache."""
+        now = time.monotonic()
+        if now - self._load_time > LOAD_AGE_S:
+            stats = [core.stats for core in self._shared.total(self._recorded())]
+            self._load_time = now
+            self._load = {
+                "kv_cache_usage_perc": max(each.kv_cache_usage for each in stats),
+                "num_requests_running": float(sum(each.num_running for each in stats)),
+                "num_requests_waiting": float(sum(each.num_waiting for each in stats)),
+            }
+        return self._load
+
     def publish(self) -> None:
         """Publish this frontend's counts to the other frontends."""
         self._shared.publish(self._recorded())
@@ -264,6 +293,7 @@ class Metrics(Collector):
             )
         yield self._dropped_frames(cores)
         yield self._replicas_up(len(cores))
+        yield restart_family(self._model_name, self._get_status().processes)
         yield from store_families(self._model_name, self._get_store_state())
         if "vllm" in self._config.frontend.metrics_compat:
             counters = _counted(COUNTERS) | VLLM_COUNTERS
@@ -281,6 +311,7 @@ class Metrics(Collector):
             self._cores, self._num_frames_dropped_before, self._count_dropped_frames, strict=True
         ):
             core.num_frames_dropped_here = before + count()
+        self._cores[0].num_unfinished = self._count_unfinished()
         return self._cores
 
     def _families(
@@ -328,9 +359,9 @@ class Metrics(Collector):
             [core.num_rejected for core in cores],
         )
         yield from self._histograms(prefix, cores, {name: name for name in HISTOGRAMS})
-        yield self._cache_config(prefix, cores)
+        yield cache_family(prefix, self._config, cores)
         if self._config.model.enable_lora:
-            yield self._loras(prefix, cores)
+            yield lora_family(prefix, self._config, cores)
 
     def _family(
         self, kind: type[ScalarFamily], name: str, documentation: str, values: Iterable[float]
@@ -407,55 +438,6 @@ class Metrics(Collector):
             "1 while the replica's core and workers are ready, else 0.",
             map(self._is_up, range(num_replicas)),
         )
-
-    def _loras(self, prefix: str, cores: list[CoreMetrics]) -> Family:
-        family = GaugeMetricFamily(
-            f"{prefix}:lora_requests_info",
-            "The LoRA adapters of running and waiting requests; the value is the time in seconds since 1970.",
-            labels=[
-                *("model_name", "engine", "max_lora"),
-                *("running_lora_adapters", "waiting_lora_adapters"),
-            ],
-        )
-        for index, core in enumerate(cores):
-            age_s = time.monotonic() - core.stats_time
-            family.add_metric(
-                [
-                    self._model_name,
-                    str(index),
-                    str(self._config.scheduler.max_loras),
-                    ",".join(core.stats.running_loras),
-                    ",".join(core.stats.waiting_loras),
-                ],
-                time.time() - age_s if core.stats_time else 0.0,
-            )
-        return family
-
-    def _cache_config(self, prefix: str, cores: list[CoreMetrics]) -> Family:
-        cache = self._config.cache
-        family = GaugeMetricFamily(
-            f"{prefix}:cache_config_info",
-            "The block size, block count and settings of each core's KV cache.",
-            labels=[
-                *("model_name", "engine", "block_size", "num_gpu_blocks"),
-                *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
-            ],
-        )
-        for index, core in enumerate(cores):
-            if core.ready is not None:
-                family.add_metric(
-                    [
-                        self._model_name,
-                        str(index),
-                        str(core.ready.block_size),
-                        str(core.ready.num_blocks),
-                        str(cache.enable_prefix_caching),
-                        str(cache.gpu_memory_utilization),
-                        cache.kv_cache_dtype,
-                    ],
-                    1.0,
-                )
-        return family
 
 
 def _counted(documentation: dict[str, str]) -> dict[str, tuple[str, CounterValue]]:

@@ -19,7 +19,7 @@ def main() -> int:
     config = load_config(config_path, int(epoch))
     name_process("store")
     exit_with_parent(config.run_dir)
-    configure_logging("store", config.frontend.log_level)
+    configure_logging("store", config.frontend.log_level, config.frontend.log_format)
     stop = StopSignal()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = StatusReporter(context, config, "store")

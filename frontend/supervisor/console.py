@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TextIO
 
+from ...protocol.config.frontend import LogFormat
+from ...protocol.process import json_log_line
 from ...protocol.supervisor_messages import ProcessStatus, Stage
 
 BAR_WIDTH = 24
@@ -30,8 +32,10 @@ class Console:
     """Writes lines that start with the seconds since the console was created.
 
     On a terminal, the line of a running transfer is redrawn in place. Elsewhere it is printed when the transfer begins,
-    every ten seconds, and when it ends.
+    every ten seconds, and when it ends. With the format JSON, each line is an object instead.
     """
+
+    log_format: LogFormat = "text"
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -48,12 +52,12 @@ class Console:
     def line(self, text: str) -> None:
         """Write a line."""
         self._end_bar()
-        self._write(f"{self._stamped(text)}\n")
+        self._write_line("info", self._stamped(text), text)
 
     def error(self, text: str) -> None:
         """Write the last line of a failure, without a timestamp so that scripts can find it."""
         self._end_bar()
-        self._write(f"engine: error: {text}\n")
+        self._write_line("error", f"engine: error: {text}", text)
 
     def progress(self, label: str, done: int, total: int) -> None:
         """Show that `done` of `total` bytes were transferred; `done >= total` completes the bar."""
@@ -63,7 +67,7 @@ class Console:
             self._end_bar()
             self._bar = label
         elif not finished:
-            interval = REDRAW_S if self._on_terminal else PLAIN_REPEAT_S
+            interval = REDRAW_S if self._draws_bars else PLAIN_REPEAT_S
             if now - self._last_drawn < interval:
                 return
         self._last_drawn = now
@@ -71,23 +75,34 @@ class Console:
         if finished:
             self._end_bar()
 
+    @property
+    def _draws_bars(self) -> bool:
+        return self._on_terminal and self.log_format == "text"
+
     def _draw(self, label: str, done: int, total: int) -> None:
         fraction = done / total if total else 1.0
         amount = f"{fraction:4.0%}  {format_bytes(done)} of {format_bytes(total)}"
-        if self._on_terminal:
+        if self._draws_bars:
             filled = round(fraction * BAR_WIDTH)
             bar = "█" * filled + "░" * (BAR_WIDTH - filled)
             self._write(f"\r{self._stamped(label)}  {bar} {amount}\x1b[K")
         else:
-            self._write(f"{self._stamped(label)}  {amount}\n")
+            text = f"{label}  {amount}"
+            self._write_line("info", self._stamped(text), text)
 
     def _end_bar(self) -> None:
-        if self._bar is not None and self._on_terminal:
+        if self._bar is not None and self._draws_bars:
             self._write("\n")
         self._bar = None
 
     def _stamped(self, text: str) -> str:
         return f"[{self.elapsed_s:7.2f} s] {text}"
+
+    def _write_line(self, level: str, shown: str, text: str) -> None:
+        """Write a line: `shown` for people, or `text` in an object."""
+        is_json = self.log_format == "json"
+        line = json_log_line(level, "supervisor", text) if is_json else shown
+        self._write(line + "\n")
 
     def _write(self, text: str) -> None:
         # A closed terminal must not stop the server.

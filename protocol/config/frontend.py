@@ -13,6 +13,7 @@ chat = partial(option, group="chat")
 logging = partial(option, group="logging")
 
 ContentFormat = Literal["auto", "string", "openai"]
+LogFormat = Literal["text", "json"]
 SpecialTokenPolicy = Literal["allow", "escape", "refuse"]
 ToolCallParserName = Literal[
     "hermes",
@@ -218,6 +219,9 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         Literal["debug", "info", "warning", "error", "critical"],
         logging("Least severe messages to log", "--uvicorn-log-level"),
     ] = "info"
+    log_format: Annotated[
+        LogFormat, logging("Format of log lines; json: one object per line, for log collectors")
+    ] = "text"
     log_requests: Annotated[
         bool,
         logging("Log every request", name="--enable-log-requests"),
@@ -244,6 +248,16 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     metrics_compat: Annotated[
         tuple[Literal["vllm"], ...], logging("Also publish metrics under another server's names")
     ] = ()
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        logging(
+            "OpenTelemetry collector to which traces of requests are sent",
+            metavar="URL",
+            default_text="none",
+            parse="otlp_endpoint",
+            variable="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT OTEL_EXPORTER_OTLP_ENDPOINT",
+        ),
+    ] = None
     default_sampling: dict[str, float | int] = {}
 
     @property

@@ -22,7 +22,7 @@ class OptionSpec(msgspec.Struct, frozen=True):
         synonyms: Other spellings of values -> the value.
         parse: The name of a parser in `frontend/cli/option_values.py` for a syntax that the type does not imply.
         value: What the flag sets. It then takes no value.
-        variable: An environment variable that is read if the option's own is not set.
+        variable: Environment variables that are read if the option's own is not set, separated by spaces.
     """
 
     help: str

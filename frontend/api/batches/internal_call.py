@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Scope
 
 from ....protocol.errors import ParameterError
+from ....protocol.process import logged_request_id
 from ...http.errors import APIError, bad_request, json_response
 
 
@@ -68,6 +69,7 @@ async def call_route(
         identity: The part of the state of a request that says who sent it.
     """
     request_id = uuid.uuid4().hex
+    logged_request_id.set(request_id)
     caller = _Caller(body)
     scope: Scope = {
         "type": "http",

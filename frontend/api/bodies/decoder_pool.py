@@ -42,8 +42,8 @@ class DecoderPool:
     reason, the body goes once to a new process.
     """
 
-    def __init__(self, *, strict: bool, log_level: str) -> None:
-        self._arguments = (str(strict), log_level)
+    def __init__(self, *, strict: bool, log_level: str, log_format: str) -> None:
+        self._arguments = (str(strict), log_level, log_format)
         self._idle: list[_Decoder] = []
         self._slots = asyncio.Semaphore(NUM_PROCESSES)
 

@@ -1,4 +1,4 @@
-"""`python -m engine.frontend.api.bodies.decoder_process STRICT LOG_LEVEL`: decodes large bodies for a frontend.
+"""`python -m engine.frontend.api.bodies.decoder_process STRICT LOG_LEVEL LOG_FORMAT`: decodes bodies for a frontend.
 
 A JSON decoder blocks all threads of its process, takes many times the memory of the text, and reads untrusted input. So
 large bodies are decoded in this process. It reads bodies from standard input one at a time and writes replies to
@@ -44,9 +44,9 @@ def _decode(decoder: BodyDecoder[Any], body: bytes, num_values: int) -> Reply:
 
 def main() -> None:
     """Decode bodies until standard input ends."""
-    is_strict, log_level = sys.argv[1:]
+    is_strict, log_level, log_format = sys.argv[1:]
     name_process("body decoder")
-    configure_logging("body decoder", log_level)
+    configure_logging("body decoder", log_level, "json" if log_format == "json" else "text")
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     strict = is_strict == "True"

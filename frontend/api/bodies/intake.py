@@ -43,7 +43,9 @@ class Intake:
         self._serving = serving
         limits = serving.config.frontend
         self._max_body_bytes = limits.max_body_bytes
-        self._decoders = DecoderPool(strict=limits.strict, log_level=limits.log_level)
+        self._decoders = DecoderPool(
+            strict=limits.strict, log_level=limits.log_level, log_format=limits.log_format
+        )
 
     def lease(self) -> MemoryLease:
         """Return a request's share of the memory for large bodies; enter it until the request ends."""

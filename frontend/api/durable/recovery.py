@@ -21,6 +21,7 @@ from ...client.engine_client import Sequence as GeneratedSequence
 from ...client.groups.recording import Recording
 from ...http.errors import APIError, internal_error
 from ...store.client import StoreError
+from ...tracing.request_trace import current_trace
 from ..generation import PreparedPrompt, submit
 from ..schema import GenerationRequest
 from ..serving import Serving
@@ -128,7 +129,11 @@ class Recovery:
         except APIError as refusal:
             error = await self._record_failure(claimed, refusal)
         except Exception:
-            logger.exception("request %s could not be continued", claimed.request_id)
+            logger.exception(
+                "request %s could not be continued",
+                claimed.request_id,
+                extra={"request_id": claimed.request_id},
+            )
             failure = internal_error("the server was restarted and could not continue this request")
             error = await self._record_failure(claimed, failure)
         log.end_claimed(claimed.request_id, claimed.owner, num_tokens, error)
@@ -177,6 +182,9 @@ class Recovery:
         request: GenerationRequest,
         prompts: list[PreparedPrompt],
     ) -> RequestGroup:
+        if (tracer := self._serving.tracer) is not None:
+            trace = tracer.resume(record.trace_headers, record.path, record.request_id)
+            current_trace.set(trace)
         return await submit(
             self._serving,
             request,

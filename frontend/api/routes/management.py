@@ -116,8 +116,8 @@ class Management:
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        """Return the number of unfinished sequences of this frontend."""
-        return json_response({"server_load": self._serving.engine.num_inflight})
+        """Return the number of sequences that run or wait, of all frontends."""
+        return json_response({"server_load": self._serving.engine.metrics.count_unfinished()})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Empty the prefix caches of all replicas."""

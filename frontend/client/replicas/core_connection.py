@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -80,6 +81,7 @@ class CoreConnection:
     missing or invalid, reconnecting makes the core send a new greeting.
 
     Attributes:
+        lost_time: When the core was last lost, in CLOCK_MONOTONIC seconds.
         is_serving: Whether the core accepts new requests.
         is_in_rotation: Whether requests may wait for this core.
     """
@@ -95,6 +97,7 @@ class CoreConnection:
         self.core_index = core_index
         self.load = CoreLoad(config.scheduler)
         self.ready = False
+        self.lost_time = 0.0
         self.is_serving = True
         self.is_in_rotation = True
         self.epoch = 0
@@ -128,12 +131,16 @@ class CoreConnection:
         latest_epoch = replica.epoch + replica.has_ended
         self._latest_epoch = max(self._latest_epoch, latest_epoch)
         if latest_epoch > self.epoch:
-            self.ready = False
+            self._lose()
         if replica.epoch == self.epoch and replica.state is not ReplicaState.SERVING:
             # An operator may have requested the restart.
             self._excused_epoch = self.epoch
         if not self.ready:
             self.fail_calls(self._unavailable_error())
+
+    def _lose(self) -> None:
+        if self.ready:
+            self.ready, self.lost_time = False, time.monotonic()
 
     def exited_silently(self, epoch: int) -> bool:
         """Return whether the core of that epoch exited without naming requests and without a requested restart."""
@@ -144,7 +151,7 @@ class CoreConnection:
 
         The core then drops this frontend's requests and sends a new greeting.
         """
-        self.ready = False
+        self._lose()
         self._events.on_lost_outputs(self.core_index)
         # Drops every message until the next greeting.
         self._last_sequence = math.inf
@@ -274,7 +281,7 @@ class CoreConnection:
             if result is not None and not result.done():
                 result.set_result(message)
         else:
-            self.ready = False
+            self._lose()
             if not message.is_own:
                 self._excused_epoch = self.epoch
             self._events.on_replica_lost(message)
@@ -312,6 +319,7 @@ class CoreConnection:
                 "restart the server"
             )
             return
+        self._lose()
         self._discard_unsent()
         self._last_sequence = None
         self.load.num_others = 0

@@ -259,7 +259,7 @@ async def test_unchanged_rows_are_matched_to_the_current_sequences() -> None:
     for token in TOKENS[:4]:
         harness.feed({0: [token], 1: [token], 2: [token]})
     harness.processor.finish(leaves, FinishReason.ABORT)
-    harness.processor.resubmit(moves, 7)
+    harness.processor.resubmit(moves, 7, 0.0)
     harness.feed({0: [9], 1: [9], 2: TOKENS[4:5]})
     harness.feed({7: TOKENS[4:5], 2: TOKENS[5:6]})
     lengths = [len(sequence.token_ids) for sequence in group.sequences]

@@ -382,3 +382,44 @@ def test_a_histogram_counts_values_at_or_below_each_bound(
 
 def test_length_buckets_end_at_max_model_len() -> None:
     assert decimal_bounds(MAX_MODEL_LEN) == (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+def test_unfinished_sequences_of_all_frontends_are_counted(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, parallel=ParallelConfig(api_server_count=2))
+    first, second = Metrics(config, 0), Metrics(config, 1)
+    first.watch_unfinished(lambda: 3)
+    second.watch_unfinished(lambda: 4)
+    first.publish()
+    assert second.count_unfinished() == 7
+    second.watch_unfinished(int)
+    second.publish()
+    assert first.count_unfinished() == 3
+
+
+def test_load_is_the_sum_of_replicas_and_the_fullest_cache(tmp_path: Path) -> None:
+    metrics = Metrics(engine_config(tmp_path, parallel=ParallelConfig(data_parallel_size=2)))
+    metrics.record_stats(0, SchedulerStats(num_running=1, num_waiting=2, kv_cache_usage=0.25))
+    metrics.record_stats(1, SchedulerStats(num_running=3, num_waiting=4, kv_cache_usage=0.5))
+    assert metrics.read_load() == {
+        "kv_cache_usage_perc": 0.5,
+        "num_requests_running": 4.0,
+        "num_requests_waiting": 6.0,
+    }
+
+
+def test_restarts_are_counted_by_kind_of_process(tmp_path: Path) -> None:
+    metrics = Metrics(engine_config(tmp_path))
+    infos = [
+        ProcessInfo(name, 1, Stage.READY, "", 1, restarts, 0.0, 0.0, 0.0, 0, 0, 0.0, replica)
+        for name, replica, restarts in (
+            *(("worker 0", 0, 2), ("worker 1", 0, 3), ("core 0", 0, 1), ("store", None, 0)),
+            *(("frontend 0", None, 4), ("frontend 1", None, 1)),
+        )
+    ]
+    metrics.watch_status(lambda: EngineStatus(infos, []))
+    samples = scrape(metrics)
+    name = "engine:process_restarts_total"
+    assert value(samples, name, process="worker") == 5
+    assert value(samples, name, process="core") == 1
+    assert value(samples, name, engine="", process="frontend") == 5
+    assert value(samples, name, engine="", process="store") == 0

@@ -1,0 +1,1 @@
+"""Traces of requests, exported by OpenTelemetry's protocol."""
