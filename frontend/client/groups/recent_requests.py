@@ -18,8 +18,8 @@ MAX_REQUESTS: Final = 256
 class RecentRequest(msgspec.Struct, frozen=True, gc=False):
     """The times and counts of one request, without any of its content.
 
-    Times are CLOCK_MONOTONIC seconds, 0.0 for what has not taken place. They and the counts of the prompt are those of
-    the first sequence. `lora` is its LoRA adapter; "" for none. `outcome` is the finish reason of the first sequence; "" while the request runs.
+    Times are CLOCK_MONOTONIC seconds, 0.0 for what has not taken place. Times and counts of the prompt are those of the
+    first sequence. `lora` is its LoRA adapter; "" for none. `outcome` is its finish reason; "" while the request runs.
     """
 
     id: str

@@ -2,6 +2,8 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { useStore } from "../shared/store";
 import { running, stop } from "./answer";
 
+/** Whether the browser makes a field as high as its text. */
+const GROWS = CSS.supports("field-sizing", "content");
 const MAX_IMAGE_BYTES = 20 * 1024 * 1024;
 
 interface Props {
@@ -92,7 +94,7 @@ export function Composer({ conversationId, takesImages, onSend, onEditLast }: Pr
       <div class="line">
         <textarea
           ref={field}
-          rows={1}
+          rows={GROWS ? 1 : Math.min(12, text.split("\n").length)}
           value={text}
           placeholder="Write a message"
           aria-label="Message"

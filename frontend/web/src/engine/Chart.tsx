@@ -75,7 +75,7 @@ export function Chart({ title, times, series, format }: Props) {
   return (
     <figure class="chart">
       <figcaption>
-        <h3>{title}</h3>
+        <h2>{title}</h2>
         <dl>
           {series.map(({ label, values }, index) => (
             <div key={label} class={`key-${index + 1}`}>

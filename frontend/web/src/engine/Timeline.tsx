@@ -71,7 +71,8 @@ function Row({ request, spanMs }: { request: RecentRequest; spanMs: number }) {
     `${request.generated_tokens.toLocaleString("en")} generated`;
   return (
     <li>
-      <button onClick={() => explainRequest(request.id)} aria-label={`Why: ${request.id}, ${summary}`}>
+      <button onClick={() => explainRequest(request.id)}>
+        <span class="hidden">Why: </span>
         <code>{request.id.replace(/^(chat)?cmpl-/, "").slice(0, 8)}</code>
         <span class="bar">
           {phasesOf(request).map(({ name, start, end }) => {
