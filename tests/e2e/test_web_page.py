@@ -123,6 +123,7 @@ def test_the_engine_view_shows_numbers_and_says_why(browser: Browser, server: Se
     with WebPage(browser, server.url) as web:
         page = web.page
         web.enter_key(KEY)
+        web.change_settings(Most_tokens="8")
         web.ask("Say hello.")
         web.wait_for_end()
         web.open_engine()
@@ -159,6 +160,7 @@ def test_every_view_is_accessible(
 
         check()
         web.enter_key(KEY)
+        web.change_settings(Most_tokens="8")
         web.ask("Say hello.")
         web.wait_for_end()
         check()

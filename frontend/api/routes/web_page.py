@@ -53,7 +53,6 @@ class WebFile:
             # Browsers ask each time and get 304 until the file changes, so that a new server has a new page at once.
             "Cache-Control": "no-cache",
             "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-            "Cross-Origin-Opener-Policy": "same-origin",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "Vary": vary,

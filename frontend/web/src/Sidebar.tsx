@@ -1,5 +1,5 @@
 import { conversations, currentId, remove, select, storageProblem } from "./chat/history";
-import { running } from "./chat/answer";
+import { running, stop } from "./chat/answer";
 import type { Conversation } from "./chat/tree";
 import { useStore } from "./shared/store";
 import { nextTheme, theme } from "./shared/theme";
@@ -82,7 +82,9 @@ function History({ isShown }: { isShown: boolean }) {
 }
 
 function confirmRemoval(id: string, title: string): void {
-  if (confirm(`Delete the conversation “${title}”?`)) remove(id);
+  if (!confirm(`Delete the conversation “${title}”?`)) return;
+  stop(id);
+  remove(id);
 }
 
 function groupByAge(sorted: Conversation[]): [string, Conversation[]][] {

@@ -101,7 +101,9 @@ function Welcome({ model, length }: { model: string | undefined; length: number 
 }
 
 function ExportMenu({ id }: { id: string }) {
+  const menu = useRef<HTMLDetailsElement>(null);
   const save = (kind: "md" | "json") => {
+    menu.current!.open = false;
     const conversation = conversations.get()[id]!;
     const text = kind === "md" ? exportMarkdown(conversation) : JSON.stringify(conversation, null, 2);
     const link = document.createElement("a");
@@ -111,7 +113,7 @@ function ExportMenu({ id }: { id: string }) {
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   };
   return (
-    <details class="export">
+    <details class="export" ref={menu}>
       <summary>Export</summary>
       <div class="popup">
         <button class="quiet" onClick={() => save("md")}>
