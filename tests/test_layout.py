@@ -129,7 +129,8 @@ def test_every_package_is_listed() -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Return a copy of the sources to build in."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
+    names = ("__pycache__", "build", "dist", "node_modules", "*.egg-info", "*.so")
+    ignored = shutil.ignore_patterns(".*", *names)
     return shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
 
 
@@ -145,6 +146,7 @@ def test_the_wheel_has_every_module_and_nothing_else(source: Path, tmp_path: Pat
     shipped = {f for f in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in f}
     modules = {path for part in PARTS for path in (ROOT / part).rglob("*.py")}
     files = modules | {ROOT / "__init__.py", ROOT / "py.typed"}
+    files |= set((ROOT / "frontend/web/bundle").iterdir())
     assert shipped == {f"engine/{path.relative_to(ROOT)}" for path in files}
 
 

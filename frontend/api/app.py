@@ -39,6 +39,7 @@ from .routes.scores import Scores
 from .routes.timelines import Timelines
 from .routes.tokenization import Tokenization
 from .routes.transcriptions import Transcriptions
+from .routes.web_page import web_page_routes
 from .serving import Serving
 from .stored_chats.endpoint import StoredChatCompletions
 from .stored_chats.records import ChatRecords
@@ -83,6 +84,7 @@ def make_routes(serving: Serving) -> list[Route]:
     """Return all routes, including `/openapi.json` and `/docs`, which describe the others."""
     management = Management(serving)
     replicas = Replicas(serving)
+    timelines = Timelines(serving)
     intake = Intake(serving)
     files = FileStorage(serving.store)
     tokenization = Tokenization(serving, intake)
@@ -147,7 +149,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/tokenizer_info", tokenization.tokenizer_info),
         Route("/tokenize", tokenization.tokenize, methods=["POST"]),
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
-        Route("/", management.root),
+        *web_page_routes(serving.config.frontend.root_path),
         Route("/livez", management.livez),
         Route("/readyz", management.readyz),
         Route("/health", management.health),
@@ -160,7 +162,8 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
-        Route("/debug/requests/{id:path}", Timelines(serving).explain),
+        Route("/debug/requests", timelines.list),
+        Route("/debug/requests/{id:path}", timelines.explain),
     ]
 
     if serving.config.frontend.allow_runtime_lora_updating:

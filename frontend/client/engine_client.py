@@ -102,6 +102,7 @@ class EngineClient:
         client_index: The number of this frontend.
         cores: The connection to each core.
         groups: Makes the groups of requests.
+        list_recent_requests: Returns the times and counts of the requests that run or ended last.
         output_log: Records outputs before they are applied; None to apply them at once.
     """
 
@@ -121,6 +122,7 @@ class EngineClient:
         self.executor = ThreadExecutor(journal)
         self._input = InputProcessor(config, tokenizer, self.executor)
         self._output = OutputProcessor(self.metrics, self._abort_at_core)
+        self.list_recent_requests = self._output.list_recent_requests
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []

@@ -27,6 +27,7 @@ from ...protocol.messages import (
 from ..metrics.metrics import Metrics
 from ..metrics.names import REJECTIONS
 from ..tracing.request_trace import Recovery, end_recovery
+from .groups.recent_requests import RecentRequest, RecentRequests
 from .replicas.core_load import CoreLoad
 from .request_group import RequestGroup, Sequence
 
@@ -62,6 +63,7 @@ class OutputProcessor:
 
     def __init__(self, metrics: Metrics, abort: Callable[[Sequence], None]) -> None:
         self.sequences: dict[int, Sequence] = {}
+        self._recent_requests = RecentRequests()
         self._metrics = metrics
         self._abort = abort
         self._woken: deque[RequestGroup] = deque()
@@ -73,6 +75,10 @@ class OutputProcessor:
 
         Cleared when a sequence is removed.
         """
+
+    def list_recent_requests(self) -> list[RecentRequest]:
+        """Return the requests that ended last, then the unfinished ones; see `MAX_REQUESTS`."""
+        return self._recent_requests.list(s.group for s in self.sequences.values())
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Apply one message. Entries for unknown or finished sequences are ignored.
@@ -158,6 +164,7 @@ class OutputProcessor:
         sequence.group.record_sequence_end(sequence)
         if not sequence.group.num_unfinished:
             self._metrics.record_group(sequence.group.outputs_by_prompt())
+            self._recent_requests.record_end(sequence.group)
         self._schedule_wake([sequence])
 
     def expire(self, sequence: Sequence) -> None:

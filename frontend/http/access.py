@@ -15,8 +15,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...protocol.config import FrontendConfig
 from .errors import APIError, echo
 
+WEB_PATHS: Final = ("/", "/web/app.js", "/web/app.css", "/web/icon.svg")
+"""Routes of the web page. It has no contents of its own and asks for the API key."""
+
 OPEN_PATHS: Final = frozenset(
-    {"/", "/health", "/livez", "/readyz", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+    {
+        *WEB_PATHS,
+        *(
+            "/health",
+            "/livez",
+            "/readyz",
+            "/ping",
+            "/metrics",
+            "/version",
+            "/openapi.json",
+            "/docs",
+        ),
+    }
 )
 """Routes that need no API key."""
 
@@ -24,6 +39,7 @@ OPERATOR_PATHS: Final = frozenset(
     {
         "/reset_prefix_cache",
         "/debug/dump",
+        "/debug/requests",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }
@@ -58,7 +74,7 @@ class Access:
 
     Any web page can make a browser send requests to this server. So a body must have the content type JSON, which a
     page may send only if the server allows its origin. Requests of Ollama's API that no browser sent may have any
-    content type. Routes for operators allow no origin.
+    content type. Routes for operators allow no origin but that of the server's own web page.
 
     A server on a loopback address without keys also rejects other host names in the Host header. Otherwise a page could
     make its own host name resolve to that address (DNS rebinding).
@@ -85,9 +101,9 @@ class Access:
         self._check_host(headers.get(b"host"))
         if path not in OPEN_PATHS:
             self._authorize(scope, _key_of(headers), is_operator_path(path))
-            if is_operator_path(path) and b"origin" in headers:
+            if is_operator_path(path) and b"origin" in headers and not self._is_own_page(headers):
                 raise _forbidden(
-                    "Web pages may not call this route: the request has the header Origin "
+                    "Web pages of other servers may not call this route: the request has the header Origin "
                     f"{echo(headers[b'origin'].decode('latin-1'))}; send it without one"
                 )
             is_checked = _is_of_browser(headers) or not path.startswith(OLLAMA_PATHS)
@@ -106,6 +122,23 @@ class Access:
                 f"The header Host {echo(host)} does not name this server; use its address, "
                 "or start it with --allowed-hosts NAME"
             )
+
+    def _is_own_page(self, headers: dict[bytes, bytes]) -> bool:
+        """Return whether a request comes from this server's own web page.
+
+        Its origin is then that of the URL. A page whose host name was made to resolve to this server (DNS rebinding)
+        looks the same, but has no API key, and its host name is no address.
+        """
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = _host_name(host)
+        is_checked = bool(self._keys or self._admin_key) or self._hosts is not None
+        if not is_checked and name != "localhost" and not _is_address(name):
+            return False
+        origin = headers[b"origin"].decode("latin-1").lower()
+        return (
+            headers.get(b"sec-fetch-site") == b"same-origin"
+            or origin.partition("://")[2] == host.lower()
+        )
 
     def _authorize(self, scope: Scope, key: bytes, is_for_operators: bool) -> None:
         if not self._keys and not (self._admin_key is not None and is_for_operators):

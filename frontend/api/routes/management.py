@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from .... import __version__
 from ....protocol.errors import EngineError
@@ -52,10 +52,6 @@ class Management:
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
         }
-
-    async def root(self, request: Request) -> Response:
-        """Return a text. Ollama's command and Claude Code send HEAD to find out whether there is a server."""
-        return PlainTextResponse("Engine is running. /docs describes its API.\n")
 
     async def livez(self, request: Request) -> Response:
         """Return 200 until the engine fails for good: the supervisor restarts processes that crash or hang."""

@@ -1,4 +1,4 @@
-"""`GET /debug/requests/{id}`: what happened to a request, from the event logs of the cores."""
+"""`GET /debug/requests` and `GET /debug/requests/{id}`: the latest requests, and what happened to one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import contextlib
 import os
 import re
 import sys
+import time
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.errors import EngineError
+from ...client.groups.recent_requests import RecentRequest
 from ...http.errors import APIError, bad_request, echo, json_response
+from ..logprobs import Json
 from ..serving import Serving
 
 REPLAY_S: Final = 60.0
@@ -31,6 +34,21 @@ class Timelines:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._turn = asyncio.Lock()
+
+    async def list(self, request: Request) -> Response:
+        """Return the times and counts of the requests that run, or ended last, in this frontend."""
+        serving = self._serving
+        recent = serving.engine.list_recent_requests()
+        now = time.monotonic()
+        return json_response(
+            {
+                "time": time.time(),
+                "can_explain": serving.config.frontend.dump_dir is not None,
+                "frontend": serving.engine.client_index,
+                "num_frontends": serving.config.parallel.api_server_count,
+                "requests": [_describe(each, now) for each in recent],
+            }
+        )
 
     async def explain(self, request: Request) -> Response:
         """Dump the event logs, and return the timeline of a request from each that knows it."""
@@ -63,6 +81,31 @@ class Timelines:
                 404, f"The event logs of the cores do not have the request {echo(identifier)}"
             )
         return json_response({"id": identifier, "timelines": timelines})
+
+
+def _describe(request: RecentRequest, now: float) -> Json:
+    """Return a request as JSON. Times are milliseconds since its arrival, null for what has not taken place."""
+
+    def since_arrival(time: float) -> float | None:
+        return round(1000 * (time - request.arrival_time), 3) if time else None
+
+    return {
+        "id": request.id,
+        "lora": request.lora or None,
+        "replica": request.replica,
+        "age_ms": round(1000 * (now - request.arrival_time), 3),
+        "scheduled_ms": since_arrival(request.scheduled_time),
+        "first_token_ms": since_arrival(request.first_token_time),
+        "last_token_ms": since_arrival(request.last_token_time),
+        "finished_ms": since_arrival(request.finish_time),
+        "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
+        "generated_tokens": request.generated_tokens,
+        "accepted_draft_tokens": request.draft_tokens,
+        "preemptions": request.preemptions,
+        "sequences": request.num_sequences,
+        "finish_reason": request.outcome or None,
+    }
 
 
 async def _replay(file: str, identifier: str) -> str:

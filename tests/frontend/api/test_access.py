@@ -70,7 +70,7 @@ def test_json_may_name_its_charset(local: FrontendProcess) -> None:
 @pytest.mark.parametrize("path", [*OPERATORS, "/reset_prefix_cache/"])
 def test_web_pages_cannot_use_operator_routes(local: FrontendProcess, path: str) -> None:
     preflight = local.http.options(path, headers={**PAGE, "access-control-request-method": "POST"})
-    local_page = {"origin": f"http://127.0.0.1:{local.port}"}
+    local_page = {"origin": f"http://127.0.0.1:{local.port + 1}"}
     for response in (
         preflight,
         local.http.post(path, headers=PAGE),
@@ -78,6 +78,8 @@ def test_web_pages_cannot_use_operator_routes(local: FrontendProcess, path: str)
     ):
         assert response.status_code == 403
         assert "access-control-allow-origin" not in response.headers
+    own_page = {"origin": f"http://127.0.0.1:{local.port}"}
+    assert local.http.post("/reset_prefix_cache", headers=own_page).status_code == 200
     assert local.http.post("/reset_prefix_cache").status_code == 200
 
 

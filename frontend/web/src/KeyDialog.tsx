@@ -1,0 +1,40 @@
+import { useRef } from "preact/hooks";
+import { apiKey, needsKey, setApiKey } from "./shared/api";
+import { Dialog } from "./shared/Dialog";
+
+/** Asks for the API key. The page works without one as far as the server allows it. */
+export function KeyDialog({ onClose }: { onClose: () => void }) {
+  const key = useRef<HTMLInputElement>(null);
+  const remember = useRef<HTMLInputElement>(null);
+  const close = () => {
+    needsKey.set(false);
+    onClose();
+  };
+  const save = (event: Event) => {
+    event.preventDefault();
+    setApiKey(key.current!.value.trim(), remember.current!.checked);
+    onClose();
+  };
+  return (
+    <Dialog title="API key" onClose={close}>
+      <form onSubmit={save} class="stack">
+        <p class="muted">
+          The server asks for the key of <code>--api-key</code>. The Engine page shows more with the key of{" "}
+          <code>--admin-api-key</code>.
+        </p>
+        <label class="field">
+          Key
+          <input ref={key} type="password" autocomplete="off" spellcheck={false} defaultValue={apiKey.get()} autofocus />
+        </label>
+        <label class="check">
+          <input ref={remember} type="checkbox" /> Remember it in this browser
+        </label>
+        <div class="actions">
+          <button class="primary" type="submit">
+            Use this key
+          </button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}

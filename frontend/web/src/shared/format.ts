@@ -1,0 +1,27 @@
+// Numbers and times as people read them.
+
+/** Return a number with at most three significant digits; "–" for one that is not known. */
+export function number(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return "–";
+  if (Math.abs(value) >= 100) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(3)));
+}
+
+/** Return a duration of so many seconds with its unit. */
+export function seconds(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return "–";
+  if (value < 1) return `${number(value * 1000)} ms`;
+  if (value < 120) return `${number(value)} s`;
+  return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
+}
+
+/** Return a share between 0 and 1 in percent. */
+export function percent(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return "–";
+  const shown = value * 100;
+  return `${shown > 0 && shown < 10 ? number(shown) : Math.round(shown)} %`;
+}
+
+export function plural(count: number, noun: string): string {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
