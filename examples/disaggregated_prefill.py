@@ -1,4 +1,4 @@
-"""A proxy in front of servers that compute prompts and servers that generate: python disaggregated_prefill.py --help."""
+"""A proxy in front of servers that compute prompts and servers that generate; see `--help` for its arguments."""
 
 import argparse
 import itertools
