@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -48,6 +49,7 @@ from ..protocol.worker_messages import (
     Shutdown,
     WorkerMemory,
 )
+from .kv_cache.connector import KVConnector
 from .message_checks import (
     are_valid_drafts,
     is_valid_connector_output,
@@ -73,6 +75,9 @@ logger = logging.getLogger(__name__)
 BEAT_INTERVAL_MS = int(BEAT_INTERVAL_S * 1000)
 GRAMMAR_POLL_MS = 1
 """Poll interval in milliseconds while grammars are being compiled."""
+
+INDEX_S = 10.0
+"""Seconds for which a core waits until its workers have reported which blocks they have on disk."""
 
 FLUSH_S = 5.0
 """Seconds in which a core that ends lets its workers store blocks of the KV cache."""
@@ -127,9 +132,8 @@ class EngineCore:
             self._updates = ClientUpdates()
         self._client_indices: dict[bytes, int] = {}
         self._client_ids: dict[int, bytes] = {}
-        self._num_steps = 0
-        self._num_tokens = 0
-        self._next_beat = 0.0
+        self._num_steps = self._num_tokens = 0
+        self._next_beat = self._waiting_since = 0.0
         self._vocab_size = config.model.vocab_size
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -138,7 +142,6 @@ class EngineCore:
         """Outputs to be sent to the clients, in this order."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
-        self._waiting_since = 0.0
         limits = config.recovery
         # After this time the supervisor has killed a worker that hangs in a step.
         self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
@@ -171,7 +174,7 @@ class EngineCore:
                 self._report_loss(is_own=is_own, is_of_peer=isinstance(error, PeerLostError))
                 self._dump_event_log("crash")
                 raise
-            self._flush_connector()
+            self._await_connector(lambda each: each.is_flushed(), FLUSH_S)
             self._workers.send(Shutdown())
             self._scheduler.shutdown()
         finally:
@@ -191,23 +194,28 @@ class EngineCore:
             if self._workers.socket in readable:
                 self._receive_worker_message()
             if is_compiling:
-                self._report_compiled_grammars()
+                for key, grammar_error in self._grammars.poll():
+                    self._scheduler.grammar_ready(key, grammar_error)
             self._dispatch_steps()
             self._send_outputs()
             if self._logs_kv_events:
                 self._publish_kv_events()
             if self._updates is not None:
-                self._send_load_updates(self._updates)
+                for client_index, update in self._updates.take_updates():
+                    self._clients.send(self._client_ids[client_index], update)
             if self._stop.fd in readable:
                 signals = self._stop.take_signals()
                 raise_if_worker_lost(signals)
                 if signal.SIGUSR1 in signals:
                     self._dump_event_log("signal")
 
-    def _flush_connector(self) -> None:
-        """Wait until the KV connector has stored the blocks in memory, but only for a few seconds."""
-        deadline = time.monotonic() + FLUSH_S
-        while not self._scheduler.is_flushed() and time.monotonic() < deadline:
+    def _await_connector(self, is_done: Callable[[KVConnector], bool], limit_s: float) -> None:
+        """Wait until the KV connector has done what it should, if there is one, but only for some seconds."""
+        connector = self._scheduler.kv_connector
+        deadline = time.monotonic() + limit_s
+        while connector and not is_done(connector) and (now := time.monotonic()) < deadline:
+            if now >= self._next_beat:
+                self._beat(now)
             self._dispatch_steps()
             if self._workers.socket.poll(GRAMMAR_POLL_MS * 10):
                 self._receive_worker_message()
@@ -232,6 +240,7 @@ class EngineCore:
         for report in self._workers.early_reports:
             self._handle_transfers(report)
         self._workers.early_reports.clear()
+        self._await_connector(lambda each: each.is_ready() or self._stop.requested, INDEX_S)
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
@@ -281,9 +290,8 @@ class EngineCore:
                     self._scheduler.end_adoption(client_index)
             elif isinstance(message, AbortRequests):
                 indices = int32_view(message.request_indices).tolist()
-                self._scheduler.finish_requests(
-                    [(client_index, index) for index in indices], FinishReason.ABORT
-                )
+                reason = FinishReason.MOVED if message.are_moved else FinishReason.ABORT
+                self._scheduler.finish_requests([(client_index, i) for i in indices], reason)
             elif isinstance(message, ResetPrefixCache):
                 ok = self._scheduler.reset_prefix_cache(
                     message.reset_running_requests, time.monotonic()
@@ -449,14 +457,6 @@ class EngineCore:
                 self._updates.apply_events(events)
         if self._kv_events is not None:
             self._kv_events.serve_replays()
-
-    def _send_load_updates(self, updates: ClientUpdates) -> None:
-        for client_index, message in updates.take_updates():
-            self._clients.send(self._client_ids[client_index], message)
-
-    def _report_compiled_grammars(self) -> None:
-        for key, error in self._grammars.poll():
-            self._scheduler.grammar_ready(key, error)
 
     def _dispatch_steps(self) -> None:
         while len(self._in_flight) < self._max_in_flight and self._scheduler.has_requests():

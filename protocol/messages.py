@@ -25,7 +25,8 @@ F32: TypeAlias = bytes
 class FinishReason(enum.IntEnum):
     """The reason why a request ended. `str()` returns OpenAI's word for it.
 
-    REJECTED means that the queue was full, THROTTLED that the tenant's limit was reached.
+    REJECTED means that the queue was full, THROTTLED that the tenant's limit was reached. MOVED requests continue at
+    another replica; clients never see this reason.
     """
 
     STOP = 0
@@ -36,13 +37,24 @@ class FinishReason(enum.IntEnum):
     ERROR = 5
     REJECTED = 6
     THROTTLED = 7
+    MOVED = 8
 
     def __str__(self) -> str:
         """Return OpenAI's word for the reason."""
         return _FINISH_WORDS[self]
 
 
-_FINISH_WORDS = ("stop", "length", "abort", "ignored", "expired", "error", "rejected", "throttled")
+_FINISH_WORDS = (
+    "stop",
+    "length",
+    "abort",
+    "ignored",
+    "expired",
+    "error",
+    "rejected",
+    "throttled",
+    "moved",
+)
 
 
 class EventKind(enum.IntEnum):
@@ -203,9 +215,13 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
-    """Aborts requests that lost their HTTP client, or in which the frontend found a stop string."""
+    """Aborts requests that lost their HTTP client, or in which the frontend found a stop string.
+
+    Requests that `are_moved` continue at another replica, which fetches their blocks of the KV cache.
+    """
 
     request_indices: I32
+    are_moved: bool = False
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, frozen=True):

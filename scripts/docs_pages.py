@@ -184,7 +184,8 @@ def _metrics() -> str:
         rows[name.partition(":")[0]].append((f"`{name}`", family.type, shown, meaning))
     head = ("series", "kind", "other labels", "meaning")
     shared = "## vLLM's names\n\nPublished as well with `--metrics-compat vllm`.\n\n"
-    reasons = ", ".join(f"`{reason.name.lower()}`" for reason in FinishReason)
+    shown = (reason for reason in FinishReason if reason is not FinishReason.MOVED)
+    reasons = ", ".join(f"`{reason.name.lower()}`" for reason in shown)
     return "\n\n".join(
         (
             _table(head, rows["engine"]),

@@ -84,6 +84,10 @@ class KVConnector(ABC):
         """Return whether the workers must get metadata although there is nothing to compute."""
         return False
 
+    def is_ready(self) -> bool:
+        """Return whether the workers have reported what they have, so that the first request may be served."""
+        return True
+
     def is_flushed(self) -> bool:
         """Return whether everything that can be stored has been, so that the workers may end."""
         return True

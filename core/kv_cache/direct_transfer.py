@@ -17,10 +17,11 @@ from ...protocol.kv_transfer.direct import (
     DirectFetch,
     DirectReport,
     DirectSource,
+    request_name,
 )
 from ...protocol.messages import FinishReason
 from ...protocol.worker_messages import SchedulerOutput
-from ..state.request import Request
+from ..state.request import RUNNING, Request
 from .connector import BlockConnector, RequestEnd, register_connector
 
 _MAX_PORT: Final = 65535
@@ -33,7 +34,8 @@ class DirectTransfer(BlockConnector):
     """Offers every cached block soon after it is complete, until it is about to be overwritten.
 
     A request with `do_remote_decode` is computed for another replica. Its blocks are held when it ends, until they were
-    fetched. A request with `do_remote_prefill` fetches its blocks, which the other replica may still be computing.
+    fetched, and so are those of a request that moves to another replica. A request with `do_remote_prefill` fetches its
+    blocks, which the other replica may still be computing.
 
     Args:
         role: `kv_producer` to offer blocks, `kv_consumer` to fetch them, `kv_both` for both.
@@ -54,6 +56,8 @@ class DirectTransfer(BlockConnector):
         self._pending: dict[bytes, int] = {}
         """The blocks to be offered, and the step that was planned when each became findable."""
         self._offered: dict[bytes, int] = {}
+        self._ends: list[tuple[str, int, int]] = []
+        """Requests that have ended: name, transfer id or -1 if nothing is held, and the step that was planned next."""
         self._fetching: set[int] = set()
         """The requests that have fetched blocks, by transfer id."""
         self._commands = DirectCommands()
@@ -125,18 +129,18 @@ class DirectTransfer(BlockConnector):
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
         """Hold the blocks of a request that another replica continues, and return where they are for the client."""
-        params = request.kv_transfer_params
-        if not params:
+        params = request.kv_transfer_params or {}
+        is_moved = reason is FinishReason.MOVED
+        if params:
+            self._end_fetch(request, params)
+        if not self._offers or not (is_moved or params.get("do_remote_decode") is True):
             return RequestEnd()
-        self._end_fetch(request, params)
-        if not self._offers or params.get("do_remote_decode") is not True:
+        name = _name_of(request, {} if is_moved else params)
+        is_whole = is_moved or reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_whole and block_ids and request.status is RUNNING):
+            self._ends.append((name, -1, self._step))
             return RequestEnd()
-        name = _name_of(request, params)
-        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if not (is_whole and block_ids):
-            self._commands.ended.append(name)
-            return RequestEnd()
-        self._commands.held.append((name, request.transfer_id))
+        self._ends.append((name, request.transfer_id, self._step))
         answer: dict[str, object] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -167,9 +171,7 @@ class DirectTransfer(BlockConnector):
     def needs_step(self) -> bool:
         """Return whether there is anything to offer or to fetch."""
         commands = self._commands
-        return bool(
-            self._pending or commands.fetches or commands.ended or commands.held or commands.clears
-        )
+        return bool(self._pending or self._ends or commands.fetches or commands.clears)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
         """Return the commands for the workers."""
@@ -178,6 +180,8 @@ class DirectTransfer(BlockConnector):
         commands = self._commands
         if self._pending:
             self._offer_complete(step)
+        if self._ends:
+            self._report_ends(step)
         if commands == _NO_COMMANDS:
             return b""
         self._commands = DirectCommands()
@@ -195,6 +199,19 @@ class DirectTransfer(BlockConnector):
                 self._commands.offered.append(key)
                 blocks.append(block)
         self._commands.offered_blocks = int32_bytes(blocks)
+
+    def _report_ends(self, step: int) -> None:
+        """Report the requests that ended before the last step, with which their last blocks were offered."""
+        left = []
+        for end in self._ends:
+            name, transfer_id, since = end
+            if since >= step:
+                left.append(end)
+            elif transfer_id < 0:
+                self._commands.ended.append(name)
+            else:
+                self._commands.held.append((name, transfer_id))
+        self._ends = left
 
     def receive(self, rank: int, data: bytes) -> None:
         """Add a worker's counts."""
@@ -217,9 +234,7 @@ def _name_of(request: Request, params: Mapping[str, object]) -> str:
     name = params.get("remote_request_id")
     if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS:
         return name
-    # The time makes it unique beyond the life of this process.
-    client_index, request_index = request.key
-    return f"{client_index}.{request_index}.{request.arrival_time!r}"
+    return request_name(*request.key, request.arrival_time)
 
 
 def _source_of(params: Mapping[str, object]) -> DirectSource | None:

@@ -122,6 +122,10 @@ class DiskTier(BlockConnector):
             return bool(self._capacity)
         return bool(self._pending) and len(self._storing) < self._capacity
 
+    def is_ready(self) -> bool:
+        """Return whether all workers have reported what is on their disks."""
+        return len(self._capacities) == self._num_workers
+
     def is_flushed(self) -> bool:
         """Return whether no block is waiting or on its way to the disk."""
         return not (self._capacity and (self._pending or self._storing))

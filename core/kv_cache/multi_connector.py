@@ -126,6 +126,10 @@ class MultiConnector(BlockConnector):
         """Return whether any connector needs one."""
         return bool(self._loads) or any(each.needs_step() for each in self.connectors)
 
+    def is_ready(self) -> bool:
+        """Return whether all connectors are ready."""
+        return all(each.is_ready() for each in self.connectors)
+
     def is_flushed(self) -> bool:
         """Return whether all connectors are flushed."""
         return all(each.is_flushed() for each in self.connectors)

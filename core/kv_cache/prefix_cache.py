@@ -247,6 +247,12 @@ class PrefixCache:
         output = self._slots.output_token_ids(request.slot)[:num_output]
         request.hash_output_blocks(output, self._block_size, self._hash_blocks)
 
+    def hash_waiting_output(self, request: Request) -> None:
+        """Hash the full blocks of a request that waits and has output, such as one of another replica."""
+        if self.may_write(request):
+            output = int32_view(request.output_token_ids)
+            request.hash_output_blocks(output, self._block_size, self._hash_blocks)
+
     def invalidate_blocks(self, request: Request, num_valid_blocks: int) -> None:
         """Make all blocks of a request unfindable except the first valid ones."""
         self.cache_states()

@@ -104,6 +104,10 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
             self._log.add_answer(NeedsStep())
         return needs_step
 
+    def is_ready(self) -> bool:
+        """Forward the call, which decides nothing."""
+        return self.connector.is_ready()
+
     def is_flushed(self) -> bool:
         """Forward the call, which decides nothing."""
         return self.connector.is_flushed()

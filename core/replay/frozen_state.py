@@ -64,6 +64,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
             "deadline",
             "encoder_inputs",
             "eos_token_ids",
+            "is_resubmitted",
             "key",
             "kv_transfer_params",
             "lora",

@@ -265,9 +265,10 @@ class RecordedScheduler(SchedulerInterface):
         self.log.num_bytes += 100 + len(output.invalid_block_ids)
         self.scheduler.update_from_connector(rank, output, now)
 
-    def is_flushed(self) -> bool:
-        """Return whether the KV connector has stored everything that it can."""
-        return self.scheduler.is_flushed()
+    @property
+    def kv_connector(self) -> KVConnector | None:
+        """The KV connector, if there is one."""
+        return self.scheduler.kv_connector
 
     def shutdown(self) -> None:
         """Shut the scheduler down."""

@@ -25,7 +25,7 @@ from ..state.batch import Batch
 from ..state.request import Request
 
 _SCHEDULED: Final = EventKind.SCHEDULED
-_ABORT: Final = FinishReason.ABORT
+_BY_CLIENT: Final = (FinishReason.ABORT, FinishReason.MOVED)
 
 _TOO_MANY_LOGPROBS: Final = (
     "the log-probabilities of this request exceed the largest message between processes: "
@@ -147,9 +147,9 @@ class ClientOutputs:
             moment.add_scheduled(requests)
 
     def finish_request(self, client_index: int, finished: FinishedRequest) -> None:
-        """Record that a request finished. The client gets no reason for one that it aborted itself."""
+        """Record that a request finished. The client gets no reason for one that it aborted or moved itself."""
         outbox = self._outboxes[client_index]
-        if finished.reason is _ABORT and not finished.message:
+        if finished.reason in _BY_CLIENT and not finished.message:
             outbox.aborted.append(finished.request_index)
         else:
             outbox.finished.append(finished)
@@ -209,11 +209,16 @@ class ClientOutputs:
             outputs[rows.client_index] = message
         return outputs
 
-    def take_finished_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about finished requests, which must not wait for the next tokens."""
+    def take_finished_outputs(
+        self, now: float, *, has_stats: bool = False
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return messages about finished requests, which must not wait for the next tokens.
+
+        With `has_stats`, the client that receives the statistics gets a message in any case.
+        """
         outputs = {}
         for client_index, outbox in self._outboxes.items():
-            if outbox.finished or outbox.aborted:
+            if outbox.finished or outbox.aborted or (has_stats and not outputs):
                 outputs[client_index] = outbox.flush(self._core_index, now)
         return outputs
 

@@ -14,6 +14,7 @@ from ...protocol.worker_messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from ..kv_cache.connector import KVConnector
 from ..state.request import RequestKey
 from .features.poison_isolation import CrashSuspects
 
@@ -115,9 +116,10 @@ class SchedulerInterface(ABC):
         The transfers that it lists have ended in all workers. Its `data` is from worker `rank`.
         """
 
-    def is_flushed(self) -> bool:
-        """Return whether the KV connector has stored everything that it can."""
-        return True
+    @property
+    def kv_connector(self) -> KVConnector | None:
+        """The scheduler's half of the KV connector, if there is one."""
+        return None
 
     @abstractmethod
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:

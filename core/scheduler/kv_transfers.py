@@ -90,6 +90,8 @@ class KVTransfers:
         self._deadlines: deque[tuple[float, int]] = deque()
         self._has_updates = False
         self._has_unanswered = False
+        self.has_counts = False
+        """True if a report that belongs to no step has arrived since the last statistics."""
 
     @property
     def are_outstanding(self) -> bool:
@@ -133,6 +135,7 @@ class KVTransfers:
         """Return counts since the last call."""
         stats, self.stats = self.stats, KVConnectorStats()
         stats.counts = self.connector.take_stats()
+        self.has_counts = False
         return stats
 
     # before admission
@@ -169,6 +172,8 @@ class KVTransfers:
         connector = self.blocks
         if connector is None or prefix.is_reserved or request.computes_locally:
             return None
+        if request.output_token_ids:
+            self._manager.prefix_cache.hash_waiting_output(request)
         try:
             return self._manager.find_longer_prefix(
                 request, prefix, lambda keys: connector.find_blocks(request, keys)
@@ -300,6 +305,7 @@ class KVTransfers:
 
     def apply_message(self, rank: int, output: KVConnectorOutput, now: float) -> None:
         """Apply a report that belongs to no step, about asynchronous transfers."""
+        self.has_counts = True
         if output.data:
             self.connector.receive(rank, output.data)
         if output.invalid_block_ids:
@@ -327,7 +333,7 @@ class KVTransfers:
         bad = next((block for block in chain(*tables) if block in invalid_blocks), 0)
         if bad:
             self.stats.num_failed_loads += 1
-            if self._policy is LoadFailurePolicy.FAIL:
+            if self._may_fail(request):
                 self._manager.release_reserved(request.transfer_id)
                 self._fail_load(request, bad)
                 return
@@ -357,7 +363,7 @@ class KVTransfers:
             self.stats.num_failed_loads += 1
             bad_block = blocks[num_valid]
             manager.invalidate_blocks(request, num_valid)
-            if self._policy is LoadFailurePolicy.FAIL:
+            if self._may_fail(request):
                 self._fail_load(request, bad_block)
                 continue
             manager.keep_blocks(request, num_valid)
@@ -365,6 +371,10 @@ class KVTransfers:
             request.has_untrusted_blocks = False
             request.computes_locally = True
             self._reservations.add_reservation(request, num_valid * manager.block_size)
+
+    def _may_fail(self, request: Request) -> bool:
+        """Return whether a failed load fails the request. One that another replica has accepted may always compute."""
+        return self._policy is LoadFailurePolicy.FAIL and not request.is_resubmitted
 
     def _fail_load(self, request: Request, block: int) -> None:
         message = f"loading the KV cache of the request failed at block {block}"

@@ -256,13 +256,10 @@ class Scheduler(SchedulerInterface):
 
     def _repeat_step(self, now: float) -> SchedulerOutput | None:
         """Repeat the last step if nothing that the next step depends on has changed."""
-        step = (
-            self._fast_path.repeat_step(self._step + 1, now)
-            if self._fast_path is not None
-            else None
-        )
-        if step is not None:
-            self._step += 1
+        if self._fast_path is None:
+            return None
+        step = self._fast_path.repeat_step(self._step + 1, now)
+        self._step += step is not None
         return step
 
     def _plan_step(self, now: float) -> SchedulerOutput | None:
@@ -422,8 +419,10 @@ class Scheduler(SchedulerInterface):
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
         """Return messages about requests that finished outside of a step, and statistics if none is left."""
-        outputs = self._clients.take_finished_outputs(now)
-        if outputs and not self.requests:
+        is_idle = not self.requests
+        has_counts = is_idle and self._transfers is not None and self._transfers.has_counts
+        outputs = self._clients.take_finished_outputs(now, has_stats=has_counts)
+        if outputs and is_idle:
             next(iter(outputs.values())).stats = self.make_stats()
         return outputs
 
@@ -478,9 +477,10 @@ class Scheduler(SchedulerInterface):
             or (self._transfers is not None and self._transfers.have_work)
         )
 
-    def is_flushed(self) -> bool:
-        """Return whether the KV connector has stored everything that it can."""
-        return self._transfers is None or self._transfers.connector.is_flushed()
+    @property
+    def kv_connector(self) -> KVConnector | None:
+        """The KV connector, if there is one."""
+        return None if self._transfers is None else self._transfers.connector
 
     def shutdown(self) -> None:
         """Shut the KV connector down."""

@@ -46,6 +46,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ERROR = 11
     FINISHED_REJECTED = 12
     FINISHED_THROTTLED = 13
+    FINISHED_MOVED = 14
 
 
 FINISHED: Final = tuple(RequestStatus)[RequestStatus.FINISHED_STOPPED :]
@@ -86,6 +87,7 @@ class Request:
         "has_untrusted_blocks",
         "is_corrupted",
         "is_finished",
+        "is_resubmitted",
         "key",
         "kv_transfer_params",
         "lora",
@@ -149,6 +151,7 @@ class Request:
         self.stop_token_ids = ends + self.params.stop_token_ids
         self.status = WAITING
         self.is_finished = False
+        self.is_resubmitted = message.is_resubmitted
         self.slot = -1
         self.num_admissions = 0
         self.num_cached_tokens = -1

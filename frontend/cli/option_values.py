@@ -123,6 +123,8 @@ def _kv_transfer(text: str) -> KVTransferConfig:
 def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
     name = fields.get("kv_connector")
     if isinstance(name, str) and "kv_connector_module_path" not in fields:
+        if name in _OTHER_CONNECTORS:
+            raise ValueError(f"kv_connector {name!r} is not supported: {_OTHER_CONNECTORS[name]}")
         fields["kv_connector"] = _CONNECTORS.get(name, name)
     extra = fields.get("kv_connector_extra_config")
     if isinstance(extra, dict) and isinstance(extra.get("connectors"), list):
@@ -133,11 +135,20 @@ def _with_own_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 _CONNECTORS: Final = {
     "ExampleConnector": "disk",
-    "NixlConnector": "direct",
-    "P2pNcclConnector": "direct",
     "SharedStorageConnector": "disk",
 }
-"""vLLM's names of connectors."""
+"""vLLM's names of connectors that do the same."""
+
+_USE_DIRECT: Final = "use 'direct' with a kv_port and --cluster-key, which proxies address by the same kv_transfer_params"
+_USE_DISK: Final = "the package lmcache needs vLLM and CUDA; use 'disk' (--kv-disk DIRECTORY), which keeps blocks across restarts"
+_OTHER_CONNECTORS: Final = {
+    "LMCacheConnectorV1": _USE_DISK,
+    "LMCacheMPConnector": _USE_DISK,
+    "MooncakeConnector": f"Engine does not use Mooncake; {_USE_DIRECT}",
+    "NixlConnector": f"Engine does not use NIXL; {_USE_DIRECT}",
+    "P2pNcclConnector": f"Engine does not move blocks by NCCL; {_USE_DIRECT}",
+}
+"""vLLM's names of connectors whose libraries Engine does not use, with what to do."""
 
 
 def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:

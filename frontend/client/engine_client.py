@@ -39,6 +39,7 @@ from .poison_cache import PoisonCache
 from .prompt_hashes import hash_prompts
 from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
+from .replicas.drain_moves import DrainMoves
 from .replicas.remote_prefill import RemotePrefill
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
@@ -128,6 +129,7 @@ class EngineClient:
         self.cores: list[CoreConnection] = []
         roles = config.parallel.replica_roles
         self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs, roles)
+        self._drains = DrainMoves(config, client_index, self.cores)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
@@ -464,10 +466,12 @@ class EngineClient:
                 self._prefill.drop_core(core.core_index)
         if not self.ready:
             return
+        self._drains.apply_status(status)
         resuming = {replica.replica for replica in status.replicas if replica.is_resuming}
         for sequence in list(self._output.sequences.values()):
             core_index = sequence.core_index
-            if not self.cores[core_index].ready and core_index not in resuming:
+            is_lost = not self.cores[core_index].ready and core_index not in resuming
+            if is_lost or self._drains.release(sequence):
                 self._move(sequence)
 
     def _move(self, sequence: Sequence) -> None:

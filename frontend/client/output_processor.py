@@ -40,6 +40,7 @@ FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
     FinishReason.LENGTH,
     FinishReason.ABORT,
+    FinishReason.MOVED,
 }
 """The finish reasons with an error message."""
 

@@ -87,12 +87,14 @@ class _Place:
 
     @property
     def is_idle(self) -> bool:
+        """True if the replica has no request, and holds no block that another one is to fetch."""
         leader = self.unit.children.get(self.unit.leader.name)
         return (
             leader is not None
             and leader.last_beat > self.since + LOAD_UPDATE_INTERVAL_S
             and not leader.progress.num_running
             and not leader.progress.num_waiting
+            and not leader.progress.kv_cache_usage
         )
 
     def info(self, index: int) -> ReplicaInfo:

@@ -19,6 +19,14 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
+def request_name(client_index: int, request_index: int, arrival_time: float) -> str:
+    """Return the name under which another replica fetches the blocks of a request.
+
+    The time makes it unique beyond the life of a process.
+    """
+    return f"{client_index}.{request_index}.{arrival_time!r}"
+
+
 class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The request whose blocks are fetched: its `name`, and where it is or was computed.
 

@@ -37,10 +37,11 @@ class DiskCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class DiskReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The report of one worker.
 
-    The first one has a `capacity`: how many blocks may be on their way to the disk. `stored` are on the disk now, and
-    `removed` are no longer. Every command is answered: a key to be stored is among `ended`, whether it could be stored
-    or not, and one to be removed among `deleted`, which is applied before `stored`. The numbers count since the last
-    report. If the disk `is_off`, nothing is stored or found until the worker restarts.
+    The first ones have the whole index, and the last of them has a `capacity`: how many blocks may be on their way to
+    the disk. `stored` are on the disk now, and `removed` are no longer. Every command is answered: a key to be stored
+    is among `ended`, whether it could be stored or not, and one to be removed among `deleted`, which is applied before
+    `stored`. The numbers count since the last report. If the disk `is_off`, nothing is stored or found until the worker
+    restarts.
     """
 
     capacity: int = 0

@@ -37,3 +37,11 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     """
     connectors = config.kv_connector_extra_config.get("connectors", [])
     return msgspec.convert(connectors, list[KVTransferConfig])
+
+
+def find_connector(config: KVTransferConfig | None, name: str) -> KVTransferConfig | None:
+    """Return the configuration of the connector of this name; None if there is none."""
+    if config is None:
+        return None
+    children = child_configs(config) if config.kv_connector == MULTI_CONNECTOR else [config]
+    return next((child for child in children if child.kv_connector == name), None)

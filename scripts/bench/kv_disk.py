@@ -55,12 +55,6 @@ def ask(server: Server, prompt: list[int]) -> tuple[float, list[int], int]:
     return seconds, answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
 
 
-def written_bytes(server: Server) -> float:
-    """Return how many bytes were written to disk. Counts arrive with the steps of a request."""
-    ask(server, [1] * 8)
-    return server.metric("engine:kv_disk_written_bytes_total")
-
-
 def segments(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.suffix in (".open", ".sealed")]
 
@@ -117,7 +111,9 @@ def measure(args: argparse.Namespace, directory: Path, seed: int) -> dict[str, A
     shutil.rmtree(directory)
     with Server(*serve) as server:
         ask(server, earlier)
-        wait_until(lambda: written_bytes(server) >= args.stored * num_bytes, 60)
+        # One turn less than before, which stored `num_bytes`.
+        wanted = args.stored * num_bytes * (TURNS - 1) / TURNS
+        wait_until(lambda: server.metric("engine:kv_disk_written_bytes_total") >= wanted, 60)
         children = server.find_children()
         server.process.kill()
         for child in children:

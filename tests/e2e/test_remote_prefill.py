@@ -1,4 +1,7 @@
-"""A prefill replica and a decode replica: long prompts are computed by the first, whatever happens to it."""
+"""A prefill replica and a decode replica: long prompts are computed by the first, whatever happens to it.
+
+When the second one drains, its streams continue at the first.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.mixed_streams import Streams
 from support.program import wait_until
 from support.server import Server, assert_nothing_is_held, default_model
 
@@ -79,3 +83,46 @@ def test_a_prefill_replica_that_is_killed_costs_time_only(server: Server) -> Non
     server.wait_until_whole()
     # The next prompt is computed there again, with the same tokens.
     assert answer[0] == ask(server, body, PREFILL)[0]
+
+
+def stream_and_drain(server: Server, body: dict[str, Any], *, kills: bool) -> dict[str, Any]:
+    """Return the answer of a stream of the decode replica, which drains while the stream runs, and may be killed."""
+    worker = server.child("worker 1")
+    streams = Streams(server, [body], headers={"X-data-parallel-rank": DECODE})
+    wait_until(lambda: streams.num_events > 8, 120, what="the stream runs")
+    assert server.post(f"/replicas/{DECODE}/drain", {})[1]["state"] == "draining"
+    if kills:
+        worker.kill()
+    (answer,) = streams.answers()
+    return answer
+
+
+def state(server: Server) -> str:
+    found: str = server.get("/replicas")[1]["replicas"][int(DECODE)]["state"]
+    return found
+
+
+def test_streams_of_a_draining_replica_continue_with_their_blocks(server: Server) -> None:
+    server.wait_until_whole()
+    body = {
+        "prompt": [(1000 + 7919 * i) % 20_000 for i in range(100)],
+        "max_tokens": 400,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    prompt_tokens = len(body["prompt"])
+    (alone,) = Streams(server, [body], headers={"X-data-parallel-rank": DECODE}).answers()
+    before = server.metric("engine:kv_transfer_hits_total", engine=PREFILL)
+    computed = server.metric("engine:scheduled_tokens_total", engine=PREFILL)
+    assert stream_and_drain(server, body, kills=False) == alone
+    wait_until(lambda: state(server) == "drained", what="the replica is drained")
+    moved = server.metric("engine:kv_transfer_hits_total", engine=PREFILL) - before
+    # The whole blocks of the prompt moved, and of the output that was there.
+    assert moved >= prompt_tokens // 16 * 16
+    computed = server.metric("engine:scheduled_tokens_total", engine=PREFILL) - computed
+    assert computed < prompt_tokens + 400 - moved + 16
+    assert server.post(f"/replicas/{DECODE}/undrain", {})[1]["state"] == "serving"
+    assert stream_and_drain(server, body, kills=True) == alone
+    server.wait_until_whole()
+    assert server.post(f"/replicas/{DECODE}/undrain", {})[1]["state"] == "serving"

@@ -66,6 +66,7 @@ def test_finish_reasons_are_named_as_in_the_openai_api() -> None:
         "error",
         "rejected",
         "throttled",
+        "moved",
     ]
 
 

@@ -27,6 +27,7 @@ from engine.protocol.kv_cache_groups import (
     KVCacheGroup,
     max_request_tokens,
 )
+from engine.protocol.kv_transfer.direct import request_name
 from engine.protocol.messages import (
     EncoderInput,
     EngineCoreOutputs,
@@ -248,6 +249,29 @@ class Harness:
         for key in keys:
             self.received[key].was_aborted = True
         self.scheduler.finish_requests(keys, FinishReason.ABORT)
+
+    def move(self, key: Key, other: Harness, replica: int) -> Key:
+        """Let another replica continue a request of this one, which is `replica`, with the tokens received so far."""
+        view = self.received[key]
+        view.was_aborted = True
+        self.scheduler.finish_requests([key], FinishReason.MOVED)
+        name = request_name(*key, view.message.arrival_time)
+        params = {"do_remote_prefill": True, "remote_request_id": name, "replica": replica}
+        return other.resubmit(key[0], view, kv_transfer_params=params)
+
+    def resubmit(self, client: int, view: ClientView, **fields: object) -> Key:
+        """Send a request that another replica has begun, with the tokens received so far."""
+        message = msgspec.structs.replace(
+            view.message,
+            request_index=self._next_index(),
+            output_token_ids=int32_bytes(view.token_ids),
+            is_resubmitted=True,
+            **fields,
+        )
+        key = (client, message.request_index)
+        self.received[key] = ClientView(message, list(view.token_ids))
+        self.scheduler.add_request(client, message, self.now)
+        return key
 
     def request(self, key: Key) -> Request:
         return self.scheduler.requests[key]

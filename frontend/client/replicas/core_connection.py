@@ -112,6 +112,7 @@ class CoreConnection:
         self._greeting: dict[int, EngineCoreRequest] = {}
         self._requests: dict[int, EngineCoreRequest] = {}
         self._aborted: list[int] = []
+        self._moved: list[int] = []
         self._flush_scheduled = False
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._num_calls = 0
@@ -177,6 +178,11 @@ class CoreConnection:
         self._aborted.append(request_index)
         self._schedule_flush()
 
+    def release_request(self, request_index: int) -> None:
+        """Make the core stop a request that moves to another replica, and hold its blocks until they are fetched."""
+        self._moved.append(request_index)
+        self._schedule_flush()
+
     def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
         """Send the call immediately and return a future with the result.
 
@@ -224,6 +230,7 @@ class CoreConnection:
         self._greeting.clear()
         self._requests.clear()
         self._aborted.clear()
+        self._moved.clear()
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -244,6 +251,9 @@ class CoreConnection:
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             self._peer.send(AbortRequests(int32_bytes(aborted)))
+        if self._moved:
+            moved, self._moved = self._moved, []
+            self._peer.send(AbortRequests(int32_bytes(moved), are_moved=True))
         if self._is_greeting or self._requests:
             self._schedule_flush()
 

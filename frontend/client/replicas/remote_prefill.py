@@ -9,6 +9,7 @@ import msgspec
 
 from ....protocol.block_hash import block_keys
 from ....protocol.config import EngineConfig, ReplicaRole
+from ....protocol.kv_transfer.direct import request_name
 from ....protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -94,7 +95,7 @@ class RemotePrefill:
         if source is None:
             return False
         index = self._next_index()
-        name = f"{self._client_index}.{index}.{request.arrival_time!r}"
+        name = request_name(self._client_index, index, request.arrival_time)
         params: dict[str, object] = {"do_remote_decode": True, "remote_request_id": name}
         prefill = _Prefill(
             msgspec.structs.replace(

@@ -9,7 +9,7 @@ from engine.core.kv_cache.direct_transfer import DirectTransfer
 from engine.protocol.config import LoadFailurePolicy
 from engine.protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from engine.protocol.messages import EventKind, FinishReason
-from support.client_view import Key
+from support.client_view import ClientView, Key
 from support.direct_exchange import Exchange
 from support.recorded_harness import RecordedHarness, replay
 
@@ -22,14 +22,31 @@ class Pair:
 
     def __init__(self, seed: int = 0, **limits: object) -> None:
         self.rng = random.Random(seed)
-        self.replicas = [RecordedHarness(connector=DirectTransfer(), **limits) for _ in range(2)]
+        self._limits = limits
+        self.replicas: list[RecordedHarness] = []
+        self.exchanges: list[Exchange] = []
         self.peers: list[Exchange | None] = []
-        for harness in self.replicas:
-            exchange = Exchange(harness.worker.kv_cache, self.peers, self.rng)
-            harness.worker.transfers = exchange
+        for _ in range(2):
+            harness, exchange = self._start()
+            self.replicas.append(harness)
+            self.exchanges.append(exchange)
             self.peers.append(exchange)
-        self.exchanges = [each for each in self.peers if each is not None]
         self.num_prompts = 0
+
+    def _start(self) -> tuple[RecordedHarness, Exchange]:
+        harness = RecordedHarness(connector=DirectTransfer(), **self._limits)
+        exchange = Exchange(harness.worker.kv_cache, self.peers, self.rng)
+        harness.worker.transfers = exchange
+        return harness, exchange
+
+    def restart(self, replica: int) -> None:
+        """Replace a replica by one without any block, to which clients send their requests again."""
+        views = self.replicas[replica].received
+        harness, exchange = self._start()
+        self.replicas[replica] = harness
+        self.exchanges[replica] = self.peers[replica] = exchange
+        for (client, _), view in views.items():
+            harness.resubmit(client, view)
 
     def prefill(self, prompt: list[int] | int) -> tuple[Key, str]:
         self.num_prompts += 1
@@ -40,6 +57,10 @@ class Pair:
     def decode(self, prompt: list[int] | int, name: str, max_tokens: int = 6) -> Key:
         params = {"do_remote_prefill": True, "remote_request_id": name, "replica": PREFILL}
         return self.replicas[DECODE].add(prompt, max_tokens, kv_transfer_params=params)
+
+    def move(self, key: Key, source: int) -> Key:
+        """Move a request from a replica to the other one."""
+        return self.replicas[source].move(key, self.replicas[1 - source], source)
 
     def turn(self) -> bool:
         """Let each replica process a step, and some blocks move. Return False if nothing is left to do."""
@@ -146,6 +167,62 @@ def test_a_request_that_ends_without_a_fetch_lets_its_blocks_go():
     assert not pair.exchanges[PREFILL].held
 
 
+def is_movable(view: ClientView) -> bool:
+    params = view.message.kv_transfer_params or {}
+    return not (view.is_over or view.was_aborted or "do_remote_decode" in params)
+
+
+def start_request(pair: Pair, num_tokens: int) -> Key:
+    """Return a request of the first replica that has generated so many tokens."""
+    harness = pair.replicas[PREFILL]
+    key = harness.add(21, 40)
+    while len(harness.received[key].token_ids) < num_tokens:
+        pair.turn()
+    return key
+
+
+@pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
+def test_a_moved_request_continues_with_its_blocks(groups) -> None:
+    pair = Pair(groups=groups, transfer_timeout_s=1e6)
+    moved = pair.move(start_request(pair, 14), PREFILL)
+    pair.drain()
+    received = pair.replicas[DECODE].received[moved]
+    assert received.reason is FinishReason.LENGTH and len(received.token_ids) == 40
+    # The last block is not full, and is computed again.
+    assert received.events[1].num_cached_tokens == (21 + 14 - 1) // 4 * 4
+    assert not pair.exchanges[PREFILL].held
+
+
+def test_a_moved_request_survives_the_death_of_either_replica_at_any_moment() -> None:
+    for num_turns in range(0, 12, 2):
+        for dies in (PREFILL, DECODE):
+            pair = Pair(num_turns, load_failure_policy=LoadFailurePolicy.FAIL)
+            moved = pair.move(start_request(pair, 14), PREFILL)
+            message = pair.replicas[DECODE].received[moved].message
+            for _ in range(num_turns):
+                pair.turn()
+            if dies == DECODE:
+                pair.restart(DECODE)
+            else:
+                pair.peers[PREFILL] = None
+            pair.drain()
+            (received,) = pair.replicas[DECODE].received.values()
+            assert received.message.arrival_time == message.arrival_time
+            assert received.reason is FinishReason.LENGTH and len(received.token_ids) == 40
+
+
+def test_a_request_that_waits_moves_without_blocks() -> None:
+    pair = Pair(max_num_seqs=1, transfer_timeout_s=1e6)
+    harness = pair.replicas[PREFILL]
+    harness.add(9, 12)
+    waiting = harness.add(9, 5)
+    harness.step()
+    moved = pair.move(waiting, PREFILL)
+    pair.drain()
+    assert pair.replicas[DECODE].received[moved].reason is FinishReason.LENGTH
+    assert not pair.exchanges[PREFILL].held
+
+
 @pytest.mark.parametrize("groups", [FULL_ATTENTION, WINDOWED], ids=["full", "windows"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_with_losses_aborts_and_preemptions(seed: int, groups) -> None:
@@ -182,6 +259,11 @@ def test_random_traffic_with_losses_aborts_and_preemptions(seed: int, groups) ->
             live = [key for key, view in harness.received.items() if not view.is_over]
             if live and rng.random() < 0.03:
                 harness.abort(rng.choice(live))
+        source = rng.randrange(2)
+        views = pair.replicas[source].received
+        movable = [key for key, view in views.items() if is_movable(view)]
+        if movable and rng.random() < 0.1:
+            pair.move(rng.choice(movable), source)
         pair.turn()
     pair.drain()
     assert pair.hits() > 0

@@ -51,7 +51,7 @@ def names(config: KVTransferConfig | None) -> list[str]:
 
 def test_flags_and_vllms_names_choose_connectors() -> None:
     assert make(None)[0] is None
-    config, _ = make({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"})
+    config, _ = make({"kv_connector": "direct", "kv_buffer_device": "cpu"})
     assert names(config) == ["direct"]
     storage = {"shared_storage_path": "/store", "gib": 3}
     shared = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": storage}
@@ -71,6 +71,8 @@ def test_flags_and_vllms_names_choose_connectors() -> None:
         (lambda: make(multi({"a": 1})), "missing required field"),
         (lambda: make(multi({"kv_connector": "direct"}, {"kv_connector": "direct"})), "twice"),
         (lambda: make({"kv_connector": "direct", "kv_role": "x"}), "kv_role"),
+        (lambda: make({"kv_connector": "NixlConnector"}), "use 'direct' with a kv_port"),
+        (lambda: make(multi({"kv_connector": "LMCacheConnectorV1"})), "use 'disk' "),
         (lambda: make({}), "needs a field"),
         (lambda: make(None, roles="decode=2"), "at least one prefill"),
         (lambda: make(None, roles="chef=2"), "no role 'chef'"),

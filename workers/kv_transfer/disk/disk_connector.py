@@ -183,14 +183,15 @@ class DiskConnector(KVConnector):
             )
 
     def _report_index(self) -> None:
-        """Report the capacity and all blocks of the store."""
+        """Report all blocks of the store, and at last the capacity."""
         with self._report_mutex:
             self._store.take_changes()
             keys = [] if self._is_off else self._store.keys()
             for start in range(0, max(len(keys), 1), KEYS_PER_REPORT):
+                end = start + KEYS_PER_REPORT
                 report = DiskReport(
-                    capacity=self._capacity,
-                    stored=keys[start : start + KEYS_PER_REPORT],
+                    capacity=0 if end < len(keys) else self._capacity,
+                    stored=keys[start:end],
                     is_off=self._is_off,
                 )
                 self._reports.put(KVConnectorOutput(data=self._encode(report)))

@@ -1,0 +1,73 @@
+"""Sequences of replicas that drain, which continue at others with their blocks of the KV cache."""
+
+from __future__ import annotations
+
+from ....protocol.config import EngineConfig
+from ....protocol.kv_transfer.direct import DIRECT_CONNECTOR, request_name
+from ....protocol.kv_transfer.multi import find_connector
+from ....protocol.supervisor_messages import EngineStatus, ReplicaState
+from ..request_group import Sequence
+from .core_connection import CoreConnection
+
+
+class DrainMoves:
+    """Decides which sequences leave a replica that drains, and makes its core hold their blocks.
+
+    The replica at which a sequence continues fetches them by the direct connector, and computes those that it does not
+    get. Without that connector, sequences finish where they are.
+    """
+
+    def __init__(
+        self, config: EngineConfig, client_index: int, cores: list[CoreConnection]
+    ) -> None:
+        connector = find_connector(config.kv_transfer, DIRECT_CONNECTOR)
+        self._is_possible = (
+            connector is not None
+            and connector.kv_role == "kv_both"
+            and not config.parallel.is_distributed
+        )
+        self._client_index = client_index
+        self._cores = cores
+        self._draining: set[int] = set()
+
+    def apply_status(self, status: EngineStatus) -> None:
+        """Apply a status of the supervisor, which says which replicas drain."""
+        if self._is_possible:
+            self._draining = {
+                info.replica for info in status.replicas if info.state is ReplicaState.DRAINING
+            }
+
+    def _must_move(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is to continue at another replica.
+
+        Requests with images or sounds and those without tokens finish where they are, and so do suspects and prompts
+        that are computed for other servers. What a core has not accepted may still wait for a prefill replica.
+        """
+        request = sequence.request
+        params = request.kv_transfer_params
+        return (
+            sequence.core_index in self._draining
+            and sequence.was_accepted
+            and not (sequence.finished or sequence.is_silent_suspect or request.is_suspect)
+            and request.pooling_params is None
+            and not request.encoder_inputs
+            and request.sampling_params.prompt_logprobs is None
+            and (params is None or not params.get("do_remote_decode"))
+            and any(core.ready and core.is_serving for core in self._cores)
+        )
+
+    def release(self, sequence: Sequence) -> bool:
+        """Return whether a sequence must move. If so, its core stops it, and its request says where its blocks are."""
+        if not self._must_move(sequence):
+            return False
+        core, request = self._cores[sequence.core_index], sequence.request
+        core.release_request(request.request_index)
+        if sequence.scheduled_time:
+            request.kv_transfer_params = {
+                "do_remote_prefill": True,
+                "replica": core.core_index,
+                "remote_request_id": request_name(
+                    self._client_index, request.request_index, request.arrival_time
+                ),
+            }
+        return True

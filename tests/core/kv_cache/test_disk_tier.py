@@ -1,0 +1,44 @@
+"""The scheduler's half of the KV cache on disk: when it is ready, and what it finds."""
+
+from __future__ import annotations
+
+import msgspec
+from engine.core.kv_cache.disk_tier import DiskTier
+from engine.core.kv_cache.multi_connector import MultiConnector
+from engine.protocol.kv_transfer.disk import DiskReport
+from engine.protocol.kv_transfer.multi import MultiReport
+from support.recorded_harness import RecordedHarness
+
+KEYS = [b"%032d" % number for number in range(3)]
+
+
+def report(tier: DiskTier, rank: int, keys: list[bytes], capacity: int = 0) -> None:
+    tier.receive(rank, msgspec.msgpack.encode(DiskReport(capacity, stored=keys)))
+
+
+def test_it_is_ready_and_finds_blocks_once_all_workers_have_sent_their_index() -> None:
+    tier = DiskTier(num_workers=2)
+    harness = RecordedHarness()
+    request = harness.request(harness.add(4))
+    report(tier, 0, KEYS, capacity=8)
+    report(tier, 1, KEYS[:2])
+    assert not tier.is_ready()
+    assert tier.find_blocks(request, KEYS) == b""
+    report(tier, 1, [], capacity=8)
+    assert tier.is_ready()
+    assert tier.find_blocks(request, KEYS) == b"\1\1\0"
+
+
+def test_a_disk_that_fails_delays_no_start() -> None:
+    tier = DiskTier()
+    tier.receive(0, msgspec.msgpack.encode(DiskReport(capacity=8, is_off=True)))
+    assert tier.is_ready()
+
+
+def test_several_connectors_are_ready_with_the_last_of_them() -> None:
+    multi = MultiConnector([DiskTier()])
+    assert not multi.is_ready()
+    multi.receive(
+        0, msgspec.msgpack.encode(MultiReport(0, msgspec.msgpack.encode(DiskReport(capacity=1))))
+    )
+    assert multi.is_ready()
