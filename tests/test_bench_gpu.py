@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 DIRECTORY = Path(__file__).parents[1] / "scripts" / "bench"
 
@@ -29,7 +29,7 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     said = subprocess.run(
         [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
         check=True,
-        timeout=280,
+        timeout=6000,
         stdout=subprocess.PIPE,
         text=True,
     ).stdout
@@ -67,7 +67,7 @@ def test_a_missing_module_is_reported_before_the_start(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
         check=True,
-        timeout=120,
+        timeout=600,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
