@@ -137,7 +137,7 @@ def diagnose(paths: Sequence[str]) -> Diagnosis:
 
 def _describe_machine() -> dict[str, Any]:
     """Run the workers' program, because only workers may load torch."""
-    command = [sys.executable, "-P", "-m", "engine.workers.device.describe"]
+    command = [sys.executable, "-P", "-m", "engine.workers.describe"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from ...protocol.errors import EngineError
-from ...protocol.machine.memory import available_bytes
-from .device import usable_cores
+from ..protocol.errors import EngineError
+from ..protocol.machine.memory import available_bytes
+from .device.device import usable_cores
 
 PROBE_BYTES: Final = 256 << 20
 """Bytes that the probe of the memory bandwidth reads, more than any cache of a processor holds."""
@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": [],
     }
     try:
-        from ..cpu.library import instruction_set
+        from .cpu.library import instruction_set
 
         found["instruction_set"] = instruction_set()
     except (EngineError, OSError) as error:
