@@ -195,7 +195,8 @@ class OutputProcessor:
         It has a new index, so that outputs for the old one are ignored.
         """
         self._remove(sequence)
-        if sequence.was_accepted:
+        is_recovering = bool(sequence.recoveries) and not sequence.recoveries[-1].resumed_time
+        if sequence.was_accepted and not is_recovering:
             lost = Recovery(max(lost_time, sequence.arrival_time), 0.0, len(sequence.token_ids))
             sequence.recoveries += (lost,)
             self._recovering.append(sequence)

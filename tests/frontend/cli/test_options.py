@@ -50,6 +50,7 @@ def value_of(option: Option, file: str) -> Any:
         "dotted_name": "a.B",
         "kv_events": {"topic": "t"},
         "origins": ["https://a.example", "*"],
+        "otlp_endpoint": "http://localhost:4318/v1/traces",
         "kv_transfer": {"kv_connector": "a", "kv_role": "kv_both"},
         "per_replica": 2.5,
         "replica_roles": ["prefill", "decode"],
@@ -233,6 +234,14 @@ def test_variables_that_the_code_reads_are_not_reported() -> None:
     read = set(re.findall(r'environ(?:\.get\(|\[)"(ENGINE_\w+)"', source))
     assert read - {name for option in OPTIONS for name in option.variables} == OTHER_VARIABLES
     assert unread_variables(dict.fromkeys(read, "1")) == []
+
+
+def test_collector_may_be_named_by_the_variables_of_opentelemetry() -> None:
+    every, traces = "http://a:4317", "http://b:4317"
+    shared = {"OTEL_EXPORTER_OTLP_ENDPOINT": every}
+    assert parse(**shared)["frontend"] == {"otlp_traces_endpoint": every}
+    both = shared | {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": traces}
+    assert parse(**both)["frontend"] == {"otlp_traces_endpoint": traces}
 
 
 def test_keywords_are_options() -> None:
