@@ -1,5 +1,5 @@
 import { useRef } from "preact/hooks";
-import { apiKey, needsKey, setApiKey } from "./shared/api";
+import { apiKey, declineKey, setApiKey } from "./shared/api";
 import { Dialog } from "./shared/Dialog";
 
 /** Asks for the API key. The page works without one as far as the server allows it. */
@@ -7,7 +7,7 @@ export function KeyDialog({ onClose }: { onClose: () => void }) {
   const key = useRef<HTMLInputElement>(null);
   const remember = useRef<HTMLInputElement>(null);
   const close = () => {
-    needsKey.set(false);
+    declineKey();
     onClose();
   };
   const save = (event: Event) => {

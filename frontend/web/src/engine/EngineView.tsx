@@ -61,8 +61,8 @@ function Figures({ state }: { state: Engine }) {
     ["Running", number(last?.running), "requests"],
     ["Waiting", number(last?.waiting), "in the queue"],
     ["KV cache", percent(total ? used / total : null), "in use"],
-    ["Prefix hits", percent(last?.hitRate), "of prompts so far"],
-    ["Drafts", percent(last?.accepted), "accepted so far"],
+    ["Prefix hits", percent(last?.hitRate), "of prompts"],
+    ["Drafts", percent(last?.accepted), "accepted"],
   ];
   return (
     <dl class="figures">

@@ -1,5 +1,5 @@
 // What the engine reports, read again and again while its page is open.
-import { ApiError, describeError, getJson, request } from "../shared/api";
+import { ApiError, apiKey, describeError, getJson, request } from "../shared/api";
 import { Store } from "../shared/store";
 import { Scrape, growth, quantile } from "./scrape";
 
@@ -125,7 +125,7 @@ export async function refresh(): Promise<void> {
     request("metrics", { headers: { Accept: "text/plain" } }).then((response) => response.text()),
     getJson<{ processes: Process[]; trouble: string }>("engine/status"),
     getJson<{ replicas: Replica[] }>("replicas"),
-    getJson<RecentRequests>("debug/requests"),
+    readRecent(),
   ]);
   if (metrics.status === "fulfilled") {
     const scrape = new Scrape(metrics.value, Date.now() / 1000);
@@ -136,12 +136,23 @@ export async function refresh(): Promise<void> {
   else if (!patch.problem) patch.problem = describeError(status.reason);
   if (replicas.status === "fulfilled") patch.replicas = replicas.value.replicas;
   if (recent.status === "fulfilled") Object.assign(patch, { recent: recent.value, recentProblem: "" });
-  else {
-    // A key of a client may not read what is for operators.
-    const isForbidden = recent.reason instanceof ApiError && recent.reason.status === 403;
-    Object.assign(patch, { recent: null, recentProblem: isForbidden ? recent.reason.message : "" });
-  }
+  else Object.assign(patch, { recent: null, recentProblem: refusal?.error.message ?? "" });
   engine.update((before) => ({ ...before, ...patch }));
+}
+
+let refusal: { key: string; error: ApiError } | null = null;
+
+/** Read the recent requests; once for a key that may not, because they are for operators. */
+async function readRecent(): Promise<RecentRequests> {
+  const key = apiKey.get();
+  if (refusal?.key === key) throw refusal.error;
+  refusal = null;
+  try {
+    return await getJson<RecentRequests>("debug/requests");
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 403) refusal = { key, error };
+    throw error;
+  }
 }
 
 function addPoint(points: Point[], scrape: Scrape): Point[] {

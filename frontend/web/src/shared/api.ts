@@ -9,9 +9,18 @@ export const apiKey = new Store(sessionStorage.getItem(KEY) ?? localStorage.getI
 /** Set when the server has refused a request for lack of a valid key. */
 export const needsKey = new Store(false);
 
+let declinedKey: string | null = null;
+
+/** Ask no more as long as the key is the same, because the user wants to go on without a valid one. */
+export function declineKey(): void {
+  declinedKey = apiKey.get();
+  needsKey.set(false);
+}
+
 export function setApiKey(key: string, remember: boolean): void {
   for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
   if (key) (remember ? localStorage : sessionStorage).setItem(KEY, key);
+  declinedKey = null;
   needsKey.set(false);
   apiKey.set(key);
 }
@@ -32,7 +41,7 @@ export async function request(path: string, options: RequestInit = {}): Promise<
   if (options.body) headers.set("Content-Type", "application/json");
   const response = await fetch(new URL(path, document.baseURI), { ...options, headers });
   if (response.ok) return response;
-  if (response.status === 401) needsKey.set(true);
+  if (response.status === 401 && apiKey.get() !== declinedKey) needsKey.set(true);
   throw new ApiError(response.status, await messageOf(response));
 }
 

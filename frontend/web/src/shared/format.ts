@@ -19,7 +19,7 @@ export function seconds(value: number | null | undefined): string {
 export function percent(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
   const shown = value * 100;
-  return `${shown > 0 && shown < 10 ? number(shown) : Math.round(shown)} %`;
+  return `${shown > 0 && shown < 10 ? Number(shown.toPrecision(2)) : Math.round(shown)} %`;
 }
 
 export function plural(count: number, noun: string): string {
