@@ -21,7 +21,6 @@ def check_config(
     config: SchedulerConfig,
     max_model_len: int,
     num_blocks: int,
-    kv_cache_groups: tuple[KVCacheGroup, ...],
 ) -> None:
     """Check that the settings of a scheduler agree.
 
@@ -35,12 +34,6 @@ def check_config(
         )
     if num_blocks < 2:
         raise ConfigError(f"the KV cache has {num_blocks} blocks but needs at least 2")
-    has_states = any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups)
-    if config.speculative is not None and config.speculative.num_lookahead_tokens and has_states:
-        raise ConfigError(
-            f"method={config.speculative.method.value!r} is not supported for models with "
-            "recurrent layers; use 'ngram'"
-        )
 
 
 class Refusal(NamedTuple):

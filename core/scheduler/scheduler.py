@@ -17,7 +17,7 @@ from typing import Final
 
 from ...protocol.block_hash import HashBlocks, block_hasher
 from ...protocol.config import CacheConfig, KVTransferConfig, SchedulerConfig
-from ...protocol.kv_cache_groups import FULL_ATTENTION, KVCacheGroup
+from ...protocol.kv_cache_groups import FULL_ATTENTION, AttentionKind, KVCacheGroup
 from ...protocol.kv_events import KVCacheEvent
 from ...protocol.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from ...protocol.worker_messages import (
@@ -92,7 +92,7 @@ class Scheduler(SchedulerInterface):
         kv_transfer: KVTransferConfig | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> None:
-        check_config(config, max_model_len, num_blocks, kv_cache_groups)
+        check_config(config, max_model_len, num_blocks)
         self._config = config
         self.slots = Slots(config.max_num_seqs, vocab_size)
         self._kv_events = KVEventLog(cache_config.block_size) if log_kv_events else None
@@ -120,6 +120,7 @@ class Scheduler(SchedulerInterface):
                 self._running,
                 self._grammars,
                 uses_placeholders=config.async_scheduling,
+                has_states=any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups),
             )
         self.lifecycle = lifecycle = RequestLifecycle(
             requirements=Requirements.from_config(

@@ -5,6 +5,7 @@ Shapes: T tokens of a step, S scheduled requests, R sampled rows, D hidden size,
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -15,10 +16,11 @@ import torch
 from ...protocol.arrays import Int32Array, Int64Array, int32_view
 from ...protocol.config import SpeculativeConfig
 from ...protocol.worker_messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..batch import StepPlan, even_requests
+from ..batch import PersistentBatch, StepPlan, even_requests
 from ..cpu.decoder import NativeDecoder
 from ..cpu.decoding import NativeDecoding
 from ..cpu.drafts import Drafts, count_predictions
+from ..cpu.library import NotSupportedNatively
 from ..dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
@@ -26,12 +28,15 @@ from .kv_cache import KVCache
 from .pooling import Pooled
 from .request_states import RequestStates
 from .runner import GrammarSource
+from .verification import choose_verified, plan_verification
 
 if TYPE_CHECKING:
     from .drafting.draft_head import DraftHead
     from .drafting.draft_model import DraftModel
     from .model_loader import Model
     from .pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
 
 _Inputs = tuple[AnyArray, AnyArray, list[AnyArray], list[Any]]
 
@@ -42,7 +47,7 @@ class HostExecution:
     """Executes steps with a native program or torch on the CPU.
 
     A native program runs a step in which every request decodes in one call, including sampling. Only such steps verify
-    drafts.
+    drafts, with torch as well.
     """
 
     def __init__(
@@ -77,7 +82,11 @@ class HostExecution:
             self._decoding = self._model.decoding(
                 self._batch, self._kv_cache.layers, self._speculative
             )
-        self._drafts = None if self._decoding is None else self._decoding.drafts
+        self._drafts = None
+        if self._decoding is not None:
+            self._drafts = self._decoding.drafts
+        elif self._speculative is not None and self._shard.is_first and self._shard.is_last:
+            self._drafts = _find_drafts(self._speculative, self._batch)
         if self._draft_model is not None:
             self._draft_model.use_batch(self._batch, self._kv_cache.num_blocks)
 
@@ -124,8 +133,10 @@ class HostExecution:
     def _run(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
         await_grammar = partial(self._await_grammar, await_grammar)
         self._decoded_rows = rows = self._rows_to_decode(output)
-        if self._decoding is None or rows is None:
+        if rows is None or (self._decoding is None and not output.drafts):
             return self._execute(output, await_grammar)
+        if self._decoding is None:
+            return self._verify(rows.slots_S, output, await_grammar)
         begins_S = self._batch.num_tokens[rows.slots_S] - 1
         result = self._decode(self._decoding, rows, output, await_grammar)
         if self._drafts is not None:
@@ -172,6 +183,29 @@ class HostExecution:
                 result.prediction_counts = count_predictions(
                     rows.slots_S, num_predicted_S, num_sampled_S, num_verified_S
                 )
+        return result
+
+    @torch.inference_mode()
+    def _verify(
+        self, slots_S: Int64Array, output: SchedulerOutput, await_grammar: GrammarSource
+    ) -> ModelRunnerOutput:
+        """Compute each request's last token and its drafts with torch. Return the tokens that count."""
+        drafts, num_drafts_S = self._drafts, self._drafts_to_verify(output, slots_S)
+        assert drafts is not None and num_drafts_S is not None
+        num_drafts_S = np.minimum(num_drafts_S, drafts.num_drafts(slots_S))
+        num_predicted_S = drafts.num_from_prediction(slots_S)
+        plan = plan_verification(self._requests, slots_S, num_drafts_S)
+        logits_TV = self._model.compute_logits(self._forward(plan), plan.slots_T)
+        grammar = self._requests.await_bitmasks(output, await_grammar)
+        result = choose_verified(
+            self._requests, plan, logits_TV, grammar, output.step, num_predicted_S
+        )
+        drafts.look_up(plan.slots_S)
+        counts_S = int32_view(result.num_sampled)
+        starts_S = plan.query_start_loc[:-1]
+        computed = ComputedRows(plan.slots_S, plan.num_computed_S, counts_S, starts_S, None)
+        self._propose(computed, drafts, samples=True)
+        result.drafts = drafts.get_found(output.step)
         return result
 
     def _drafts_to_verify(self, output: SchedulerOutput, slots_S: Int64Array) -> Int32Array | None:
@@ -263,8 +297,8 @@ class HostExecution:
         return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, hidden_TE)
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """Return the rows of a step that `_decoding` can run: every slot computes only its last token and drafts."""
-        if self._decoding is None or _has_chunks(output):
+        """Return the rows of a step in which every slot computes only its last token and drafts."""
+        if (self._decoding is None and self._drafts is None) or _has_chunks(output):
             return None
         rows = self._decoded_rows
         if output.slots is None and rows is not None and rows.is_current:
@@ -330,6 +364,15 @@ def _decoded_rows(
     hidden_KE = decoding.hidden_KE
     hidden_TE = None if hidden_KE is None else torch.from_numpy(hidden_KE)
     return ComputedRows(slots_S, begins_S, counts_S, rows_S, hidden_TE)
+
+
+def _find_drafts(speculative: SpeculativeConfig, batch: PersistentBatch) -> Drafts | None:
+    """Return drafts for a model in torch, or None without the native library, which finds them."""
+    try:
+        return Drafts(speculative, batch)
+    except NotSupportedNatively as reason:
+        logger.warning("%s; so there are no drafts", reason)
+        return None
 
 
 def _has_chunks(output: SchedulerOutput) -> bool:

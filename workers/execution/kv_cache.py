@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...protocol.arrays import Int32Array
+from ...protocol.arrays import Int32Array, Int64Array
 from ...protocol.errors import ConfigError
 from ...protocol.kv_cache_groups import AttentionKind
 from ...protocol.worker_messages import SchedulerOutput
@@ -144,6 +144,20 @@ class KVCache:
                 num_drafts_S, num_tokens_S, self._attention.block_size
             )
         return num_drafts_S
+
+    def limit_proposals(
+        self, num_drafts_S: Int32Array, num_tokens_S: Int64Array, num_unwritten: int
+    ) -> Int32Array:
+        """Return how many drafts may be proposed after the known tokens of each row, at most `num_drafts_S`.
+
+        A proposer writes keys and values of the last known token and of its drafts but the last `num_unwritten` ones.
+        With states, a request may have no block behind that of its last computed token.
+        """
+        if not self.has_states:
+            return num_drafts_S
+        tokens_S: Int32Array = num_tokens_S.astype(np.int32)
+        most_S = (1 - tokens_S) % self._attention.block_size + num_unwritten - 1
+        return np.minimum(self.limit_drafts(num_drafts_S, tokens_S), most_S.clip(0))
 
     def free(self) -> None:
         """Free the cache."""

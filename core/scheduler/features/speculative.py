@@ -40,6 +40,8 @@ class Drafts:
     With `uses_placeholders` (asynchronous scheduling), steps are scheduled before their drafts are
     known. Each decoding request that had drafts recently is then assumed to have as many as it may,
     and the workers insert the actual ones.
+
+    For a model that `has_states`, a proposer writes only into the block of the last computed token.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Drafts:
         grammars: Grammars,
         *,
         uses_placeholders: bool,
+        has_states: bool = False,
     ) -> None:
         max_num_seqs = len(running.slots.requests)
-        self.num_lookahead_tokens = config.num_lookahead_tokens
+        # A state has one block, that of its last token, so nothing is written behind the blocks of a step.
+        self.num_lookahead_tokens = 0 if has_states else config.num_lookahead_tokens
         self._max_drafts = config.num_speculative_tokens
         self._running = running
         self._slots = running.slots

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ....protocol.arrays import BoolArray, Int32Array, Int64Array, int32_view
-from ....protocol.config import EngineConfig, ParallelConfig
+from ....protocol.config import CPUBackend, EngineConfig, ModelImpl, ParallelConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import NewRequestData, SchedulerOutput
@@ -60,11 +60,7 @@ class DraftModel:
         speculative = config.scheduler.speculative
         assert speculative is not None and speculative.model is not None
         self._name = speculative.model
-        if not isinstance(target, NativeDecoder):
-            raise ConfigError(
-                "--speculative-config with a draft model needs a model that runs as a native CPU program; "
-                "remove it"
-            )
+        num_threads = torch.get_num_threads()
         model = load_model(
             _draft_config(config, speculative.model),
             device,
@@ -74,6 +70,9 @@ class DraftModel:
         )
         if not isinstance(model, NativeDecoder):
             raise self._refusal("the native CPU program does not support it")
+        if not isinstance(target, NativeDecoder):
+            # Loading a native program leaves torch one thread, with which the model itself would be slow.
+            torch.set_num_threads(num_threads)
         self._vocab_size = model.spec.num_token_ids
         difference = abs(self._vocab_size - target.spec.num_token_ids)
         if difference > _PADDING_TOKENS:
@@ -86,6 +85,7 @@ class DraftModel:
         if [group.kind for group in groups] != [AttentionKind.FULL]:
             raise self._refusal("it has layers of other kinds than full attention")
         self._cache = KVCache(model, config.model.max_model_len, device)
+        self._target_cache = target_cache
         kinds = [group.kind for group in target_cache.groups]
         if AttentionKind.FULL not in kinds:
             raise ConfigError(
@@ -162,6 +162,7 @@ class DraftModel:
         lengths_S = self._target.num_tokens[slots_S].astype(np.int64)
         room_S = self._target.max_model_len - 1 - lengths_S
         limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S = self._target_cache.limit_proposals(limits_S, lengths_S, num_unwritten=1)
         limits_S[drafts.num_drafts(slots_S) > 0] = 0
         wants_S = limits_S > 0
         slots_S, limits_S, ends_S = slots_S[wants_S], limits_S[wants_S], lengths_S[wants_S]
@@ -274,10 +275,13 @@ def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
         videos=None,
         span_kind=None,
         mmproj="",
+        model_impl=ModelImpl.AUTO,
     )
     return msgspec.structs.replace(
         config,
         model=model,
         parallel=ParallelConfig(),
-        device=msgspec.structs.replace(config.device, threads=count_threads(config)),
+        device=msgspec.structs.replace(
+            config.device, cpu_backend=CPUBackend.AUTO, threads=count_threads(config)
+        ),
     )
