@@ -152,10 +152,12 @@ def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
 def _speculative(text: str) -> SpeculativeConfig | None:
     """Return the settings for speculative decoding, or None if they disable it.
 
-    `prompt_lookup_max` is accepted and ignored, because the longest match is always used.
+    `prompt_lookup_max` is accepted and ignored, because the longest match is always used, and so is
+    `draft_tensor_parallel_size`, because each rank has all of a draft model or head.
     """
     fields = parse_object(text)
-    fields.pop("prompt_lookup_max", None)
+    for ignored in ("prompt_lookup_max", "draft_tensor_parallel_size"):
+        fields.pop(ignored, None)
     method = fields.setdefault("method", "draft_model" if "model" in fields else "ngram")
     if isinstance(method, str) and method.endswith("_mtp"):
         # Older names have the family, such as deepseek_mtp.
@@ -167,8 +169,8 @@ def _speculative(text: str) -> SpeculativeConfig | None:
         )
     if ProposerMethod(method).has_own_checkpoint != ("model" in fields):
         raise ValueError(
-            "methods 'draft_model' and 'eagle' need the field model, a draft model with the same tokenizer or a head "
-            f"for this model, and other methods have none; got {text}"
+            "methods 'draft_model', 'eagle' and 'eagle3' need the field model, a draft model with the same tokenizer "
+            f"or a head for this model, and other methods have none; got {text}"
         )
     config: SpeculativeConfig = _convert(fields, SpeculativeConfig)
     return config if config.num_speculative_tokens else None

@@ -37,6 +37,7 @@ class ProposerMethod(enum.StrEnum):
     SUFFIX = "suffix"
     DRAFT_MODEL = "draft_model"
     EAGLE = "eagle"
+    EAGLE3 = "eagle3"
     MTP = "mtp"
 
     @property
@@ -47,12 +48,19 @@ class ProposerMethod(enum.StrEnum):
     @property
     def reads_hidden_states(self) -> bool:
         """True if the proposals are made of the hidden states of the model."""
-        return self in (ProposerMethod.EAGLE, ProposerMethod.MTP)
+        return self in (ProposerMethod.EAGLE, ProposerMethod.EAGLE3, ProposerMethod.MTP)
 
     @property
     def has_own_checkpoint(self) -> bool:
         """True if the proposer has a checkpoint beside that of the model."""
-        return self in (ProposerMethod.DRAFT_MODEL, ProposerMethod.EAGLE)
+        return self in _METHODS_WITH_CHECKPOINT
+
+
+_METHODS_WITH_CHECKPOINT: Final = (
+    ProposerMethod.DRAFT_MODEL,
+    ProposerMethod.EAGLE,
+    ProposerMethod.EAGLE3,
+)
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +68,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     `ngram` proposes the tokens that followed an earlier occurrence of the last `prompt_lookup_min` or more tokens.
     `suffix` lets all such occurrences vote, those in recent answers to other requests as well. `draft_model` runs a
-    smaller model with the same vocabulary. `eagle` (arXiv 2401.15077) and `mtp` run a layer that reads the model's
-    hidden states: of a checkpoint of its own, or the layer for the prediction of further tokens in the model's.
+    smaller model with the same vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a
+    layer that reads the model's hidden states: of a checkpoint of its own, or the layer for the prediction of further
+    tokens in the model's.
 
     Attributes:
         num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler lowers it by request.

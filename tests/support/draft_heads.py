@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 
 class Fusion(nn.Module):
@@ -49,3 +52,184 @@ def write_eagle_head(
     tensors["embed_tokens.weight"] = torch.zeros(config.vocab_size, config.hidden_size)
     save_file(tensors, directory / "model.safetensors")
     return layer, fusion
+
+
+def add_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Add tensors to a checkpoint of one file."""
+    file = path / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in {**load_file(file), **tensors}.items()}, file)
+
+
+def add_qwen3_5_layer(
+    path: Path, config: transformers.PretrainedConfig
+) -> tuple[nn.Module, Fusion, nn.Module]:
+    """Add the layer for multi-token prediction to a checkpoint of Qwen3.5. Return the layer, its begin and its norm.
+
+    Norms are stored as weight - 1.
+    """
+    size = config.hidden_size
+    layer = qwen3_5.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
+    fusion = Fusion(size, has_norms=True)
+    norm = llama.LlamaRMSNorm(size, config.rms_norm_eps)
+    for module in (layer, fusion, norm):
+        randomize(module)
+    tensors = {f"mtp.layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors |= {
+        "mtp.fc.weight": fusion.projection.weight.detach(),
+        "mtp.pre_fc_norm_embedding.weight": fusion.embedding_norm.weight.detach() - 1,
+        "mtp.pre_fc_norm_hidden.weight": fusion.hidden_norm.weight.detach() - 1,
+        "mtp.norm.weight": norm.weight.detach() - 1,
+    }
+    add_tensors(path, tensors)
+    return layer, fusion, norm
+
+
+class Eagle3:
+    """The computation of an EAGLE-3 head (arXiv 2503.01840), of weights by their published names.
+
+    `config` has the fields of a Llama config. With `norms_residual` the layer adds its output to the normed hidden
+    state.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        target: transformers.PretrainedConfig,
+        *,
+        num_states: int = 3,
+        norms_residual: bool = False,
+    ) -> None:
+        self.config, self.norms_residual = config, norms_residual
+        size, inner = config["hidden_size"], config["intermediate_size"]
+        heads = config["num_attention_heads"] * config["head_dim"]
+        kv_heads = config["num_key_value_heads"] * config["head_dim"]
+        drafts = config["draft_vocab_size"]
+        shapes = {
+            "fc.weight": (size, num_states * target.hidden_size),
+            "midlayer.self_attn.q_proj.weight": (heads, 2 * size),
+            "midlayer.self_attn.k_proj.weight": (kv_heads, 2 * size),
+            "midlayer.self_attn.v_proj.weight": (kv_heads, 2 * size),
+            "midlayer.self_attn.o_proj.weight": (size, heads),
+            "midlayer.mlp.gate_proj.weight": (inner, size),
+            "midlayer.mlp.up_proj.weight": (inner, size),
+            "midlayer.mlp.down_proj.weight": (size, inner),
+            "lm_head.weight": (drafts, size),
+        }
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.weights = {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+        for name in (*(f"midlayer.{norm}" for norm in norms), "norm"):
+            self.weights[f"{name}.weight"] = 1 + 0.1 * torch.randn(size)
+        chosen = torch.randperm(target.vocab_size)[:drafts].sort().values
+        self.token_ids: Tensor = chosen
+        self.mapping = {
+            "d2t": chosen - torch.arange(drafts),
+            "t2d": torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
+        }
+
+    def project(self, states_TE: Tensor) -> Tensor:
+        """Return the hidden states that the head reads of the model's, which are side by side."""
+        return states_TE @ self.weights["fc.weight"].T
+
+    def run(self, embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after the final norm and before it."""
+        embedded_TD = self._norm("midlayer.input_layernorm", embedded_TD)
+        normed_TD = self._norm("midlayer.hidden_norm", hidden_TD)
+        stream_TD = normed_TD if self.norms_residual else hidden_TD
+        stream_TD = stream_TD + self._attend(torch.cat((embedded_TD, normed_TD), 1))
+        x_TD = self._norm("midlayer.post_attention_layernorm", stream_TD)
+        gate, up, down = (
+            self.weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        stream_TD = stream_TD + (nn.functional.silu(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
+        return self._norm("norm", stream_TD), stream_TD
+
+    def logits(self, normed_TD: Tensor) -> Tensor:
+        """Return the logits of `token_ids`."""
+        return normed_TD @ self.weights["lm_head.weight"].T
+
+    def _norm(self, name: str, x_TD: Tensor) -> Tensor:
+        variance = x_TD.pow(2).mean(1, keepdim=True)
+        return (
+            self.weights[f"{name}.weight"] * x_TD * (variance + self.config["rms_norm_eps"]).rsqrt()
+        )
+
+    def _attend(self, x_TE: Tensor) -> Tensor:
+        count, size = len(x_TE), self.config["head_dim"]
+        query_THD, key_THD, value_THD = (
+            (x_TE @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, -1, size)
+            for name in "qkv"
+        )
+        exponents = torch.arange(0, size, 2) / size
+        angles_TD = torch.arange(count)[:, None] * self.config["rope_theta"] ** -exponents
+        cos_T1D, sin_T1D = (
+            torch.cat((each, each), 1)[:, None] for each in (angles_TD.cos(), angles_TD.sin())
+        )
+
+        def rotate(x_THD: Tensor) -> Tensor:
+            first, second = x_THD.chunk(2, 2)
+            return x_THD * cos_T1D + torch.cat((-second, first), 2) * sin_T1D
+
+        group = query_THD.shape[1] // key_THD.shape[1]
+        keys = rotate(key_THD).repeat_interleave(group, 1)
+        scores_HTU = torch.einsum("thd,uhd->htu", rotate(query_THD), keys) * size**-0.5
+        scores_HTU += torch.full((count, count), float("-inf")).triu(1)
+        values = value_THD.repeat_interleave(group, 1)
+        mixed_THD = torch.einsum("htu,uhd->thd", scores_HTU.softmax(-1), values)
+        return mixed_THD.flatten(1) @ self.weights["midlayer.self_attn.o_proj.weight"].T
+
+
+EAGLE3_LAYER: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def write_eagle3_head(
+    directory: Path, target: transformers.PretrainedConfig, draft_vocab_size: int, **fields: Any
+) -> Eagle3:
+    """Write an EAGLE-3 head as published by its authors, without an embedding. Return its computation."""
+    directory.mkdir(exist_ok=True)
+    config = {**EAGLE3_LAYER, "draft_vocab_size": draft_vocab_size}
+    head = Eagle3(config, target)
+    written = {
+        **config,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": target.vocab_size,
+        **fields,
+    }
+    (directory / "config.json").write_text(json.dumps(written))
+    save_file(head.weights | head.mapping, directory / "model.safetensors")
+    return head
+
+
+def write_speculators_head(
+    directory: Path, target: transformers.PretrainedConfig, layers: tuple[int, ...]
+) -> tuple[Eagle3, Tensor]:
+    """Write an EAGLE-3 head in the format of the library speculators. Return its computation and its embedding."""
+    directory.mkdir(exist_ok=True)
+    layer = {**EAGLE3_LAYER, "hidden_size": 32, "vocab_size": target.vocab_size}
+    config = {**layer, "draft_vocab_size": 150}
+    head = Eagle3(config, target, num_states=len(layers), norms_residual=True)
+    written = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 150,
+        "target_hidden_size": target.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "transformer_layer_config": layer,
+    }
+    (directory / "config.json").write_text(json.dumps(written))
+    embedding_VD = torch.randn(target.vocab_size, layer["hidden_size"])
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in head.weights.items()}
+    tensors |= head.mapping | {"embed_tokens.weight": embedding_VD}
+    save_file(tensors, directory / "model.safetensors")
+    return head, embedding_VD

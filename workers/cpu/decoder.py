@@ -71,7 +71,7 @@ class NativeDecoder:
         num_threads: The number of threads; by default as many as the process may use.
         loras: The LoRA adapters that requests may use.
         places_embeddings: Whether embeddings may take the place of tokens in a model without an encoder.
-        keeps_hidden: Whether `kept_hidden_TE` has the hidden states of all tokens of a step.
+        kept_layers: The layers whose inputs `kept_hidden_TE` has; behind the last one, those of the final norm.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
@@ -93,13 +93,13 @@ class NativeDecoder:
         num_threads: int | None = None,
         loras: LoraAdapters | None = None,
         places_embeddings: bool = False,
-        keeps_hidden: bool = False,
+        kept_layers: Sequence[int] = (),
     ) -> None:
         self.is_foreign = False
         self.spec = spec
         self.kept_hidden_TE: Tensor | None = None
-        """The hidden states of the last step: the normed ones, then those before the final norm, [T, 2 D]."""
-        self._keeps_hidden = keeps_hidden
+        """The hidden states of all tokens of the last step: the normed ones, then those of each kept layer, [T, E]."""
+        self.kept_width = (1 + len(kept_layers)) * spec.hidden_size if kept_layers else 0
         self.loras = loras
         self.encoder: Encoder | None = None
         self.placed: Placed | None = None
@@ -153,7 +153,7 @@ class NativeDecoder:
             max_model_len,
             self._store,
             places_embeddings=places_embeddings,
-            keeps_hidden=keeps_hidden,
+            kept_layers=kept_layers,
         )
         recorder.record()
         self._embeds = shard.is_first and spec.has_embedding
@@ -162,7 +162,7 @@ class NativeDecoder:
         if shard.expert_group is not None:
             self._program.join_experts(shard.expert_group)
         self._embedding: NativeProgram | None = None
-        if keeps_hidden and recorder.embedding is not None:
+        if kept_layers and recorder.embedding is not None:
             self._embedding = NativeProgram(model_shape(spec, shard, attention, 1), spec.norm_eps)
             scale = spec.rounded_embedding_scale(weights.any_dtype)
             self._embedding.add_op("embed", parts=[recorder.embedding], scale=scale)
@@ -277,7 +277,7 @@ class NativeDecoder:
             positions_T,
             kv_caches,
             attn_metadata,
-            wants_all_hidden=self._keeps_hidden,
+            wants_all_hidden=bool(self.kept_width),
             num_logit_rows=len(rows_S),
             logit_rows=rows_S.ctypes.data,
             tokens=tokens_S.ctypes.data,
@@ -287,9 +287,16 @@ class NativeDecoder:
         return SamplerOutput(tokens_S.astype(np.int64), metadata, logprobs)
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """Return the embeddings of tokens, float32 [T, D]. Supported if the decoder `keeps_hidden`."""
+        """Return the embeddings of tokens, float32 [T, D]. Supported if the decoder keeps hidden states.
+
+        All ranks must ask for the same tokens at the same time.
+        """
         assert self._embedding is not None
-        tokens_T = _int32(ids_T)
+        ranks, tokens_T = self.shard.tensor_parallel, _int32(ids_T)
+        part = ranks.part(self.spec.vocab_size)
+        if ranks.size > 1:
+            is_elsewhere_T = (tokens_T < part.start) | (tokens_T >= part.stop)
+            tokens_T = np.where(is_elsewhere_T, 0, tokens_T - part.start).astype(np.int32)
         hidden_TD = np.empty((len(tokens_T), self.spec.hidden_size), np.float32)
         positions_T = np.zeros_like(tokens_T)
         bounds = np.array([0, len(ids_T)], np.int32)
@@ -305,7 +312,9 @@ class NativeDecoder:
         )
         if not self._embedding.run(step):
             raise ValueError(f"token ids must be in [0, {self.spec.num_token_ids})")
-        return as_tensor(hidden_TD)
+        if ranks.size > 1:
+            hidden_TD[is_elsewhere_T] = 0
+        return ranks.sum(as_tensor(hidden_TD))
 
     def choose_tokens(
         self, hidden_SD: Tensor, slots_S: Int32Array, positions_S: Int32Array
@@ -330,6 +339,16 @@ class NativeDecoder:
             sampling=None if rows is None else rows.pointer,
         )
         return as_tensor(np.maximum(tokens_S, 0))
+
+    def choose_among(
+        self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
+    ) -> Tensor:
+        """Return the tokens that the requests would sample if only the tokens `ids_C` had logits, int64 [S]."""
+        if self._sampler.describe(slots_S).takes_most_likely:
+            return ids_C[logits_SC.argmax(1)]
+        logits_SV = np.full((len(slots_S), self.spec.num_token_ids), -np.inf, np.float32)
+        logits_SV[:, ids_C.numpy()] = float32_array(logits_SC)
+        return as_tensor(self._sampler.sample(logits_SV, slots_S, positions_S).token_ids)
 
     def join_round(self) -> None:
         """Compute rows of other replicas, which chose experts of this rank."""
@@ -360,9 +379,8 @@ class NativeDecoder:
         if not (self.shard.is_first and self.shard.is_last):
             return None
         loras = None if self.loras is None else self.loras.number_by_slot
-        width = 2 * self.spec.hidden_size if self._keeps_hidden else 0
         return NativeDecoding(
-            self._program, batch, kv_caches, self._sampler, speculative, loras, width
+            self._program, batch, kv_caches, self._sampler, speculative, loras, self.kept_width
         )
 
     def profile(self) -> list[tuple[str, float]]:
@@ -389,12 +407,13 @@ class NativeDecoder:
         else:
             ids_T = np.zeros_like(positions_T)
             hidden_TD = float32_array(inputs)
-        if self._keeps_hidden:
-            kept_TE = np.empty((len(ids_T), 2 * self.spec.hidden_size), np.float32)
+        if self.kept_width:
+            width = max(self.kept_width, hidden_TD.shape[1])
+            kept_TE = np.empty((len(ids_T), width), np.float32)
             if not self._embeds:
                 kept_TE[:, : hidden_TD.shape[1]] = hidden_TD
             hidden_TD = kept_TE
-            self.kept_hidden_TE = as_tensor(kept_TE)
+            self.kept_hidden_TE = as_tensor(kept_TE)[:, : self.kept_width]
         if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
             # Encoder outputs replace the embeddings, but not the inputs of layers.
             token_id = self.spec.encoder.layer_token_id

@@ -290,7 +290,12 @@ def _load_native(
         # The native program has its own threads, with which spinning threads of torch would compete.
         torch.set_num_threads(1)
     num_threads = count_threads(config)
+    kept_layers: Sequence[int] = ()
     speculative = config.scheduler.speculative
+    if speculative is not None and speculative.method.reads_hidden_states:
+        from .drafting.head_layouts import find_kept_layers
+
+        kept_layers = find_kept_layers(speculative, spec)
     try:
         decoder = NativeDecoder(
             spec,
@@ -307,7 +312,7 @@ def _load_native(
             num_threads=num_threads,
             loras=_new_loras(config),
             places_embeddings=config.model.enable_prompt_embeds,
-            keeps_hidden=speculative is not None and speculative.method.reads_hidden_states,
+            kept_layers=kept_layers,
         )
     except NotSupportedNatively as reason:
         if config.device.cpu_backend is CPUBackend.NATIVE:

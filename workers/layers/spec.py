@@ -157,6 +157,9 @@ class LayerSpec:
     With `reads_source` a second attention follows the first one, whose keys and values are made of the encoder's
     outputs. They are in the group `cross_group`. Such a layer has no recurrent part.
 
+    With an `input_size` the attention reads so many elements that are given beside the hidden state, instead of the
+    normed hidden state. Only a first layer may have it.
+
     If the model has an indexer, a layer that `chooses_keys` has one of its own. Others attend to the keys that the last
     one before them chose.
     """
@@ -181,6 +184,7 @@ class LayerSpec:
     cross_group: int = 0
     chooses_keys: bool = False
     has_sinks: bool = True
+    input_size: int = 0
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
@@ -440,7 +444,8 @@ class ModelSpec:
         """Return the elements that a pipeline stage receives for each token, for layers from `first_layer` on."""
         streams = 1 if self.altup is None else self.altup.num_streams
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
-        return streams * self.hidden_size + (len(self.layers) - first_layer) * per_layer
+        inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
+        return streams * self.hidden_size + inputs
 
     @property
     def first_source(self) -> int | None:

@@ -29,7 +29,7 @@ ProgressCallback = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes) as weights arrive."""
 
 _EMBEDDING = "embed_tokens.weight"
-_FIRST_MATRIX = "layers.0.self_attn.q_proj.weight"
+_FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
 _HEAD = "lm_head.weight"
 _FIRST_STAGE = (
     "embed_positions.",
@@ -105,7 +105,7 @@ class WeightReader:
         self._is_transposed = is_transposed
         self._is_tied = not has_head
         self._stored = translate_names(checkpoint.names(), tensor_names)
-        marker = _EMBEDDING if has_embedding else _FIRST_MATRIX
+        marker = _EMBEDDING if has_embedding else _FIRST_OUTPUT
         found = next((name for name in sorted(self._stored) if name.endswith(marker)), None)
         if found is None:
             raise self._error(f"there is no tensor named '...{marker}'")

@@ -210,13 +210,13 @@ def test_values_and_the_spellings_of_the_peers(
         (
             [
                 "--speculative-config",
-                '{"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 1}',
+                '{"method": "medusa", "model": "m", "draft_tensor_parallel_size": 1}',
             ],
-            ["method 'eagle3' is not supported", "use one of ngram, suffix, draft_model, eagle"],
+            ["method 'medusa' is not supported", "use one of ngram, suffix, draft_model, eagle"],
         ),
         (
             ["--speculative-config", '{"method": "draft_model", "num_speculative_tokens": 4}'],
-            ["methods 'draft_model' and 'eagle' need the field model", "the same tokenizer"],
+            ["methods 'draft_model', 'eagle' and 'eagle3' need the field model", "tokenizer"],
         ),
         (["--speculative-config", '{"num_speculative_tokens": 4, "k": 1}'], ["unknown field `k`"]),
         (["-tp", "0"], ["-tp", "between 1 and 1024", "got 0"]),

@@ -16,15 +16,26 @@ import transformers
 from engine.protocol.arrays import int32_bytes, int32_view
 from engine.protocol.config import ProposerMethod, SpeculativeConfig
 from engine.protocol.errors import CheckpointError, ConfigError
+from engine.workers.cpu.decoder import NativeDecoder
 from safetensors.torch import load_file, save_file
-from support.draft_heads import Fusion, randomize, write_eagle_head
+from support.draft_heads import (
+    Fusion,
+    add_qwen3_5_layer,
+    add_tensors,
+    randomize,
+    write_eagle3_head,
+    write_eagle_head,
+    write_speculators_head,
+)
 from support.native_decoders import BLOCK_SIZE
-from support.tiny_checkpoints import QWEN3, random_model, sentencepiece_tokenizer
+from support.tiny_checkpoints import QWEN3, RECURRENT, random_model, sentencepiece_tokenizer
 from support.worker_steps import Steps
 from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +69,15 @@ class Head(NamedTuple):
     Its arguments are the embeddings of the next tokens and the hidden states of the model, both [T, D].
     """
     reads_unnormed: bool = False
+    layers: tuple[int, ...] = ()
+    """The layers of the model whose inputs the head reads side by side, in place of the hidden states at its end."""
+    project: Callable[[Tensor], Tensor] = lambda states_TE: states_TE
+    embed: Callable[[Tensor], Tensor] | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
+    block_size: int = BLOCK_SIZE
+    has_states: bool = False
+    token_ids: Tensor | None = None
+    """The tokens of the logits, if the head has an output projection of its own."""
 
 
 def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
@@ -66,11 +86,6 @@ def run_layer(layer: nn.Module, rope: nn.Module, hidden_TD: Tensor) -> Tensor:
     embeddings = rope(hidden_TD[None], torch.arange(count)[None])
     output = layer(hidden_TD[None], attention_mask=mask, position_embeddings=embeddings)
     return (output[0] if isinstance(output, tuple) else output)[0]
-
-
-def add_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    file = path / "model.safetensors"
-    save_file({name: t.contiguous() for name, t in {**load_file(file), **tensors}.items()}, file)
 
 
 def write_model(path: Path, config: str, model: str, fields: dict[str, Any]) -> Any:
@@ -97,10 +112,31 @@ def eagle(path: Path) -> Head:
 
 
 def glm_mtp(path: Path) -> Head:
-    """The layer behind the last one, as in GLM-4.5 and DeepSeek-V3."""
+    """The layer behind the last one of GLM-4.5."""
     model = write_model(path, "Glm4MoeConfig", "Glm4MoeForCausalLM", EXPERTS)
-    config = model.config
-    layer, fusion = glm.Glm4MoeDecoderLayer(config, 1), Fusion(SIZE, has_norms=True)
+    layer = glm.Glm4MoeDecoderLayer(model.config, 1)
+    return write_last_layer(path, model, layer, glm.Glm4MoeRotaryEmbedding(model.config))
+
+
+def deepseek_mtp(path: Path) -> Head:
+    """The layer behind the last one of DeepSeek-V3, which has latent attention."""
+    latent = {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
+    fields = {name: x for name, x in EXPERTS.items() if name != "use_qk_norm"} | latent
+    model = write_model(path, "DeepseekV3Config", "DeepseekV3ForCausalLM", fields)
+    layer = deepseek.DeepseekV3DecoderLayer(model.config, 1)
+    return write_last_layer(path, model, layer, deepseek.DeepseekV3RotaryEmbedding(model.config))
+
+
+def write_last_layer(path: Path, model: Any, layer: nn.Module, rope: nn.Module) -> Head:
+    config, fusion = model.config, Fusion(SIZE, has_norms=True)
     norm = llama.LlamaRMSNorm(SIZE, config.rms_norm_eps)
     for module in (layer, fusion, norm):
         randomize(module)
@@ -123,7 +159,6 @@ def glm_mtp(path: Path) -> Head:
     tensors[start + "shared_head.head.weight"] = model.lm_head.weight.detach().clone()
     tensors[start + "embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
     add_tensors(path, tensors)
-    rope = glm.Glm4MoeRotaryEmbedding(config)
 
     def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         out = run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False))
@@ -164,29 +199,100 @@ def mimo_mtp(path: Path) -> Head:
     return Head(model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, reads_unnormed=True)
 
 
-@pytest.fixture(scope="module", params=[eagle, glm_mtp, mimo_mtp], ids=lambda make: make.__name__)
+def qwen3_5_mtp(path: Path) -> Head:
+    """The layer of Qwen3-Next and Qwen3.5, models with recurrent layers, whose norms are stored as weight - 1."""
+    config_class, model_class, differences = RECURRENT["delta net"]
+    model = write_model(path, config_class, model_class, differences)
+    config = model.config
+    layer, fusion, norm = add_qwen3_5_layer(path, config)
+    rope = qwen3_5.Qwen3_5TextRotaryEmbedding(config)
+
+    def run(embedded_TD: Tensor, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        out = norm(run_layer(layer, rope, fusion(embedded_TD, hidden_TD, has_hidden_first=False)))
+        return out, out
+
+    return Head(
+        model, path, SpeculativeConfig(3, ProposerMethod.MTP), run, block_size=96, has_states=True
+    )
+
+
+def eagle3(path: Path) -> Head:
+    """An EAGLE-3 head as published by its authors, which reads the layers that they chose."""
+    model = write_model(path, "LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 6})
+    directory = path / "head"
+    head = write_eagle3_head(directory, model.config, 120)
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(directory)),
+        head.run,
+        layers=(2, 3, 3),
+        project=head.project,
+        logits=head.logits,
+        token_ids=head.token_ids,
+    )
+
+
+def eagle3_of_speculators(path: Path) -> Head:
+    """A head of another hidden size than the model, with an embedding of its own."""
+    model = write_model(path, "Qwen3Config", "Qwen3ForCausalLM", {})
+    directory, layers = path / "head", (0, 2)
+    head, embedding_VD = write_speculators_head(directory, model.config, layers)
+    return Head(
+        model,
+        path,
+        SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(directory)),
+        head.run,
+        layers=layers,
+        project=head.project,
+        embed=lambda ids_T: embedding_VD[ids_T],
+        logits=head.logits,
+        token_ids=head.token_ids,
+    )
+
+
+HEADS = [eagle, eagle3, eagle3_of_speculators, glm_mtp, deepseek_mtp, mimo_mtp, qwen3_5_mtp]
+
+
+@pytest.fixture(scope="module", params=HEADS, ids=lambda make: make.__name__)
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
     torch.manual_seed(7)
     return request.param(tmp_path_factory.mktemp(request.param.__name__))
 
 
 @torch.no_grad()
-def predict(head: Head, tokens: list[int]) -> list[int]:
-    """Return the drafts after all tokens, of which the model has computed all but the last."""
+def read_states(head: Head, tokens: list[int]) -> Tensor:
+    """Return the hidden states of the model that the head reads of all tokens, [T, E]."""
     model = head.model
-    embed = model.get_input_embeddings()
     states: list[Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-    normed_TD = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+    outputs = model.model(torch.tensor([tokens]), output_hidden_states=True)
     hook.remove()
-    hidden_TD = states[-1][0] if head.reads_unnormed else normed_TD
+    if head.layers:
+        return torch.cat([outputs.hidden_states[layer][0] for layer in head.layers], 1)
+    return states[-1][0] if head.reads_unnormed else outputs.last_hidden_state[0]
+
+
+@torch.no_grad()
+def predict(head: Head, tokens: list[int]) -> tuple[list[int], list[Tensor]]:
+    """Return the drafts after all tokens, of which the model has computed all but the last, and their logits."""
+    embed = head.embed or head.model.get_input_embeddings()
+    hidden_TD = head.project(read_states(head, tokens[:-1]))
     drafts: list[int] = []
+    logits: list[Tensor] = []
     for _ in range(NUM_DRAFTS):
         embedded_TD = embed(torch.tensor([*tokens[1:], *drafts]))
         chosen_TD, next_TD = head.run(embedded_TD, hidden_TD)
-        drafts.append(int(model.lm_head(chosen_TD[-1]).argmax()))
+        logits.append((head.logits or head.model.lm_head)(chosen_TD[-1]))
+        best = logits[-1].argmax()
+        drafts.append(int(best if head.token_ids is None else head.token_ids[best]))
         hidden_TD = torch.cat((hidden_TD, next_TD[-1:]))
-    return drafts
+    return drafts, logits
+
+
+def make_steps(head: Head) -> Steps:
+    vocab_size = head.model.config.vocab_size
+    return Steps(head.path, vocab_size, head.block_size, speculative=head.speculative)
 
 
 def plain_tokens(head: Head, count: int) -> list[int]:
@@ -197,27 +303,51 @@ def plain_tokens(head: Head, count: int) -> list[int]:
     return tokens[0, len(PROMPT) :].tolist()
 
 
-def test_drafts_are_those_of_the_reference(head: Head) -> None:
+def test_drafts_are_those_of_the_reference(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds after a prompt in two parts, wrong drafts, and right ones, which the test writes in their place."""
     expected = plain_tokens(head, 24)
-    steps = Steps(head.path, head.model.config.vocab_size, BLOCK_SIZE, speculative=head.speculative)
+    num_drafts = 0
+    computed: list[Tensor] = []
+    choose = NativeDecoder.choose_among
+
+    def record(target: NativeDecoder, ids_C: Tensor, logits_SC: Tensor, *rows: Any) -> Tensor:
+        computed.append(logits_SC[0].clone())
+        return choose(target, ids_C, logits_SC, *rows)
+
+    monkeypatch.setattr(NativeDecoder, "choose_among", record)
+    steps = make_steps(head)
     begin = steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, 9)])
     assert begin.drafts is None
     result = steps.run(chunks=[(0, len(PROMPT) - 9)])
     tokens = int32_view(result.sampled_token_ids).tolist()
     for number in range(8):
-        assert result.drafts is not None
-        drafts = int32_view(result.drafts.token_ids).tolist()
-        assert drafts == predict(head, PROMPT + tokens)
+        drafts = [] if result.drafts is None else int32_view(result.drafts.token_ids).tolist()
+        predicted, logits = predict(head, PROMPT + tokens)
+        # Only the segments of a state, which are longer than all drafts here, leave fewer drafts.
+        assert drafts == predicted[: len(drafts)]
+        num_drafts += len(drafts)
+        if head.logits is not None:
+            torch.testing.assert_close(computed[-NUM_DRAFTS:], logits, rtol=1e-4, atol=1e-4)
         following = expected[len(tokens) : len(tokens) + 2]
         written = {"draft_token_ids": int32_bytes(following)} if number % 2 else {}
         count = 2 if written else NUM_DRAFTS
         counts = int32_bytes([(0, count)])
         result = steps.run(chunks=[(0, count + 1)], drafts=counts, **written)
         sampled = int32_view(result.sampled_token_ids).tolist()
-        assert len(sampled) == 3 or not written
+        assert len(sampled) == 3 or not written or head.has_states
         tokens += sampled
+    assert num_drafts == 8 * NUM_DRAFTS or (head.has_states and num_drafts > 4 * NUM_DRAFTS)
     assert tokens == expected[: len(tokens)]
+
+
+def test_model_keeps_the_hidden_states_that_a_head_reads(head: Head) -> None:
+    steps = make_steps(head)
+    steps.run(slots=[0], new=[steps.new(0, PROMPT)], chunks=[(0, len(PROMPT))])
+    kept_TE = steps.runner.model.kept_hidden_TE
+    size = head.model.config.hidden_size
+    is_kept = head.layers or head.reads_unnormed
+    states_TE = kept_TE[:, size:] if is_kept else kept_TE[:, :size]
+    torch.testing.assert_close(states_TE, read_states(head, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_do_not_fit_are_refused(head: Head, tmp_path: Path) -> None:
@@ -229,4 +359,27 @@ def test_heads_that_do_not_fit_are_refused(head: Head, tmp_path: Path) -> None:
     wide = write_model(tmp_path, "LlamaConfig", "LlamaForCausalLM", {"hidden_size": 128})
     other = SpeculativeConfig(3, ProposerMethod.EAGLE, model=str(tmp_path))
     with pytest.raises(ConfigError, match="hidden size of 128, the model of 64"):
-        Steps(head.path, wide.config.vocab_size, BLOCK_SIZE, speculative=other)
+        Steps(head.path, wide.config.vocab_size, head.block_size, speculative=other)
+
+
+def test_eagle3_heads_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    head = eagle3_of_speculators(tmp_path)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    no_embedding = {name: each for name, each in tensors.items() if name != "embed_tokens.weight"}
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    for fields, changed, error, reason in (
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, CheckpointError, "Deepseek"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, {}, CheckpointError, r"0 to 3.*\[1, 9\]"),
+        ({}, {"d2t": tensors["d2t"] + 1000}, ConfigError, "the model from 0 to"),
+        ({}, {"fc.weight": torch.zeros(32, 7)}, ConfigError, r"\(32, 7\), not \(32, 128\)"),
+        ({}, {"layers.0.extra.weight": torch.zeros(1)}, CheckpointError, "extra"),
+        ({}, None, ConfigError, "hidden size of 32, the model of 64"),
+    ):
+        (wrong / "config.json").write_text(json.dumps(config | fields))
+        written = no_embedding if changed is None else tensors | changed
+        save_file(written, wrong / "model.safetensors")
+        speculative = SpeculativeConfig(3, ProposerMethod.EAGLE3, model=str(wrong))
+        with pytest.raises(error, match=reason):
+            Steps(head.path, head.model.config.vocab_size, BLOCK_SIZE, speculative=speculative)

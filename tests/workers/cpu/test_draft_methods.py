@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine.protocol.arrays import int32_bytes, int32_view
-from engine.protocol.config import ProposerMethod, SpeculativeConfig
+from engine.protocol.config import (
+    CPUBackend,
+    DeviceConfig,
+    ProposerMethod,
+    SpeculativeConfig,
+)
 from engine.protocol.errors import ConfigError
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.worker_messages import ModelRunnerOutput
-from support.draft_heads import write_eagle_head
+from support.draft_heads import write_eagle3_head, write_eagle_head
 from support.native_decoders import BLOCK_SIZE
 from support.tiny_checkpoints import QWEN3, gemma3_gguf, layers_directory, qwen3_directory
 from support.worker_steps import GREEDY, Steps
@@ -51,6 +56,7 @@ class Checkpoints(NamedTuple):
     target: tuple[object, int]
     other: tuple[object, int]
     head: object
+    eagle3: object
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +67,15 @@ def checkpoints(tmp_path_factory) -> Checkpoints:
     head = tmp_path_factory.mktemp("head")
     vocab_size = target_model.config.vocab_size
     write_eagle_head(head, LlamaConfig(**QWEN3 | {"vocab_size": vocab_size}))
-    return Checkpoints((target, vocab_size), (other, other_model.config.vocab_size), head)
+    eagle3 = tmp_path_factory.mktemp("eagle3")
+    write_eagle3_head(eagle3, target_model.config, 100, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    return Checkpoints((target, vocab_size), (other, other_model.config.vocab_size), head, eagle3)
 
 
-def make_steps(model: tuple[object, int], speculative: SpeculativeConfig | None) -> Steps:
-    return Steps(*model, BLOCK_SIZE, speculative=speculative)
+def make_steps(
+    model: tuple[object, int], speculative: SpeculativeConfig | None, **options: Any
+) -> Steps:
+    return Steps(*model, options.pop("block_size", BLOCK_SIZE), speculative=speculative, **options)
 
 
 def take(received: Received, result: ModelRunnerOutput, slots: list[int]) -> int:
@@ -136,15 +146,46 @@ def method(name: str, **fields) -> SpeculativeConfig:
 
 
 @pytest.mark.parametrize("resumes", (False, True), ids=("alone", "resumed"))
-@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
 def test_drafts_change_no_token(checkpoints, plain, name, resumes):
-    models = {"draft_model": checkpoints.other[0], "eagle": checkpoints.head}
+    models = {
+        "draft_model": checkpoints.other[0],
+        "eagle": checkpoints.head,
+        "eagle3": checkpoints.eagle3,
+    }
     fields = {"model": str(models[name])} if name in models else {}
     steps = make_steps(checkpoints.target, method(name, **fields))
     received, num_verified, num_right = generate(steps, resumes=resumes)
     assert received == plain["target"]
     assert num_right <= num_verified
     assert num_verified > 0
+
+
+@pytest.mark.parametrize("name", ["suffix", "draft_model"])
+def test_drafts_of_models_in_torch_change_no_token(checkpoints, name):
+    torch_only = {"device": DeviceConfig(cpu_backend=CPUBackend.TORCH)}
+    expected, _, _ = generate(make_steps(checkpoints.target, None, **torch_only), num_drafts=0)
+    fields = {"model": str(checkpoints.other[0])} if name == "draft_model" else {}
+    steps = make_steps(checkpoints.target, method(name, **fields), **torch_only)
+    received, num_verified, num_right = generate(steps, resumes=True)
+    assert received.tokens == expected.tokens
+    assert len(received.logprobs) == len(expected.logprobs)
+    assert 0 < num_right <= num_verified
+
+
+@pytest.mark.parametrize("backend", [CPUBackend.NATIVE, CPUBackend.TORCH])
+def test_drafts_do_not_change_tokens_of_recurrent_models(tmp_path, backend):
+    """The blocks and segments of states limit the drafts."""
+    path, model = layers_directory(tmp_path, "delta net")
+    target = path, model.config.vocab_size
+    options = {"device": DeviceConfig(cpu_backend=backend), "block_size": 96}
+    expected, _, _ = generate(make_steps(target, None, **options), num_drafts=0)
+    other, _ = qwen3_directory(tmp_path / "other")
+    for name, fields in (("suffix", {}), ("draft_model", {"model": str(other)})):
+        steps = make_steps(target, method(name, **fields), **options)
+        received, num_verified, _ = generate(steps)
+        assert received.tokens == expected.tokens
+        assert num_verified > 0
 
 
 def test_every_draft_of_an_equal_model_is_right(checkpoints, plain):

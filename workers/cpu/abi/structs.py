@@ -55,6 +55,7 @@ OP_KINDS = (
     "clamp",
     "keep_hidden",
     "choose_keys",
+    "quantize_inputs",
 )
 
 

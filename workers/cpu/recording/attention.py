@@ -72,7 +72,7 @@ class AttentionRecorder:
         """
         spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
-        qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias)
+        qkv, biases = self._blocks.packed_rows(rows, spec.qkv_bias, layer.input_size)
         output = self._attention_output(prefix, spec.output_dim)
         columns = len(shard.heads(spec)) // len(shard.kv_heads(spec)) * spec.output_dim
         if output.activation_kind == ActivationKind.INT8 and columns % GROUP_SIZE:
@@ -91,7 +91,14 @@ class AttentionRecorder:
         if self._altup is not None:
             parts.append(self._altup.laurel_projection(prefix))
             biases = [*biases, None]
-        self._blocks.add_projection(prefix, norms.attention_input, parts, biases, input_kind)
+        self._blocks.add_projection(
+            prefix,
+            norms.attention_input,
+            parts,
+            biases,
+            input_kind,
+            input_size=layer.input_size,
+        )
         if self._altup is not None:
             assert norms.attention_input is not None
             first_column = sum(part.n for part in qkv)

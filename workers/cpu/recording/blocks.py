@@ -54,6 +54,7 @@ class BlockRecorder:
         biases: Sequence[Floats | None],
         kind: ActivationKind | None = None,
         first_column: int = 0,
+        input_size: int = 0,
     ) -> ActivationKind:
         """Record products of the normed residual stream, side by side. Return the format that they read last.
 
@@ -64,6 +65,7 @@ class BlockRecorder:
             biases: Their biases.
             kind: The format in which the stream is already quantized, and must stay; None if it is not.
             first_column: The column at which they begin.
+            input_size: The elements beside the residual stream that they read instead of it, if it is not 0.
         """
         start = 0
         while start < len(parts):
@@ -75,7 +77,7 @@ class BlockRecorder:
             ):
                 stop += 1
             if kind != needed:
-                kind = self.quantize(prefix, norm, needed)
+                kind = self.quantize(prefix, norm, needed, input_size)
             self.program.add_op(
                 "linear",
                 input_kind=kind,
@@ -179,14 +181,24 @@ class BlockRecorder:
         )
 
     def quantize(
-        self, prefix: str, norm: str | None, inputs: list[PackedWeight] | ActivationKind
+        self,
+        prefix: str,
+        norm: str | None,
+        inputs: list[PackedWeight] | ActivationKind,
+        input_size: int = 0,
     ) -> ActivationKind:
-        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return the format."""
+        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return the format.
+
+        With `input_size` so many elements beside the residual stream are quantized instead, without a norm.
+        """
         kind = (
             inputs
             if isinstance(inputs, ActivationKind)
             else inputs[0].activation_kind.for_whole_rows
         )
+        if input_size:
+            self.program.add_op("quantize_inputs", activation_kind=kind, num_columns=input_size)
+            return kind
         vectors = [None] if norm is None else self.hidden_norm(f"{prefix}{norm}")
         self.program.add_op("quantize", activation_kind=kind, vectors=vectors)
         return kind
@@ -291,11 +303,11 @@ class BlockRecorder:
         return self.packed_rows(self.weights.rows(prefix, names, sizes, parts), has_bias)
 
     def packed_rows(
-        self, rows: list[Rows], has_bias: bool
+        self, rows: list[Rows], has_bias: bool, input_size: int = 0
     ) -> tuple[list[PackedWeight], list[Floats | None]]:
-        """Return matrices that read the residual stream, and their biases."""
+        """Return matrices that read the residual stream, or `input_size` elements beside it, and their biases."""
         reader = self.weights
-        weights = reader.packed_together(rows, self.spec.hidden_size)
+        weights = reader.packed_together(rows, input_size or self.spec.hidden_size)
         biases: list[Floats | None] = [None] * len(rows)
         if has_bias:
             biases = [

@@ -68,7 +68,7 @@ def attended_dim(spec: ModelSpec) -> int:
 def _projection_and_mixed_size(
     layer: LayerSpec, spec: ModelSpec, shard: ModelShard
 ) -> tuple[int, int]:
-    """Return the elements of a layer's first products, and the most that a last product reads, on this rank."""
+    """Return the elements of a layer's first products, and the most that a product reads, on this rank."""
     projection = mixed = 0
     if layer.attends and spec.latent is None:
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
@@ -92,7 +92,7 @@ def _projection_and_mixed_size(
         others.append(2 * len(shares[shard.tensor_parallel.rank]))
     if spec.per_layer_inputs is not None:
         others.append(spec.per_layer_inputs.size)
-    return max(projection, *others), mixed
+    return max(projection, *others), max(mixed, layer.input_size)
 
 
 def _streams_size(spec: ModelSpec) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -25,8 +27,9 @@ from .mixers import record_mixer
 class Recorder:
     """Records the layers of this shard, with their weights, in a program.
 
-    What fills the caches of cross attention is recorded in the program `store`. With `keeps_hidden` the hidden states
-    before the final norm are written behind the normed ones.
+    What fills the caches of cross attention is recorded in the program `store`. The hidden states that
+    `kept_layers` read, one behind the other, are written behind the normed ones; behind the last layer are those before
+    the final norm.
     """
 
     def __init__(
@@ -39,10 +42,10 @@ class Recorder:
         store: NativeProgram | None = None,
         *,
         places_embeddings: bool = False,
-        keeps_hidden: bool = False,
+        kept_layers: Sequence[int] = (),
     ) -> None:
         self._places_embeddings = places_embeddings
-        self._keeps_hidden = keeps_hidden
+        self._kept_layers = kept_layers
         self.embedding: PackedWeight | None = None
         """The embedding of tokens, once it is recorded."""
         self._program = program
@@ -103,14 +106,14 @@ class Recorder:
         if shard.is_first and self._altup is not None:
             self._altup.expand()
         for place, index in enumerate(shard.layers):
+            self._keep_hidden(index)
             self._record_layer(place, f"layers.{index}.", spec.layers[index])
             if index < spec.num_deepstack_layers:
                 program.add_op("add_placed", first_column=(index + 1) * spec.hidden_size)
         if shard.is_last:
             if self._altup is not None:
                 self._altup.reduce()
-            if self._keeps_hidden:
-                program.add_op("keep_hidden", first_column=spec.hidden_size)
+            self._keep_hidden(len(spec.layers))
             norm = self._blocks.hidden_norm("norm") if spec.has_final_norm else [None]
             program.add_op("final_norm", vectors=norm)
         if shard.is_last and not spec.has_head:
@@ -147,6 +150,12 @@ class Recorder:
             self._store.program.add_op("final_norm", vectors=[None])
             self._store.program.add_op("head")
         weights.finish()
+
+    def _keep_hidden(self, index: int) -> None:
+        """Record where the hidden states that the layer reads are kept, if they are."""
+        for place, kept in enumerate(self._kept_layers, 1):
+            if kept == index:
+                self._program.add_op("keep_hidden", first_column=place * self._spec.hidden_size)
 
     def _record_layer(self, place: int, prefix: str, layer: LayerSpec) -> None:
         """Record a layer, the `place`-th of this shard."""

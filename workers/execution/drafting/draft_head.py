@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ....protocol.arrays import Int32Array, Int64Array
-from ....protocol.config import EngineConfig, ProposerMethod
+from ....protocol.config import EngineConfig
 from ....protocol.errors import ConfigError
 from ....protocol.kv_cache_groups import AttentionKind
 from ....protocol.worker_messages import SchedulerOutput
@@ -31,21 +31,19 @@ from ...cpu.decoder import NativeDecoder
 from ...cpu.drafts import Drafts
 from ...cpu.library import NotSupportedNatively
 from ...device.device import count_threads
-from ...dtypes import on_host
+from ...dtypes import as_tensor, on_host
 from ...loaders import Checkpoint, open_checkpoint
-from ...loaders.tensor_names import translate_names
 from ...models.kv_cache_groups import group_layers, kv_cache_groups
 from ...parallel.shard import ModelShard
-from ...source.products import NativeProduct
 from ..kv_cache import KVCache
 from ..model_loader import Model
-from . import head_layouts
 from .computed import ComputedRows
-from .head_layouts import HeadLayout, read_eagle, read_mtp
+from .fusion import Fusion, read_token_ids
+from .head_layouts import HeadLayout, read_layout
 
 
 class DraftHead:
-    """The drafting head of a worker.
+    """The drafting head of a worker. Each rank of a tensor-parallel model has all of it.
 
     Raises:
         CheckpointError: The head cannot be served.
@@ -64,34 +62,27 @@ class DraftHead:
         speculative = config.scheduler.speculative
         assert speculative is not None
         self._name = f"--speculative-config with method {speculative.method.value!r}"
-        if not isinstance(target, NativeDecoder) or target.shard.tensor_parallel.size > 1:
+        if not isinstance(target, NativeDecoder):
             raise ConfigError(
-                f"{self._name} needs a model that runs as a native CPU program without --tensor-parallel-size; "
-                "use another method"
+                f"{self._name} needs a model that runs as a native CPU program; use another method"
             )
-        if speculative.method is ProposerMethod.EAGLE:
-            assert speculative.model is not None
+        if speculative.model is not None:
             checkpoint = open_checkpoint(speculative.model)
-            layout = read_eagle(checkpoint)
-        else:
-            layout = read_mtp(target.spec, checkpoint)
+        layout = read_layout(speculative, target.spec, checkpoint)
         kinds = [group.kind for group in target_cache.groups]
         if AttentionKind.FULL not in kinds or target.spec.num_positions:
             raise ConfigError(
                 f"{self._name} needs a model with full attention and without a table of positions; use another method"
             )
         self._group = kinds.index(AttentionKind.FULL)
-        if layout.spec.hidden_size != target.spec.hidden_size:
-            raise ConfigError(
-                f"{self._name}: the head has a hidden size of {layout.spec.hidden_size}, the model of "
-                f"{target.spec.hidden_size}; use a head for this model"
-            )
         self._target, self._layout = target, layout
-        self._size = target.spec.hidden_size
+        self._num_threads = count_threads(config)
+        self._fusion = Fusion(layout, checkpoint, target, dtype, self._num_threads, self._name)
         self._model = self._load(config, target, layout, checkpoint, dtype, on_progress)
+        self._token_ids = read_token_ids(layout, checkpoint, target.spec.num_token_ids, self._name)
         self._cache = KVCache(self._model, config.model.max_model_len, torch.device("cpu"))
         target_cache.add_follower(self._cache)
-        self._read_projection(layout, checkpoint, dtype)
+        self._target_cache = target_cache
         self._batch: PersistentBatch
 
     def _load(
@@ -117,7 +108,6 @@ class DraftHead:
             dtype=target.attention.dtype,
             device=torch.device("cpu"),
         )
-        self._num_threads = count_threads(config)
         try:
             return NativeDecoder(
                 spec,
@@ -129,31 +119,10 @@ class DraftHead:
                 on_progress=on_progress,
                 quantization=config.model.quantization,
                 num_threads=self._num_threads,
-                keeps_hidden=True,
+                kept_layers=(len(spec.layers),),
             )
         except NotSupportedNatively as error:
             raise ConfigError(f"{self._name}: {error}; use another method") from error
-
-    def _read_projection(
-        self, layout: HeadLayout, checkpoint: Checkpoint, dtype: torch.dtype
-    ) -> None:
-        stored = translate_names(checkpoint.names(), layout.tensor_names)
-
-        def read(name: str) -> Tensor | None:
-            return checkpoint.tensor(stored[name], torch.float32) if name in stored else None
-
-        if head_layouts.PROJECTION not in stored:
-            raise checkpoint.missing("fc.weight")
-        matrix = checkpoint.tensor(stored[head_layouts.PROJECTION], dtype)
-        if matrix.shape != (self._size, 2 * self._size):
-            raise ConfigError(
-                f"{self._name}: the projection has the shape {tuple(matrix.shape)}, not "
-                f"{(self._size, 2 * self._size)}; use a head for this model"
-            )
-        self._project = NativeProduct(matrix, self._num_threads)
-        self._projection_bias = read(head_layouts.PROJECTION_BIAS)
-        self._embedding_norm = read(head_layouts.EMBEDDING_NORM)
-        self._hidden_norm = read(head_layouts.HIDDEN_NORM)
 
     @property
     def block_bytes(self) -> int:
@@ -197,10 +166,11 @@ class DraftHead:
         offsets_T = np.arange(counts_S.sum()) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
         rows_T = torch.from_numpy(np.repeat(rows_S, counts_S) + offsets_T)
         hidden_TE = computed.hidden_TE[rows_T]
-        hidden_TD = self._part(hidden_TE, is_normed=not self._layout.reads_unnormed)
+        hidden_TD = self._fusion.read_target(hidden_TE)
         outputs_TE = self._run(slots_S, begins_S, counts_S, hidden_TD)
         room_S = self._batch.max_model_len - 1 - lengths_S
         limits_S = np.minimum(drafts.limits[slots_S], room_S)
+        limits_S = self._target_cache.limit_proposals(limits_S, lengths_S, num_unwritten=2)
         limits_S[drafts.num_drafts(slots_S) > 0] = 0
         wants_S = limits_S > 0
         if not samples or not wants_S.any():
@@ -221,13 +191,20 @@ class DraftHead:
                 goes_on_S = limits_S > index
                 slots_S, lengths_S = slots_S[goes_on_S], lengths_S[goes_on_S]
                 limits_S, outputs_SE = limits_S[goes_on_S], outputs_SE[torch.from_numpy(goes_on_S)]
-                hidden_SD = self._part(outputs_SE, is_normed=self._layout.returns_normed)
+                hidden_SD = self._fusion.read_own(outputs_SE)
                 begins_S = lengths_S + index - 2
                 outputs_SE = self._run(slots_S, begins_S, np.ones_like(slots_S), hidden_SD)
-            normed_SD = self._part(outputs_SE, is_normed=True)
             positions_S = (lengths_S + index).astype(np.int32)
-            chosen_S = self._target.choose_tokens(normed_SD, slots_S.astype(np.int32), positions_S)
+            chosen_S = self._choose(outputs_SE, slots_S.astype(np.int32), positions_S)
             tokens[slots_S, positions_S] = chosen_S.numpy()
+
+    def _choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
+        """Return the tokens at these positions that follow from the head's hidden states, [S]."""
+        normed_SD = outputs_SE[:, : self._layout.spec.hidden_size]
+        if self._token_ids is None:
+            return self._target.choose_tokens(normed_SD, slots_S, positions_S)
+        logits_SC = as_tensor(self._model.compute_logits(normed_SD))
+        return self._target.choose_among(self._token_ids, logits_SC, slots_S, positions_S)
 
     def _run(
         self, slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray, hidden_TD: Tensor
@@ -235,11 +212,11 @@ class DraftHead:
         """Return the head's hidden states [T, E] at `counts_S` positions of each slot, from `begins_S`."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
         tokens = on_host(self._batch.token_ids_NL)
-        embedded_TD = self._target.embed(
+        embedded_TD = self._fusion.embed(
             torch.from_numpy(tokens[plan.slots_T, plan.positions_T + 1])
         )
         self._model.forward(
-            self._fuse(embedded_TD, hidden_TD),
+            self._fusion.fuse(embedded_TD, hidden_TD),
             torch.from_numpy(plan.positions_T),
             self._cache.layers,
             self._cache.attention_metadata(self._batch, plan),
@@ -247,30 +224,9 @@ class DraftHead:
         assert self._model.kept_hidden_TE is not None
         return self._model.kept_hidden_TE
 
-    def _fuse(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
-        """Return the input of the head's layer."""
-        parts = [_norm(embedded_TD, self._embedding_norm, self._model.spec.norm_eps)]
-        parts.append(_norm(hidden_TD, self._hidden_norm, self._model.spec.norm_eps))
-        if self._layout.has_hidden_first:
-            parts.reverse()
-        projected_TD = self._project(torch.cat(parts, dim=1))
-        return (
-            projected_TD if self._projection_bias is None else projected_TD + self._projection_bias
-        )
-
-    def _part(self, hidden_TE: Tensor, *, is_normed: bool) -> Tensor:
-        """Return the hidden states after the final norm, or before it."""
-        return hidden_TE[:, : self._size] if is_normed else hidden_TE[:, self._size :]
-
     def warm_up(self) -> None:
         """Run the head into the null block, because kernels are prepared on first use."""
         num_tokens = min(self._batch.block_size, self._batch.max_model_len) - 1
         for count in (num_tokens, 1):
-            hidden_TD = torch.zeros((count, self._size), dtype=torch.float32)
+            hidden_TD = torch.zeros((count, self._layout.spec.hidden_size), dtype=torch.float32)
             self._run(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), hidden_TD)
-
-
-def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    if weight_D is None:
-        return x_TD
-    return torch.nn.functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)

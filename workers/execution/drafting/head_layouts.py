@@ -1,51 +1,102 @@
 """The layouts of published drafting heads: where their tensors are, and what they read.
 
-A head predicts the token after the next one. It projects the next token's embedding and the model's hidden state of the
-last token to one vector, which passes one decoder layer. The model's own output projection makes logits of the result.
+A head predicts the token after the next one. It makes one vector of the next token's embedding and the model's hidden
+state of the last token, which passes a decoder layer. An output projection, mostly the model's own, makes logits of the
+result.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
+from ....protocol.checkpoint.config_fields import ConfigFields
+from ....protocol.config import ProposerMethod, SpeculativeConfig
 from ....protocol.errors import CheckpointError
-from ...layers.spec import ModelSpec
-from ...loaders import Checkpoint
+from ...layers.spec import LayerSpec, ModelSpec, NormNames
+from ...loaders import Checkpoint, open_checkpoint
 from ...loaders.tensor_names import TensorNames
 from ...models.families import model_spec
 
+EMBEDDING: Final = "embedding.weight"
 EMBEDDING_NORM: Final = "embedding_norm.weight"
 HIDDEN_NORM: Final = "hidden_norm.weight"
 PROJECTION: Final = "projection.weight"
 PROJECTION_BIAS: Final = "projection.bias"
+TOKEN_OFFSETS: Final = "token_offsets"
+
+_EAGLE3_NAMES: Final = re.compile(
+    r"LlamaForCausalLMEagle3|Eagle3(Llama|Qwen\w*)ForCausalLM|Eagle3Speculator|Eagle3DraftModel|"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
     """A head in a checkpoint.
 
-    `spec` is its decoder layer, without embedding and output projection. `tensor_names` translates the names of the
-    other tensors to those above; the norms and the bias are optional. The projection reads the hidden state behind the
-    embedding, or before it with `has_hidden_first`. The hidden state is that of the model after its final norm, or
-    before it with `reads_unnormed`. For the following token it is the head's own, after its final norm with
-    `returns_normed`, else before it.
+    `spec` is its decoder layer, without embedding, and without output projection unless the head has one of its own.
+    `tensor_names` translates the names of the other tensors to those above; the projection is not optional.
+
+    The projection reads the hidden state behind the embedding, or before it with `has_hidden_first`. The hidden state
+    is that of the model after its final norm, or those that the model keeps with `reads_kept`. For the following token
+    it is the head's own, after its final norm with `returns_normed`, else before it.
+
+    With `projects_states` the projection reads only hidden states of the model, and makes one of them. The layer then
+    reads the embedding and that hidden state, both normed, side by side, and adds its output to the hidden state, which
+    is the normed one with `adds_to_normed`.
     """
 
     spec: ModelSpec
     tensor_names: TensorNames
     has_hidden_first: bool = False
-    reads_unnormed: bool = False
+    reads_kept: bool = False
     returns_normed: bool = False
+    projects_states: bool = False
+    adds_to_normed: bool = False
 
 
-def read_eagle(checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of an EAGLE head (arXiv 2401.15077): a layer without input norm, and without a final one.
+def read_layout(
+    speculative: SpeculativeConfig, target: ModelSpec, checkpoint: Checkpoint
+) -> HeadLayout:
+    """Return the layout of the head in a checkpoint.
 
     Raises:
-        CheckpointError: The layer is of an unknown architecture.
+        CheckpointError: There is none, or not of a known layout.
     """
+    if speculative.method is ProposerMethod.MTP:
+        return _read_mtp(target, checkpoint)
+    if speculative.method is ProposerMethod.EAGLE3:
+        return _read_eagle3(checkpoint)
+    return _read_eagle(checkpoint)
+
+
+def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
+    """Return the layers of the model whose inputs the head reads; behind the last layer is the final norm.
+
+    Raises:
+        CheckpointError: The head's config has layers that the model does not have.
+    """
+    count = len(target.layers)
+    if speculative.method is not ProposerMethod.EAGLE3 or speculative.model is None:
+        return (count,)
+    checkpoint = open_checkpoint(speculative.model)
+    fields = ConfigFields(checkpoint.config, checkpoint.config_path)
+    name = "eagle_aux_hidden_state_layer_ids"
+    section = fields.section("eagle_config")
+    layers = fields.get(name) or (None if section is None else section.get(name))
+    # The configs of the first published heads do not name their layers.
+    layers = layers or [2, count // 2, count - 3]
+    if not isinstance(layers, list) or any(
+        not isinstance(layer, int) or not 0 <= layer <= count for layer in layers
+    ):
+        raise fields.wrong(name, f"a list of layers from 0 to {count}, those of the model", layers)
+    return tuple(layers)
+
+
+def _read_eagle(checkpoint: Checkpoint) -> HeadLayout:
+    """Return the layout of an EAGLE head (arXiv 2401.15077): a layer without input norm, and without a final one."""
     config = dict(checkpoint.config)
     names = config.get("architectures") or ["LlamaForCausalLM"]
     config["architectures"] = [re.sub(r"^Eagle(?=[A-Z])", "", str(names[0]))]
@@ -61,53 +112,163 @@ def read_eagle(checkpoint: Checkpoint) -> HeadLayout:
     return HeadLayout(spec, ((r"^(model\.)?fc\.", "projection."),))
 
 
-def read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of the layer for multi-token prediction in a model's checkpoint.
+def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
+    """Return the layout of an EAGLE-3 head (arXiv 2503.01840) for Llama.
 
-    Raises:
-        CheckpointError: There is none, or not of a known layout.
+    Speculators, a library that trains such heads, has the fields of the layer in a section.
     """
-    names = checkpoint.names()
-    index = len(target.layers)
-    for layer, projection, difference in (
-        (rf"layers\.{index}\.", "eh_proj", False),
-        (r"mtp_layers\.0\.", "input_proj", True),
-    ):
-        pattern = re.compile(rf"(^|.*\.){layer}{projection}\.weight")
-        if any(pattern.fullmatch(name) for name in names):
-            return _mtp_of_layer(target, layer, has_own_names=difference)
+    config: dict[str, Any] = dict(checkpoint.config)
+    section = config.get("transformer_layer_config")
+    names = config.get("architectures") or [""]
+    if not _EAGLE3_NAMES.fullmatch(str(names[0])):
+        raise CheckpointError(
+            checkpoint.path,
+            f"the architecture {names[0]!r} is not that of an EAGLE-3 head with a layer of Llama, such as "
+            "'LlamaForCausalLMEagle3'; use another head, or another method of --speculative-config",
+        )
+    of_layer = {**config, **section} if isinstance(section, dict) else config
+    vocab_size = config.get("draft_vocab_size") or of_layer.get("vocab_size")
+    of_layer |= {"architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size}
+    spec = model_spec(of_layer, checkpoint.config_path)
+    first = replace(
+        spec.layers[0],
+        input_size=2 * spec.hidden_size,
+        norms=NormNames(attention_input=None),
+    )
+    stored = checkpoint.names()
+    layer = r"^(?:model\.)?(?:midlayer|layers\.0)\."
+    fusion = (
+        (rf"{layer}input_layernorm\.", "embedding_norm."),
+        (rf"{layer}hidden_norm\.", "hidden_norm."),
+        (r"^(model\.)?fc\.", "projection."),
+        (r"^(model\.)?embed_tokens\.", "embedding."),
+        (r"^(model\.)?d2t$", TOKEN_OFFSETS),
+    )
+    outside = (
+        rf"{layer}(input_layernorm|hidden_norm)\..*|^(model\.)?((fc|embed_tokens)\..*|d2t|t2d)$",
+        "",
+    )
+    inside = (layer, "layers.0.")
+    spec = replace(
+        _headless(spec),
+        layers=(first, *spec.layers[1:]),
+        has_head=any(name.endswith("lm_head.weight") for name in stored),
+        tensor_names=(
+            outside,
+            inside,
+            (r"^(model\.)?(?!lm_head\.)(?=.)", "model."),
+            *spec.tensor_names,
+        ),
+    )
+    return HeadLayout(
+        spec,
+        fusion,
+        reads_kept=True,
+        projects_states=True,
+        adds_to_normed=bool(config.get("norm_before_residual", isinstance(section, dict))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MTPNames:
+    """A layout of layers for multi-token prediction: regular expressions of the names of tensors, and properties.
+
+    `start` begins all names, `layer` those of the decoder layer. `others` are copies of tensors of the model.
+    """
+
+    start: str
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    others: str
+    has_hidden_first: bool = False
+    reads_kept: bool = False
+    returns_normed: bool = False
+
+
+def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
+    """Return those of DeepSeek-V3 and GLM-4.5, of MiMo, and of Qwen3-Next and Qwen3.5."""
+    return (
+        _MTPNames(
+            start=rf"layers\.{num_layers}\.",
+            layer="",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            projection="eh_proj",
+            final_norm=r"shared_head\.norm",
+            others=r"embed_tokens|shared_head\.head",
+        ),
+        _MTPNames(
+            start=r"mtp_layers\.0\.",
+            layer="",
+            embedding_norm="token_layernorm",
+            hidden_norm="hidden_layernorm",
+            projection="input_proj",
+            final_norm="final_layernorm",
+            others="embed_tokens",
+            has_hidden_first=True,
+            reads_kept=True,
+            returns_normed=True,
+        ),
+        _MTPNames(
+            start=r"mtp\.",
+            layer=r"layers\.0\.",
+            embedding_norm="pre_fc_norm_embedding",
+            hidden_norm="pre_fc_norm_hidden",
+            projection="fc",
+            final_norm="norm",
+            others="embed_tokens|lm_head",
+            returns_normed=True,
+        ),
+    )
+
+
+def _read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
+    """Return the layout of the layer for multi-token prediction in a model's checkpoint."""
+    stored = checkpoint.names()
+    for names in _mtp_layouts(len(target.layers)):
+        pattern = re.compile(rf"(^|.*\.){names.start}{names.projection}\.weight")
+        if any(pattern.fullmatch(name) for name in stored):
+            return _mtp_layout(target, names)
     raise CheckpointError(
         checkpoint.path,
         "there is no layer for multi-token prediction of a known layout; use another method of --speculative-config",
     )
 
 
-def _mtp_of_layer(target: ModelSpec, layer: str, *, has_own_names: bool) -> HeadLayout:
-    """Return the layout of DeepSeek-V3 and GLM-4.5, or that of MiMo, which `has_own_names`."""
+def _mtp_layout(target: ModelSpec, names: _MTPNames) -> HeadLayout:
+    start = rf"^(?:.*\.)?{names.start}"
     parts = {
-        "enorm|token_layernorm": "embedding_norm.",
-        "hnorm|hidden_layernorm": "hidden_norm.",
-        "eh_proj|input_proj": "projection.",
+        names.embedding_norm: "embedding_norm.",
+        names.hidden_norm: "hidden_norm.",
+        names.projection: "projection.",
     }
-    start = rf"^(?:.*\.)?{layer}"
-    fusion = tuple((rf"{start}(?:{part})\.", name) for part, name in parts.items())
-    elsewhere = (rf"^(?!(.*\.)?{layer}).*", "")
-    outside = (rf"{start}(?:{'|'.join(parts)}|embed_tokens|shared_head\.head)\..*", "")
-    final = (rf"{start}(?:shared_head\.norm|final_layernorm)\.", "model.norm.")
-    inside = (start, "model.layers.0.")
-    last = replace(target.layers[-1], kv_source=None)
     spec = replace(
         _headless(target),
-        layers=(last,),
-        tensor_names=(elsewhere, outside, final, inside, *target.tensor_names),
+        layers=(_attending(target),),
+        tensor_names=(
+            (rf"^(?!(.*\.)?{names.start}).*", ""),
+            (rf"{start}(?:{'|'.join(parts)}|{names.others})\..*", ""),
+            (rf"{start}(?:{names.final_norm})\.", "model.norm."),
+            (rf"{start}{names.layer}", "model.layers.0."),
+            *target.tensor_names,
+        ),
     )
     return HeadLayout(
         spec,
-        fusion,
-        has_hidden_first=has_own_names,
-        reads_unnormed=has_own_names,
-        returns_normed=has_own_names,
+        tuple((rf"{start}{part}\.", name) for part, name in parts.items()),
+        has_hidden_first=names.has_hidden_first,
+        reads_kept=names.reads_kept,
+        returns_normed=names.returns_normed,
     )
+
+
+def _attending(target: ModelSpec) -> LayerSpec:
+    """Return the last layer of a model that attends and has no state."""
+    layers = [layer for layer in target.layers if layer.attends and layer.recurrent is None]
+    return replace(layers[-1] if layers else target.layers[-1], kv_source=None)
 
 
 def _headless(spec: ModelSpec) -> ModelSpec:

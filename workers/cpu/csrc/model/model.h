@@ -37,7 +37,7 @@ struct ModelShape {
   int32_t is_bidirectional;  // a token sees its whole sequence, of which a step has all tokens or none
   int32_t keeps_block;       // the residual stream is normed between a block's last product and its addition
   int32_t router_size;  // the most logits of a layer's router, with that of the shared experts' gate; 0 without experts
-  int32_t projection_size, mixed_size;  // the most numbers that a layer's first products have, and a last one reads
+  int32_t projection_size, mixed_size;  // the most numbers that a layer's first products have, and a product reads
   int32_t num_streams;  // of a token, with alternating updates; else 0
   int32_t input_size;   // the inputs of this stage's layers and of those behind it; 0 without
   LatentShape latent;
@@ -134,6 +134,7 @@ enum class OpKind : int32_t {
   embed_inputs = 31,  // inputs = scale * the token's row of parts[0], or row 0 if it is not of the table's `num_columns`
                       // rows. With several ranks: part = the row if this rank, whose rows begin at `first_column`, has it
   add_inputs = 32,    // inputs = (scale * the projection, each layer's columns normed by vectors[0], + inputs) / sqrt(2)
+  quantize_inputs = 44,  // activations[0] = the inputs from `first_column` on
   gate_by_inputs = 33,  // activations[1] = activation(projection) * the layer's inputs, which begin at `first_column`
 
   // Streams with alternating updates (phases/streams.h):

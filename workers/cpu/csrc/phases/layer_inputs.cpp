@@ -25,6 +25,12 @@ void LayerInputs::add(const Op& op, const Rows& rows, int r) const {
   model_.rows.scale(inputs, std::sqrt(0.5f), size);
 }
 
+void LayerInputs::quantize(const Op& op, const Rows& rows, int r) const {
+  const int size = op.num_columns;
+  const size_t row_bytes = activation_row_bytes(op.activation_kind, size);
+  quantize_rows(op.activation_kind, row(r) + op.first_column, size, 1, size, rows.activations(0, r, row_bytes));
+}
+
 void LayerInputs::gate(const Op& op, const Rows& rows, int r) const {
   const int size = op.num_columns;
   float* const gates = rows.qkv(r);

@@ -1,4 +1,5 @@
-// Inputs of layers beside the hidden states (PLE of Gemma 3n and 4): a vector for each token and layer.
+// Inputs of layers beside the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), or what the first
+// attention of a drafting head reads.
 //
 // A row has those of this stage's layers and of all layers behind it, which are passed on with the hidden states.
 #pragma once
@@ -23,6 +24,8 @@ class LayerInputs {
   void embed(const Op& op, int row) const;
   // Adds the projection, and norms each layer's part of it.
   void add(const Op& op, const Rows& rows, int row) const;
+  // Writes the activations of inputs that a product reads.
+  void quantize(const Op& op, const Rows& rows, int row) const;
   // Writes the activations of the gates in the projection, times the inputs of a layer.
   void gate(const Op& op, const Rows& rows, int row) const;
 

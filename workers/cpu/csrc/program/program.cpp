@@ -233,6 +233,7 @@ int Program::begin_op(const Op& op) {
       if (op.target == LinearTarget::part) ranks_.meet();
       return share_rows(op, 2 * op.num_columns);
     case OpKind::share_gates:
+    case OpKind::quantize_inputs:
     case OpKind::gate_by_inputs:
     case OpKind::clamp:
       return share_rows(op, op.num_columns);

@@ -98,6 +98,8 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
       return inputs_.embed(op, row);
     case OpKind::add_inputs:
       return inputs_.add(op, rows, row);
+    case OpKind::quantize_inputs:
+      return inputs_.quantize(op, rows, row);
     case OpKind::gate_by_inputs:
       return inputs_.gate(op, rows, row);
     case OpKind::expand_streams:

@@ -1,0 +1,76 @@
+"""Servers whose drafts come from a head give the same answers as without drafts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.draft_heads import add_qwen3_5_layer, write_eagle3_head
+from support.server import Server, assert_nothing_is_held
+from support.tiny_checkpoints import layers_directory, qwen3_directory
+
+FLAGS = (
+    *("--dtype", "float32", "--served-model-name", "tiny", "--cpu-backend", "native"),
+    *("--max-num-batched-tokens", "64", "--max-num-seqs", "6", "--inject-preemption", "0.02"),
+)
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.8, "seed": 5, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "seed": 6, "top_p": 0.9, "top_k": 40, "min_tokens": 60},
+    {"temperature": 0, "stop": ["e"]},
+    {"temperature": 0.7, "seed": 3, "structured_outputs": {"regex": "([a-f]+ [0-9]+, )+"}},
+]
+
+
+def eagle3_on_two_ranks(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model, flags, and the fields that choose its head."""
+    _, model = qwen3_directory(path / "model")
+    layers = [0, 1, 2]
+    write_eagle3_head(path / "head", model.config, 150, eagle_aux_hidden_state_layer_ids=layers)
+    fields = {"method": "eagle3", "model": str(path / "head"), "draft_tensor_parallel_size": 1}
+    return path / "model", ["-tp", "2"], fields
+
+
+def mtp_of_recurrent_model(path: Path) -> tuple[Path, list[str], dict[str, Any]]:
+    """Return a model, flags, and the fields that choose its layer for multi-token prediction."""
+    _, model = layers_directory(path, "delta net")
+    add_qwen3_5_layer(path, model.config)
+    return path, [], {"method": "mtp"}
+
+
+@pytest.mark.parametrize("make", [eagle3_on_two_ranks, mtp_of_recurrent_model])
+def test_heads_do_not_change_answers(tmp_path: Path, make: Any) -> None:
+    path, flags, fields = make(tmp_path)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4, 300) for _ in range(rng.randrange(1, 110))] for _ in SAMPLING]
+    requests = [
+        {"prompt": prompt, "max_tokens": 90, "ignore_eos": True, "return_token_ids": True} | each
+        for prompt, each in zip(prompts, SAMPLING, strict=True)
+    ]
+
+    def answers(speculative: dict[str, Any]) -> list[Any]:
+        config = json.dumps(speculative)
+        with Server(str(path), *FLAGS, *flags, "--speculative-config", config) as server:
+
+            def ask(body: dict[str, Any]) -> Any:
+                status, answer = server.post("/v1/completions", body)
+                assert status == 200, answer
+                (choice,) = answer["choices"]
+                return choice["token_ids"], choice["finish_reason"], choice["logprobs"]
+
+            with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+                found = list(pool.map(ask, requests))
+            found += [ask(requests[0])]
+            assert_nothing_is_held(server)
+            verified = server.metric("engine:spec_decode_num_draft_tokens_total")
+            assert (verified > 50) == (speculative is not none)
+        return found
+
+    none = {"num_speculative_tokens": 0}
+    expected = answers(none)
+    assert answers({"num_speculative_tokens": 3, "adaptive": False, **fields}) == expected

@@ -1,0 +1,162 @@
+"""The beginning of a drafting head, which makes the input of its layer of embeddings and hidden states.
+
+Shapes: T tokens, D hidden size of the head, E elements of the hidden states that the model keeps of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....protocol.errors import ConfigError
+from ...cpu.decoder import NativeDecoder
+from ...loaders import Checkpoint
+from ...loaders.tensor_names import translate_names
+from ...source.products import NativeProduct
+from . import head_layouts
+from .head_layouts import HeadLayout
+
+
+class Fusion:
+    """The embedding, the norms and the projection of a head.
+
+    Args:
+        layout: The layout of the head.
+        checkpoint: The head's checkpoint.
+        target: The model, which keeps the hidden states that the head reads.
+        dtype: The dtype of the matrices.
+        num_threads: The threads that compute the projection.
+        name: What errors call the head.
+
+    Raises:
+        CheckpointError: A tensor is missing.
+        ConfigError: The head is for another model.
+    """
+
+    def __init__(
+        self,
+        layout: HeadLayout,
+        checkpoint: Checkpoint,
+        target: NativeDecoder,
+        dtype: torch.dtype,
+        num_threads: int,
+        name: str,
+    ) -> None:
+        self._layout, self._target = layout, target
+        self._size, self._eps = layout.spec.hidden_size, layout.spec.norm_eps
+        self._target_size = target.spec.hidden_size
+        stored = translate_names(checkpoint.names(), layout.tensor_names)
+
+        def read(name: str) -> Tensor | None:
+            return checkpoint.tensor(stored[name], torch.float32) if name in stored else None
+
+        def norm(name: str) -> Tensor | None:
+            weight = read(name)
+            return None if weight is None else weight + layout.spec.norm_weight_offset
+
+        if head_layouts.EMBEDDING not in stored and self._size != self._target_size:
+            raise ConfigError(
+                f"{name}: the head has a hidden size of {self._size}, the model of {self._target_size}, and the head has "
+                "no embedding of its own; use a head for this model"
+            )
+        if head_layouts.PROJECTION not in stored:
+            raise checkpoint.missing("fc.weight")
+        matrix = checkpoint.tensor(stored[head_layouts.PROJECTION], dtype)
+        width = target.kept_width - self._target_size
+        shape = self._size, width if layout.projects_states else self._size + self._target_size
+        if matrix.shape != shape:
+            raise ConfigError(
+                f"{name}: the projection has the shape {tuple(matrix.shape)}, not {shape}; use a head for this model"
+            )
+        self._project = NativeProduct(matrix, num_threads)
+        self._bias = read(head_layouts.PROJECTION_BIAS)
+        self._embedding_norm = norm(head_layouts.EMBEDDING_NORM)
+        self._hidden_norm = norm(head_layouts.HIDDEN_NORM)
+        self._embedding_VD: Tensor | None = None
+        if head_layouts.EMBEDDING in stored:
+            embedding_VD = checkpoint.tensor(stored[head_layouts.EMBEDDING], dtype)
+            if not self._equals_target(embedding_VD):
+                self._embedding_VD = embedding_VD
+
+    def _equals_target(self, embedding_VD: Tensor) -> bool:
+        """Return whether samples of an embedding are equal to those of the model, which then serves both."""
+        if embedding_VD.shape[1] != self._target_size:
+            return False
+        count = min(len(embedding_VD), self._target.spec.vocab_size)
+        ids = torch.linspace(0, count - 1, min(count, 256)).int()
+        return torch.equal(embedding_VD[ids].float(), self._target.embed(ids))
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Return the embeddings of tokens, float32 [T, D]."""
+        if self._embedding_VD is None:
+            return self._target.embed(ids_T)
+        return self._embedding_VD[ids_T.clamp(max=len(self._embedding_VD) - 1)].float()
+
+    def read_target(self, hidden_TE: Tensor) -> Tensor:
+        """Return the hidden states, [T, D], that the head reads of those that the model keeps."""
+        layout, size = self._layout, self._target_size
+        states = hidden_TE[:, size:] if layout.reads_kept else hidden_TE[:, :size]
+        return self._projected(states.contiguous()) if layout.projects_states else states
+
+    def read_own(self, hidden_TE: Tensor) -> Tensor:
+        """Return the hidden states, [T, D], that the head reads of its own, [T, 2 D]."""
+        if self._layout.returns_normed:
+            return hidden_TE[:, : self._size]
+        return hidden_TE[:, self._size :]
+
+    def fuse(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        """Return the input of the head's layer, [T, D] or [T, 3 D]."""
+        embedded_TD = _norm(embedded_TD, self._embedding_norm, self._eps)
+        normed_TD = _norm(hidden_TD, self._hidden_norm, self._eps)
+        if self._layout.projects_states:
+            first_TD = normed_TD if self._layout.adds_to_normed else hidden_TD
+            return torch.cat((first_TD, embedded_TD, normed_TD), dim=1)
+        parts = (embedded_TD, normed_TD)
+        return self._projected(
+            torch.cat(parts[::-1] if self._layout.has_hidden_first else parts, dim=1)
+        )
+
+    def _projected(self, x_TK: Tensor) -> Tensor:
+        projected_TD = self._project(x_TK)
+        return projected_TD if self._bias is None else projected_TD + self._bias
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    if weight_D is None:
+        return x_TD
+    return torch.nn.functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def read_token_ids(
+    layout: HeadLayout, checkpoint: Checkpoint, vocab_size: int, name: str
+) -> Tensor | None:
+    """Return the model's token of each token of a head with its own output projection, int64; None without one.
+
+    Args:
+        layout: The layout of the head.
+        checkpoint: The head's checkpoint.
+        vocab_size: The size of the model's vocabulary.
+        name: What errors call the head.
+
+    Raises:
+        ConfigError: A token is not in the model's vocabulary.
+    """
+    if not layout.spec.has_head:
+        return None
+    count = layout.spec.vocab_size
+    ids = torch.arange(count)
+    stored = translate_names(checkpoint.names(), layout.tensor_names)
+    if head_layouts.TOKEN_OFFSETS in stored:
+        offsets = checkpoint.tensor(stored[head_layouts.TOKEN_OFFSETS]).long()
+        if offsets.shape != (count,):
+            raise ConfigError(
+                f"{name}: the tensor 'd2t' has the shape {tuple(offsets.shape)}, not ({count},), the head's "
+                "vocabulary; use another head"
+            )
+        ids += offsets
+    if count and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ConfigError(
+            f"{name}: the head has tokens from {ids.min()} to {ids.max()}, the model from 0 to {vocab_size - 1}; "
+            "use a head for this model"
+        )
+    return ids
