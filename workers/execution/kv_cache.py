@@ -155,9 +155,9 @@ class KVCache:
         """
         if not self.has_states:
             return num_drafts_S
-        num_tokens_S = num_tokens_S.astype(np.int32)
-        most_S = (1 - num_tokens_S) % self._attention.block_size + num_unwritten - 1
-        return np.minimum(self.limit_drafts(num_drafts_S, num_tokens_S), most_S.clip(0))
+        tokens_S: Int32Array = num_tokens_S.astype(np.int32)
+        most_S = (1 - tokens_S) % self._attention.block_size + num_unwritten - 1
+        return np.minimum(self.limit_drafts(num_drafts_S, tokens_S), most_S.clip(0))
 
     def free(self) -> None:
         """Free the cache."""
