@@ -216,7 +216,7 @@ class ClientOutputs:
 
         With `has_stats`, the client that receives the statistics gets a message in any case.
         """
-        outputs = {}
+        outputs: dict[int, EngineCoreOutputs] = {}
         for client_index, outbox in self._outboxes.items():
             if outbox.finished or outbox.aborted or (has_stats and not outputs):
                 outputs[client_index] = outbox.flush(self._core_index, now)

@@ -29,9 +29,9 @@ class TwoReplicas:
         cores: The cores that run; a test may close and replace them.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, **changes: Any) -> None:
         parallel = ParallelConfig(data_parallel_size=2)
-        self.config = engine_config(run_dir, epoch=FIRST_EPOCH, parallel=parallel)
+        self.config = engine_config(run_dir, epoch=FIRST_EPOCH, parallel=parallel, **changes)
         self.cores = [opened(EchoCore(self.config, index)) for index in range(2)]
         self.client = opened(EngineClient(self.config, 0, smollm2_tokenizer()))
         self._publisher = opened(StatusPublisher(opened(_Context()), self.config))

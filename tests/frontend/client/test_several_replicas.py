@@ -10,9 +10,10 @@ from engine.frontend.client.engine_client import EngineClient, ReplicaUnavailabl
 from engine.frontend.client.replicas.routing import HEADROOM
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks, root_hash
-from engine.protocol.config import FIRST_EPOCH, ParallelConfig
+from engine.protocol.config import FIRST_EPOCH, KVTransferConfig, ParallelConfig
 from engine.protocol.file_identity import LoraAdapter
-from engine.protocol.messages import ReplicaLoadUpdate
+from engine.protocol.kv_transfer.direct import request_name
+from engine.protocol.messages import AbortRequests, ReplicaLoadUpdate
 from engine.protocol.supervisor_messages import ReplicaState
 from support.client_requests import PROMPT, request
 from support.echo_core import EchoCore
@@ -48,6 +49,33 @@ async def test_sequences_move_to_another_replica_if_theirs_is_delayed(tmp_path: 
     [rest] = await drive(cores[0], group.result())
     assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
     assert client.ready and client.num_inflight == 0
+
+
+@on_event_loop
+async def test_sequences_of_a_draining_replica_move_and_name_where_their_blocks_are(
+    tmp_path: Path,
+) -> None:
+    replicas = TwoReplicas(tmp_path, kv_transfer=KVTransferConfig("direct"))
+    cores, client = replicas.cores, await replicas.start()
+    proxied = replace(request(40), kv_transfer_params={"do_remote_decode": True})
+    group = await client.submit([replace(request(40), data_parallel_rank=0)], request_id="moves")
+    await client.submit([replace(proxied, data_parallel_rank=0)], request_id="stays")
+    await replicas.arrived(2, 0)
+    [(_, begun)] = await drive(cores[0], read_next(group))
+    (first, *_) = cores[0].requests
+    draining = [replicas.info(0, state=ReplicaState.DRAINING), replicas.info(1)]
+    await replicas.publish_until(draining, lambda: bool(cores[1].requests))
+    await replicas.arrived(1, 1)
+    released = [m for m in cores[0].received if isinstance(m, AbortRequests)]
+    assert [each.are_moved for each in released] == [True]
+    (moved,) = cores[1].requests
+    assert moved.kv_transfer_params == {
+        "do_remote_prefill": True,
+        "replica": 0,
+        "remote_request_id": request_name(0, first.request_index, first.arrival_time),
+    }
+    [rest] = await drive(cores[1], group.result())
+    assert begun.token_ids + rest.token_ids == [PROMPT[i % len(PROMPT)] for i in range(40)]
 
 
 @on_event_loop
