@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from engine.core.kv_cache.cached_prefix import group_key
 from engine.protocol.config import SpeculativeConfig
-from engine.protocol.config.scheduler import ProposerMethod
 from engine.protocol.errors import ConfigError
 from engine.protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 from engine.protocol.messages import EncoderInput, EventKind, FinishReason
@@ -193,14 +192,6 @@ def test_7_3_cross_attention_blocks_are_allocated_once():
 def test_a_connector_requires_full_attention(settings):
     with pytest.raises(ConfigError, match="kv_connector='model' supports only full"):
         Harness(connector=ModelConnector(), **settings)
-
-
-def test_drafts_of_a_model_are_refused_beside_states():
-    segments = KVCacheGroup(AttentionKind.STATE_SPACE, 16)
-    with pytest.raises(ConfigError, match="method='draft_model' is not supported"):
-        Harness(
-            groups=(FULL, segments), speculative=SpeculativeConfig(2, ProposerMethod.DRAFT_MODEL)
-        )
 
 
 def test_states_before_rejected_drafts_have_blocks():
