@@ -8,9 +8,11 @@ second.
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
+
+from .config.parallel import ReplicaRole
 
 # any process -> supervisor
 
@@ -67,13 +69,22 @@ class ReplicaAction(enum.StrEnum):
     DRAIN = "drain"
     UNDRAIN = "undrain"
     RESTART = "restart"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+NEW_ROLES: Final = {
+    ReplicaAction.PREFILL: ReplicaRole.PREFILL,
+    ReplicaAction.DECODE: ReplicaRole.DECODE,
+}
+"""The role that a replica has after an action."""
 
 
 class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, frozen=True):
     """A request to the supervisor to change the state of a replica, forwarded by a frontend.
 
     DRAIN stops new requests to the replica, and UNDRAIN allows them again. RESTART drains the replica, restarts its
-    processes when its last request has ended, and then undrains it.
+    processes when its last request has ended, and then undrains it. PREFILL and DECODE change the role of a replica.
     """
 
     replica: int
@@ -128,7 +139,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     """One replica. `epoch` counts its lives. `is_up` is set while its core and workers are ready.
 
     `is_resuming` is set after a crash of the core alone: its streams continue with the next core. `has_ended` is set
-    while the core has ended and the next one has not started.
+    while the core has ended and the next one has not started. `role` is None in an engine without roles.
     """
 
     replica: int
@@ -139,6 +150,7 @@ class ReplicaInfo(msgspec.Struct, gc=False):
     is_resuming: bool = False
     is_up: bool = True
     has_ended: bool = False
+    role: ReplicaRole | None = None
 
 
 class EngineStatus(msgspec.Struct, gc=False):

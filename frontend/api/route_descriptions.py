@@ -72,7 +72,10 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/load": (OPERATORS, "Return the number of sequences that run or wait, of all frontends."),
     "/engine/status": (OPERATORS, "List all processes of the engine."),
     "/replicas": (OPERATORS, "List the replicas with their state and load."),
-    "/replicas/{index}/{action}": (OPERATORS, "Drain, undrain or restart a replica."),
+    "/replicas/{index}/{action}": (
+        OPERATORS,
+        "Drain, undrain or restart a replica, or change its role.",
+    ),
     "/reset_prefix_cache": (OPERATORS, "Empty the prefix caches of all replicas."),
     "/v1/load_lora_adapter": (
         OPERATORS,

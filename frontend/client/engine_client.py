@@ -127,8 +127,7 @@ class EngineClient:
         self.groups = GroupFactory(config, tokenizer, self._input, self._output.wake_soon)
         self._context: zmq.Context[Any] = zmq.Context()
         self.cores: list[CoreConnection] = []
-        roles = config.parallel.replica_roles
-        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs, roles)
+        self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
         self._drains = DrainMoves(config, client_index, self.cores)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()

@@ -12,6 +12,7 @@ import zmq
 from ...protocol.config import EngineConfig
 from ...protocol.heartbeat import BEAT_INTERVAL_S
 from ...protocol.supervisor_messages import (
+    NEW_ROLES,
     EngineStatus,
     ProcessInfo,
     ReplicaAction,
@@ -65,12 +66,15 @@ class EngineWatch:
             TimeoutError: The supervisor did not execute it.
         """
         self._reporter.send_command(ReplicaCommand(replica, action))
-        is_to_serve = action is ReplicaAction.UNDRAIN
+        is_to_serve, role = action is ReplicaAction.UNDRAIN, NEW_ROLES.get(action)
         async with asyncio.timeout(ANSWER_S):
             while True:
                 await asyncio.sleep(ANSWER_POLL_S)
                 info = self.status.replicas[replica]
-                if (info.state is ReplicaState.SERVING) == is_to_serve:
+                if role is not None:
+                    if info.role is role:
+                        return info
+                elif (info.state is ReplicaState.SERVING) == is_to_serve:
                     return info
 
     @property

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Final
 
+from ...protocol.config import ReplicaRole
 from ...protocol.heartbeat import BEAT_INTERVAL_S
-from ...protocol.supervisor_messages import ReplicaAction, ReplicaCommand, ReplicaInfo, ReplicaState
+from ...protocol.supervisor_messages import (
+    NEW_ROLES,
+    ReplicaAction,
+    ReplicaCommand,
+    ReplicaInfo,
+    ReplicaState,
+)
 from .recovery import RecoveryUnit
 
 LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
@@ -13,18 +22,26 @@ LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
 
 
 class Rotation:
-    """The states of all replicas. Commands that would leave no serving replica are ignored."""
+    """The states of all replicas, and their roles if they have some.
 
-    def __init__(self, units: list[RecoveryUnit], timeout_s: float) -> None:
-        self._places = [_Place(unit) for unit in units]
+    Commands that would leave no serving replica are ignored.
+    """
+
+    def __init__(
+        self, units: list[RecoveryUnit], timeout_s: float, roles: Sequence[ReplicaRole] = ()
+    ) -> None:
+        self._places = [_Place(*each) for each in zip_longest(units, roles)]
         self._timeout_s = timeout_s
 
     def apply_command(self, command: ReplicaCommand, now: float) -> None:
-        """Start to drain, restart or undrain a replica."""
+        """Start to drain, restart or undrain a replica, or change its role."""
         if not 0 <= command.replica < len(self._places):
             return
         place = self._places[command.replica]
-        if command.action is ReplicaAction.UNDRAIN:
+        if command.action in NEW_ROLES:
+            if place.role is not None:
+                place.role = NEW_ROLES[command.action]
+        elif command.action is ReplicaAction.UNDRAIN:
             place.will_stay_drained = False
             if place.state is not ReplicaState.RESTARTING:
                 place.enter(ReplicaState.SERVING, now)
@@ -70,8 +87,9 @@ class _Place:
         will_stay_drained: Whether it stays out of the rotation after a restart.
     """
 
-    def __init__(self, unit: RecoveryUnit) -> None:
+    def __init__(self, unit: RecoveryUnit, role: ReplicaRole | None) -> None:
         self.unit = unit
+        self.role = role
         self.state = ReplicaState.SERVING
         self.since = 0.0
         self.will_restart = False
@@ -109,4 +127,5 @@ class _Place:
             is_resuming=self.unit.is_resuming,
             is_up=self.unit.is_up,
             has_ended=self.unit.has_ended,
+            role=self.role,
         )

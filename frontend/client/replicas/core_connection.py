@@ -17,7 +17,7 @@ import zmq
 
 from ....protocol import transport
 from ....protocol.arrays import int32_bytes
-from ....protocol.config import PROTOCOL_VERSION, EngineConfig
+from ....protocol.config import PROTOCOL_VERSION, EngineConfig, ReplicaRole
 from ....protocol.errors import EngineError
 from ....protocol.messages import (
     AbortRequests,
@@ -84,6 +84,7 @@ class CoreConnection:
         lost_time: When the core was last lost, in CLOCK_MONOTONIC seconds.
         is_serving: Whether the core accepts new requests.
         is_in_rotation: Whether requests may wait for this core.
+        role: What the core's replica computes.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class CoreConnection:
         self.lost_time = 0.0
         self.is_serving = True
         self.is_in_rotation = True
+        self.role = config.parallel.role_of(core_index)
         self.epoch = 0
         self._latest_epoch = 0
         self._excused_epoch = 0
@@ -129,6 +131,7 @@ class CoreConnection:
         """Apply the supervisor's status of this core."""
         self.is_in_rotation = replica.state in (ReplicaState.SERVING, ReplicaState.RESTARTING)
         self.is_serving = replica.is_up and replica.state is ReplicaState.SERVING
+        self.role = replica.role or self.role
         latest_epoch = replica.epoch + replica.has_ended
         self._latest_epoch = max(self._latest_epoch, latest_epoch)
         if latest_epoch > self.epoch:
@@ -139,9 +142,16 @@ class CoreConnection:
         if not self.ready:
             self.fail_calls(self._unavailable_error())
 
+<<<<<<< HEAD
     def _lose(self) -> None:
         if self.ready:
             self.ready, self.lost_time = False, time.monotonic()
+=======
+    @property
+    def is_for_prefill(self) -> bool:
+        """True if the core computes prompts for other replicas, and generates only while none of them serves."""
+        return self.role is ReplicaRole.PREFILL
+>>>>>>> kv
 
     def exited_silently(self, epoch: int) -> bool:
         """Return whether the core of that epoch exited without naming requests and without a requested restart."""

@@ -1,8 +1,8 @@
-"""Sequences of replicas that drain, which continue at others with their blocks of the KV cache."""
+"""Sequences that leave their replicas, and continue at others with their blocks of the KV cache."""
 
 from __future__ import annotations
 
-from ....protocol.config import EngineConfig
+from ....protocol.config import EngineConfig, ReplicaRole
 from ....protocol.kv_transfer.direct import DIRECT_CONNECTOR, request_name
 from ....protocol.kv_transfer.multi import find_connector
 from ....protocol.supervisor_messages import EngineStatus, ReplicaState
@@ -11,10 +11,10 @@ from .core_connection import CoreConnection
 
 
 class DrainMoves:
-    """Decides which sequences leave a replica that drains, and makes its core hold their blocks.
+    """Decides which sequences leave a replica that drains or becomes a prefill replica.
 
-    The replica at which a sequence continues fetches them by the direct connector, and computes those that it does not
-    get. Without that connector, sequences finish where they are.
+    Its core holds their blocks. The replica at which a sequence continues fetches them by the direct connector, and
+    computes those that it does not get. Without that connector, sequences finish where they are.
     """
 
     def __init__(
@@ -28,14 +28,22 @@ class DrainMoves:
         )
         self._client_index = client_index
         self._cores = cores
-        self._draining: set[int] = set()
+        self._prefilling = {
+            replica
+            for replica, role in enumerate(config.parallel.replica_roles)
+            if role is ReplicaRole.PREFILL
+        }
+        self._leaving: set[int] = set()
 
     def apply_status(self, status: EngineStatus) -> None:
-        """Apply a status of the supervisor, which says which replicas drain."""
+        """Apply a status of the supervisor, which the connections to the cores have applied."""
         if self._is_possible:
-            self._draining = {
+            before = self._prefilling
+            self._prefilling = {core.core_index for core in self._cores if core.is_for_prefill}
+            self._leaving = {
                 info.replica for info in status.replicas if info.state is ReplicaState.DRAINING
             }
+            self._leaving |= self._prefilling - before
 
     def _must_move(self, sequence: Sequence) -> bool:
         """Return whether a sequence is to continue at another replica.
@@ -46,14 +54,17 @@ class DrainMoves:
         request = sequence.request
         params = request.kv_transfer_params
         return (
-            sequence.core_index in self._draining
+            sequence.core_index in self._leaving
             and sequence.was_accepted
             and not (sequence.finished or sequence.is_silent_suspect or request.is_suspect)
             and request.pooling_params is None
             and not request.encoder_inputs
             and request.sampling_params.prompt_logprobs is None
             and (params is None or not params.get("do_remote_decode"))
-            and any(core.ready and core.is_serving for core in self._cores)
+            and any(
+                core.ready and core.is_serving and core.core_index != sequence.core_index
+                for core in self._cores
+            )
         )
 
     def release(self, sequence: Sequence) -> bool:

@@ -117,7 +117,7 @@ class RemotePrefill:
 
     def _is_worthwhile(self, request: EngineCoreRequest, core: CoreConnection) -> bool:
         """Return whether enough of a prompt is not cached at its replica, and can be computed elsewhere."""
-        if self._parallel.role_of(core.core_index) is not ReplicaRole.DECODE:
+        if core.role is not ReplicaRole.DECODE:
             return False
         if (
             request.pooling_params is not None

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ....protocol.block_hash import adapter_key, block_keys
-from ....protocol.config import ReplicaRole
 from ....protocol.errors import EngineError
 from ....protocol.messages import EngineCoreRequest
 from ...metrics.metrics import Metrics
@@ -38,10 +37,8 @@ class Router:
         cores: list[CoreConnection],
         metrics: Metrics,
         max_num_seqs: int,
-        roles: Sequence[ReplicaRole] = (),
     ) -> None:
         self._cores = cores
-        self._roles = roles
         self._metrics = metrics
         self._max_num_seqs = max_num_seqs
 
@@ -113,17 +110,13 @@ class Router:
         if not candidates:
             # The requests wait for a core. A drained core would not accept them by itself.
             candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
-        if self._roles:
-            candidates = [c for c in candidates if not self._is_for_prefill(c)] or candidates
+        candidates = [core for core in candidates if not core.is_for_prefill] or candidates
         return self._choose_among(candidates, request, more)
 
     def choose_prefill_core(self, request: EngineCoreRequest) -> CoreConnection | None:
         """Return the prefill replica for a prompt, or None if none serves."""
-        candidates = [core for core in self.open_cores() if self._is_for_prefill(core)]
+        candidates = [core for core in self.open_cores() if core.is_for_prefill]
         return self._choose_among(candidates, request, _NO_SEQUENCES) if candidates else None
-
-    def _is_for_prefill(self, core: CoreConnection) -> bool:
-        return self._roles[core.core_index] is ReplicaRole.PREFILL
 
     def _choose_among(
         self,
