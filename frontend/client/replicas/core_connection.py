@@ -142,16 +142,14 @@ class CoreConnection:
         if not self.ready:
             self.fail_calls(self._unavailable_error())
 
-<<<<<<< HEAD
     def _lose(self) -> None:
         if self.ready:
             self.ready, self.lost_time = False, time.monotonic()
-=======
+
     @property
     def is_for_prefill(self) -> bool:
         """True if the core computes prompts for other replicas, and generates only while none of them serves."""
         return self.role is ReplicaRole.PREFILL
->>>>>>> kv
 
     def exited_silently(self, epoch: int) -> bool:
         """Return whether the core of that epoch exited without naming requests and without a requested restart."""
