@@ -1,0 +1,86 @@
+"""Models that read images, with the greedy answers of transformers to the prompts that a server made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
+from support.server import Server
+from support.vision_checkpoints import image_processor, vision_directory
+
+TOKEN_TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+CHATS = [
+    ("the quick", picture(1, 200, 150), "brown fox", picture(2, 64, 64), "jumps"),
+    ("the quick", picture(1, 200, 150), "brown fox", picture(3, 64, 64), "jumps"),
+    (picture(4, 90, 210), "over the lazy dog"),
+    ("seven wizards", picture(5, 64, 64), picture(5, 64, 64)),
+    ("brew tea",),
+]
+
+
+class Model:
+    """A checkpoint, and transformers' greedy answers to the prompts that the server made."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.kind = kind
+        self.path, self.model = vision_directory(directory, kind)
+        self._answers: dict[int, list[int]] = {}
+
+    def check(self, index: int, answer: dict[str, Any]) -> None:
+        """Compare the server's answer to `CHATS[index]` with that of transformers."""
+        if index not in self._answers:
+            self._answers[index] = self._generate(CHATS[index], answer["prompt_token_ids"])
+        assert answer["choices"][0]["token_ids"] == self._answers[index], CHATS[index]
+
+    def _generate(self, parts: tuple[str | Image.Image, ...], prompt: list[int]) -> list[int]:
+        images = [part for part in parts if isinstance(part, Image.Image)]
+        inputs: dict[str, Any] = {}
+        if images:
+            nests = self.kind in ("idefics3", "smolvlm", "llava_onevision")
+            batch = [images] if nests else images
+            options = {"patch_size": 16} if self.kind == "mistral3" else {}
+            processed = image_processor(self.path, self.kind)(batch, return_tensors="pt", **options)
+            names = ("pixel_values", "image_sizes", "image_position_ids", "batch_num_images")
+            inputs = {name: processed[name] for name in names if name in processed}
+        return self._continue(prompt, inputs)
+
+    @torch.inference_mode()
+    def _continue(self, prompt: list[int], inputs: dict[str, Any]) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            types = {}
+            if self.kind in TOKEN_TYPES:
+                is_image = torch.tensor([tokens]) == self.model.config.image_token_id
+                types[TOKEN_TYPES[self.kind]] = is_image.long()
+            if self.kind.startswith("paligemma"):
+                num_generated = len(tokens) - len(prompt)
+                types["token_type_ids"] = torch.tensor([[0] * len(prompt) + [1] * num_generated])
+            logits = self.model(input_ids=torch.tensor([tokens]), **inputs, **types).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        return tokens[len(prompt) :]
+
+    def check_video(self, server: Server) -> None:
+        """Compare the server's answer to a video with that of transformers."""
+        frames = [picture(seed, 64, 64) for seed in (31, 32, 33)]
+        part = {"type": "video", "video": [data_url(frame) for frame in frames], "fps": 1.0}
+        status, answer = server.post("/v1/chat/completions", chat("a", part, "b"))
+        assert status == 200, answer
+        # Each frame is read as one tile, as images of a prompt with several are by LLaVA-OneVision.
+        options = {"do_image_splitting": False} if self.kind == "smolvlm" else {}
+        pixels = image_processor(self.path, self.kind, **options)([frames], return_tensors="pt")[
+            "pixel_values"
+        ]
+        inputs = {"pixel_values": pixels}
+        if self.kind == "llava_onevision":
+            inputs = {"pixel_values_videos": pixels.view(1, 3, 3, 64, 64)}
+        expected = self._continue(answer["prompt_token_ids"], inputs)
+        assert answer["choices"][0]["token_ids"] == expected
+
+    def check_all(self, server: Server, indices: list[int]) -> None:
+        """Send conversations at the same time, and compare all answers."""
+        answers = ask_together(server, [chat(*CHATS[index]) for index in indices])
+        for index, answer in zip(indices, answers, strict=True):
+            self.check(index, answer)
