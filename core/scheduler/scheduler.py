@@ -115,12 +115,10 @@ class Scheduler(SchedulerInterface):
         self.loras = LoraCache(config.max_cpu_loras)
         self._drafts: Drafts | None = None
         if config.speculative is not None:
+            has_states = any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups)
+            shared = config.speculative, self._running, self._grammars
             self._drafts = Drafts(
-                config.speculative,
-                self._running,
-                self._grammars,
-                uses_placeholders=config.async_scheduling,
-                has_states=any(x.kind is AttentionKind.STATE_SPACE for x in kv_cache_groups),
+                *shared, uses_placeholders=config.async_scheduling, has_states=has_states
             )
         self.lifecycle = lifecycle = RequestLifecycle(
             requirements=Requirements.from_config(
