@@ -18,6 +18,9 @@ pytest.importorskip("playwright", reason="the package playwright is not installe
 from playwright.sync_api import Browser, expect, sync_playwright
 from support.web_browser import WebPage, find_chromium, launch_chromium
 
+# The first test waits for a server and, on a slow machine, for minutes of npm.
+pytestmark = pytest.mark.timeout(900)
+
 KEY = "a-key"
 WEB = Path(__file__).parents[2] / "frontend" / "web"
 
