@@ -79,7 +79,6 @@ STATUS_S: Final = 2.0
 STATUS_POLL_S: Final = 0.02
 """Seconds between checks for that status."""
 
-
 BeginRecording = Callable[[RequestGroup], Recording]
 
 
@@ -133,7 +132,7 @@ class EngineClient:
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
         self.output_log: OutputLog | None = None
-        self.metrics.watch_replicas(self._is_up)
+        self.metrics.watch_replicas(lambda rank: self.watch is not None and self.watch.is_up(rank))
         self._started: asyncio.Future[None] | None = None
         self._prefill = RemotePrefill(
             config, client_index, self._router, lambda: self._indices.next_free(), self._send
@@ -394,8 +393,7 @@ class EngineClient:
         for sequence in list(self._output.sequences.values()):
             if sequence.core_index == ready.core_index and self._may_continue(sequence):
                 self._resubmit(sequence, self.cores[ready.core_index].lost_time)
-        is_restarted = self._config.epoch != FIRST_EPOCH
-        can_serve = is_restarted or all(core.ready for core in self.cores)
+        can_serve = self._config.epoch != FIRST_EPOCH or all(core.ready for core in self.cores)
         if can_serve and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
@@ -451,9 +449,6 @@ class EngineClient:
         self._output.process(outputs)
         self._isolation_queue[outputs.core_index].advance()
 
-    def _is_up(self, replica: int) -> bool:
-        return self.watch is not None and self.watch.is_up(replica)
-
     def _apply_status(self, status: EngineStatus) -> None:
         """Apply a status, and move sequences away from cores that are down and not about to resume."""
         if status.failure:
@@ -497,8 +492,8 @@ class EngineClient:
 
     def _handle_lost_outputs(self, core_index: int) -> None:
         """Fail the sequences without progress since the last loss. The others continue as after a crash of the core."""
-        at_core = [s for s in self._output.sequences.values() if s.core_index == core_index]
-        stuck = [sequence for sequence in at_core if sequence.lose_outputs()]
+        sequences = list(self._output.sequences.values())
+        stuck = [s for s in sequences if s.core_index == core_index and s.lose_outputs()]
         self._output.fail_sequences(
             stuck, "the engine lost this request's tokens twice; retry the request"
         )

@@ -24,11 +24,11 @@ from ..cpu.library import NotSupportedNatively
 from ..dtypes import AnyArray, as_tensor, torch_dtype
 from ..sampling import SamplerOutput, SamplingMetadata
 from .drafting.computed import ComputedRows
+from .drafting.verification import choose_verified, plan_verification
 from .kv_cache import KVCache
 from .pooling import Pooled
 from .request_states import RequestStates
 from .runner import GrammarSource
-from .verification import choose_verified, plan_verification
 
 if TYPE_CHECKING:
     from .drafting.draft_head import DraftHead

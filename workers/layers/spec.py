@@ -263,7 +263,6 @@ class ModelSpec:
     `norms` has none for it.
 
     With `qkv_bias` queries, keys and values have biases, but keys only with `key_bias`.
-
     With `mlp_bias` the projections of MLPs have biases, with `mlp_output_bias` only the last one.
 
     `qk_norm` is "head" (one norm for each head, with shared weights), "each head" (with weights of its own), "unit"
@@ -271,7 +270,6 @@ class ModelSpec:
     `rotates_before_norm` it follows the rotary embedding. `rope_order` is the order of a head's stored rows: rotation
     pairs row i with row i + R/2 of the R rotated ones ("half"), each even row with the next ("interleaved"), or row
     i + R/2 with row i ("swapped").
-
     With `has_value_norm` each value is divided by its root mean square. Values have `value_dim` elements if that is not
     None, and in the cache as many as keys: further ones, which nothing reads.
 
@@ -290,7 +288,6 @@ class ModelSpec:
     the score (ALiBi, arXiv 2108.12409). With `num_distance_buckets` a number is added to the score, which each query
     head has for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). With `has_sinks` each query head
     has a score that takes part in every softmax, without a value.
-
     With `latent` there is one key/value head, and `head_dim` is the size of its keys in the cache.
 
     Hidden states are multiplied by `embedding_scale` after the embedding and every block's output by
@@ -302,12 +299,11 @@ class ModelSpec:
     `num_deepstack_layers` further parts, each is added to the hidden states of these tokens after one of the first
     layers (DeepStack, arXiv 2406.04334).
 
-    `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and
-    its replacement, which are applied in order. Tensors whose names become empty are not used.
-    With `has_grouped_qkv` one matrix has the rows of each key/value head together: those of its query heads, of its key
-    and of its value. With `num_qkv_blocks` it has those of as many blocks of heads: of their queries, their values and
-    their keys (CodeGen, arXiv 2203.13474). With `has_transposed_matrices` the layers' matrices are stored as [inputs,
-    outputs].
+    `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
+    replacement, which are applied in order. Tensors whose names become empty are not used. With `has_grouped_qkv` one
+    matrix has the rows of each key/value head together: those of its query heads, of its key and of its value. With
+    `num_qkv_blocks` it has those of as many blocks of heads: of their queries, their values and their keys (CodeGen,
+    arXiv 2203.13474). With `has_transposed_matrices` the layers' matrices are stored as [inputs, outputs].
     """
 
     model_type: str

@@ -112,6 +112,7 @@ VISION_SIZES = {
     "num_heads": 2,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "deepstack_visual_indexes": [],
     "fullatt_block_indexes": [],
 }

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...protocol.arrays import BoolArray, Int32Array, Int64Array
-from ...protocol.worker_messages import ModelRunnerOutput
-from ..batch import StepPlan, plan_chunks
-from ..cpu.drafts import count_predictions
-from ..dtypes import AnyArray, on_host
-from ..sampling import Grammar, Logprobs, SamplerOutput
-from .request_states import RequestStates
+from ....protocol.arrays import BoolArray, Int32Array, Int64Array
+from ....protocol.worker_messages import ModelRunnerOutput
+from ...batch import StepPlan, plan_chunks
+from ...cpu.drafts import count_predictions
+from ...dtypes import AnyArray, on_host
+from ...sampling import Grammar, Logprobs, SamplerOutput
+from ..request_states import RequestStates
 
 
 def plan_verification(
