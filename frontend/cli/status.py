@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -40,7 +41,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
-    parser.add_argument("--once", action="store_true", help="Print the table once and exit")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="Print the table once and exit; the default if the output is not a terminal",
+    )
     parser.add_argument("--json", action="store_true", help="Print a line of JSON each time")
     return parser
 
@@ -49,17 +54,18 @@ def status(argv: Sequence[str]) -> int:
     """Print the table every second until interrupted. Return 0, or 1 if the server does not answer."""
     parser = make_parser()
     parsed = parser.parse_args(argv)
+    once = parsed.once or not (parsed.json or sys.stdout.isatty())
     try:
         server = RemoteServer(parsed.url, find_operator_key(parsed.api_key))
         while True:
             answer = server.call("/engine/status", timeout_s=TIMEOUT_S)
             if parsed.json:
                 print(json.dumps(answer), flush=True)
-            elif parsed.once:
+            elif once:
                 print(format_table(answer))
             else:
                 print(f"\x1b[H\x1b[2J{format_table(answer)}", flush=True)
-            if parsed.once:
+            if once:
                 return 0
             time.sleep(INTERVAL_S)
     except EngineError as error:

@@ -243,7 +243,7 @@ def test_health_names_a_hanging_process_until_it_is_replaced(server: Server) -> 
     assert worker["num_restarts"] > 0
     assert worker["epoch"] == processes["core 0"]["epoch"]
     table = subprocess.run(
-        [sys.executable, "-m", "engine.frontend.cli.main", "status", "--url", server.url, "--once"],
+        [sys.executable, "-m", "engine.frontend.cli.main", "status", "--url", server.url],
         capture_output=True,
         text=True,
         timeout=30,
