@@ -1,4 +1,4 @@
-"""Decide which waiting requests enter a step, after the running requests have been given their tokens."""
+"""Admit waiting requests into a step, once the running requests have been given their tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from .queues.request_queue import WaitReason
 from .running import RunningPlan, RunningScheduler
 
 MAX_SENT_TOKENS: Final = 1 << 24
-"""Maximum number of tokens that new requests add to one step; a longer request enters alone."""
+"""Maximum number of tokens that the new requests of one step may contain; a longer request is admitted alone."""
 
 LORA_MAX_WAIT_S: Final = 1.0
-"""Seconds a request waits for a LoRA slot before later requests may no longer use the loaded adapters."""
+"""Seconds after which a request that waits for a LoRA slot stops later requests from joining the loaded adapters."""
 
 
 class Admissions(NamedTuple):
-    """The requests admitted to a step. `loading` are those whose blocks a KV connector loads in this step."""
+    """The requests admitted to a step, as parallel lists in order of admission.
+
+    `granted` is the number of tokens that each request computes, and `samples` is true if it samples a token. `loading`
+    are the requests whose blocks a KV connector loads within this step.
+    """
 
     requests: list[NewRequestData]
     granted: list[int]
@@ -39,10 +43,10 @@ class Admissions(NamedTuple):
 
 
 class _Room:
-    """The rest of a step that waiting requests may use, and the requests that enter it.
+    """The rest of a step that waiting requests may use, and the requests admitted so far.
 
-    The requests of `starts` have their blocks but no slots yet; they are started together. Starting
-    makes their blocks findable: `first_hashes` has the hash of the first such block of each.
+    The requests in `starts` have blocks but no slots yet; they are started together. Other requests can find their
+    blocks only after the start. `first_hashes` holds, per request, the hash of the first block that it will compute.
     """
 
     __slots__ = (
@@ -59,9 +63,9 @@ class _Room:
     )
 
     def __init__(self, plan: RunningPlan, budget: int, partial: list[bool], now: float) -> None:
-        """Start with what the plan leaves.
+        """Start with the part of the step that `plan` leaves unused.
 
-        `partial` has an entry for each prompt that is being computed in chunks: whether it is long.
+        `partial` has one entry per prompt that is being computed in chunks; it is true if that prompt is long.
         """
         self.now = now
         self.budget = budget
@@ -112,7 +116,7 @@ class Admission:
             or lifecycle.queue.charges_for_computing
             or delay is not None
         )
-        """True if each request must start before the next is considered, because the decision depends on it."""
+        """True if each request must start before the next one is considered, because the start affects it."""
         self._lora_turn: Request | None = None
         """The request that waited longest for a LoRA slot; its adapter gets the next slot that becomes unused."""
         self.stop = AdmissionStop.NONE_LEFT
@@ -158,7 +162,7 @@ class Admission:
         return plan
 
     def _has_room(self, request: Request, plan: RunningPlan, without: Sequence[int] = ()) -> bool:
-        """Return whether a waiting request fits beside the plan once the slots `without` are vacated."""
+        """Return whether a waiting request fits into the step next to `plan`, once the slots `without` are vacated."""
         manager = self._manager
         budget = self._config.max_num_batched_tokens - plan.num_tokens
         if budget <= 0 or not (self._running.slots.num_free or without):
@@ -246,7 +250,10 @@ class Admission:
         queue.put_back(WaitReason.CONNECTOR)
 
     def _wait_reason(self, request: Request, now: float) -> WaitReason | None:
-        """Return why a request must be set aside, as far as this does not depend on its cached prefix."""
+        """Return a reason to set the request aside (LoRA adapter or tenant limit), or None.
+
+        Its cached prefix is not examined.
+        """
         if request.lora is not None:
             wait_reason = self._lora_wait_reason(request, request.lora, now)
             if wait_reason is not None:
@@ -262,7 +269,7 @@ class Admission:
         """
         manager, limits, transfers = self._manager, self._partial_prefills, self._transfers
         if room.encoders is not None:
-            # Release what was planned for an earlier request that was not admitted in the end.
+            # An earlier request may have planned inputs and then not been admitted.
             room.encoders.undo(0)
         prefix = self._find_prefix(request)
         first_hash = request.block_hash(prefix.num_cached_blocks)
@@ -312,7 +319,8 @@ class Admission:
         claim = manager.claim_blocks(request, prefix, num_tokens)
         if claim is None:
             if room.starts:
-                # Starting requests allocates free blocks, perhaps some of this prefix, so look it up again.
+                # Starting the requests allocated free blocks, which may have been part of this prefix, so look it up
+                # again.
                 self._start(room)
                 return None
             return self._make_room(request)
@@ -345,9 +353,9 @@ class Admission:
     def _fit_encoder_inputs(
         self, room: _Room, encoders: EncoderPlan, request: Request, num_computed: int, granted: int
     ) -> int:
-        """Return how many tokens a request gets once its encoder inputs are fitted.
+        """Return how many tokens a request may compute, given which of its encoder inputs can be scheduled.
 
-        Return 0, too, if the request failed because an input is unavailable.
+        Return 0 if the request failed because an input is unavailable.
         """
         most = num_computed + (room.budget if granted else 0)
         end = self._encoders.fit_inputs(
@@ -368,7 +376,7 @@ class Admission:
             room.first_hashes.clear()
 
     def _with_lookahead(self, request: Request, num_tokens: int) -> int:
-        """Return how many tokens a request needs blocks for while it computes up to `num_tokens`."""
+        """Return for how many tokens a request needs blocks, including drafts, to compute up to `num_tokens`."""
         most = request.num_prompt_tokens + self._lifecycle.max_output_tokens(request) - 1
         return min(num_tokens + self._num_lookahead_tokens, most)
 
@@ -381,7 +389,8 @@ class Admission:
             if not (self._has_lora_slot() or self._loras.is_pending(lora)):
                 if loras:
                     return WaitReason.LORA_SLOTS
-                # The requests of pending adapters may wait for this one, for example as those of the same tenant.
+                # Adapters were loaded for requests that cannot start now, for example because of their tenant's limit.
+                # With no adapter in use nothing would ever free a slot, so let this request take the place of one.
                 self._loras.release_all()
             if self._loras.is_loaded(lora):
                 return None
@@ -398,11 +407,14 @@ class Admission:
         return WaitReason.LORA_TURN
 
     def _has_lora_slot(self) -> bool:
-        """Return whether requests of one more adapter may run."""
+        """Return whether one more adapter may be used in a step, given `max_loras`."""
         return len(self._running.loras) + self._loras.num_pending < self._config.max_loras
 
     def _find_prefix(self, request: Request) -> Prefix:
-        """Return the prefix to start a request from, and end its reservation if the cache holds more."""
+        """Return the longest prefix to start a request from.
+
+        If the cache holds more than its reserved blocks, release those.
+        """
         prefix = self._manager.find_prefix(request)
         if request.num_reserved_tokens and not prefix.is_reserved:
             # Reserved blocks may be copies of cached ones. Releasing a copy makes it blank, so the prefix may be stale.
@@ -411,10 +423,10 @@ class Admission:
         return prefix
 
     def _make_room(self, request: Request) -> AdmissionStop | None:
-        """Free reserved blocks for the first request of the queue, whose blocks do not fit.
+        """Free reserved blocks for the first request of the queue, because its own blocks do not fit.
 
-        Return None if the request must be considered again: its prefix may have lost a block that was freed.
-        Otherwise the failure is recorded, so that it is not repeated before the pool changes.
+        Return None if the request must be considered again, because a block of its prefix may have been freed.
+        Otherwise record the failure, so that the attempt is not repeated before the state of the pool changes.
         """
         # With nothing running, only waiting requests that hold reserved blocks can free any.
         if not self._running and self._lifecycle.reservations.reclaim_latest(request):
@@ -425,7 +437,10 @@ class Admission:
     def _load(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, num_external: int
     ) -> AdmissionStop | None:
-        """Make the first request wait for an asynchronous load. Return the reason if its blocks do not fit."""
+        """Let the first request wait for an asynchronous load.
+
+        Return the reason to stop admitting if its blocks do not fit.
+        """
         num_tokens = prefix.num_tokens + num_external
         claim = self._manager.claim_blocks(request, prefix, num_tokens)
         if claim is None:
@@ -438,7 +453,7 @@ class Admission:
     def _load_blocks(
         self, transfers: KVTransfers, request: Request, prefix: Prefix, longer: Prefix
     ) -> AdmissionStop | None:
-        """Make the first request wait for the blocks of a `longer` prefix than the one that is present."""
+        """Let the first request wait while a `BlockConnector` loads the blocks by which `longer` exceeds `prefix`."""
         claim = self._manager.claim_blocks(request, longer, longer.num_tokens)
         if claim is None:
             return self._make_room(request)

@@ -1,4 +1,4 @@
-"""Collect what happens to requests into messages to their clients."""
+"""Collect the events, tokens and ends of requests into one message per client and step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOO_MANY_LOGPROBS: Final = (
     "ask for fewer logprobs or fewer tokens"
 )
 _FAILURE_BYTES: Final = 256
-"""Upper bound of the size of that error message, in bytes."""
+"""Upper bound of the encoded size, in bytes, of the error that replaces a request's log-probabilities."""
 
 
 class _EventBatch(msgspec.Struct):
@@ -45,7 +45,7 @@ class _EventBatch(msgspec.Struct):
     num_loaded_tokens: list[int]
 
     def add_scheduled(self, requests: Sequence[Request]) -> None:
-        """Add what was cached of the prompts of scheduled requests."""
+        """Add the cached prompt tokens of requests that were scheduled for the first time."""
         self.num_cached_tokens += [request.num_cached_tokens for request in requests]
         self.num_loaded_tokens += [request.num_loaded_tokens for request in requests]
 
@@ -61,12 +61,12 @@ class _EventBatch(msgspec.Struct):
 
 
 class Outbox:
-    """Collects the events of one client between two messages to it."""
+    """Collects the events of one client until the next message to it."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
         self.aborted: list[int] = []
-        """Requests that the client aborted. They are reported as finished, without a reason."""
+        """Requests that the client aborted. They are reported as finished, without a finish reason."""
         self.event_batches: list[_EventBatch] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -75,7 +75,7 @@ class Outbox:
         self._sequence = 0
 
     def get_event_batch(self, kind: EventKind, now: float) -> _EventBatch:
-        """Return the batch of this kind and time, to which requests are added."""
+        """Return the batch of events of this kind and time, to which the caller adds requests."""
         moment = self.event_batches[-1] if self.event_batches else None
         if moment is None or moment.kind is not kind or moment.timestamp != now:
             moment = _EventBatch(kind, now, [], [], [])
@@ -85,7 +85,7 @@ class Outbox:
     def flush(
         self, core_index: int, now: float, request_indices: bytes = b"", token_ids: bytes = b""
     ) -> EngineCoreOutputs:
-        """Return the next message, with the given tokens and everything collected, and start an empty one."""
+        """Return the next message with the given tokens and all collected events, and start an empty one."""
         outputs = EngineCoreOutputs(core_index, self._sequence, now, request_indices, token_ids)
         self._sequence += 1
         if self.event_batches:
@@ -121,7 +121,7 @@ class ClientOutputs:
             self._outboxes = dict(sorted(self._outboxes.items()))
 
     def remove_client(self, client_index: int) -> None:
-        """Delete the outbox of a client, and what it holds."""
+        """Delete the outbox of a client and everything collected in it."""
         self._outboxes.pop(client_index, None)
 
     def __getitem__(self, client_index: int) -> Outbox:
@@ -147,7 +147,7 @@ class ClientOutputs:
             moment.add_scheduled(requests)
 
     def finish_request(self, client_index: int, finished: FinishedRequest) -> None:
-        """Record that a request finished. The client gets no reason for one that it aborted or moved itself."""
+        """Record that a request finished. No reason is reported if the client itself aborted or moved the request."""
         outbox = self._outboxes[client_index]
         if finished.reason in _BY_CLIENT and not finished.message:
             outbox.aborted.append(finished.request_index)
@@ -162,9 +162,9 @@ class ClientOutputs:
         now: float,
         make_stats: Callable[[], SchedulerStats] | None,
     ) -> dict[int, EngineCoreOutputs]:
-        """Return the messages after a step: its tokens, finished requests, and statistics if they are due.
+        """Return the messages after a step: tokens, finished requests, and statistics if they are due.
 
-        `token_ids` are int32; `counts` is the number of tokens of each row, None for one each.
+        `token_ids` are int32. `counts` is the number of tokens per row; None means one token per row.
         """
         outputs = (
             self._split(sampling, token_ids, now)
@@ -212,9 +212,9 @@ class ClientOutputs:
     def take_finished_outputs(
         self, now: float, *, has_stats: bool = False
     ) -> dict[int, EngineCoreOutputs]:
-        """Return messages about finished requests, which must not wait for the next tokens.
+        """Return messages about finished requests, which are sent without waiting for the next tokens.
 
-        With `has_stats`, the client that receives the statistics gets a message in any case.
+        If `has_stats`, the client that receives the statistics gets a message even if none of its requests finished.
         """
         outputs: dict[int, EngineCoreOutputs] = {}
         for client_index, outbox in self._outboxes.items():
@@ -224,9 +224,9 @@ class ClientOutputs:
 
 
 def drop_logprobs(outputs: EngineCoreOutputs, num_bytes: int) -> list[int]:
-    """Shrink outputs by `num_bytes` by failing the requests with the most log-probabilities.
+    """Make outputs at least `num_bytes` smaller by failing the requests with the most log-probabilities.
 
-    Return the failed requests that had not finished.
+    Return the failed requests that had not already finished.
     """
     sizes: Counter[int] = Counter()
     for message in (*outputs.logprobs, *outputs.prompt_logprobs):

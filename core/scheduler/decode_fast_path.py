@@ -15,12 +15,11 @@ from .step_results import StepResults
 
 
 class DecodeFastPath:
-    """Repeats a step until something changes.
+    """Repeats the previous step for as long as all running requests decode and none starts or finishes.
 
-    It only counts the new tokens and gives blocks to the slots that need one, which are the same
-    slots every `block_size` steps. Its decisions equal those of planning anew. It pays off because
-    the core sleeps between steps, so code and data start out of the processor's caches: the less of
-    them a step touches, the faster.
+    A repeated step only counts the new tokens and gives blocks to the slots that need one, which are the same slots
+    every `block_size` steps. Its decisions equal those of full planning. It pays off because the core sleeps between
+    steps, so its code and data are no longer in the CPU caches: the less memory a step touches, the faster it is.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class DecodeFastPath:
         self._may_displace = (
             config.policy == SchedulingPolicy.PRIORITY and config.priority_preemption
         )
-        """True if a waiting request may preempt a running one."""
+        """True if the queue's policy lets a waiting request preempt a running one."""
         self._batch = Batch(np.zeros(0, np.intp), self._slots)
         self._num_common_blocks = 0
         self._num_left = 0
@@ -52,11 +51,15 @@ class DecodeFastPath:
         self._room: Int64Array = np.zeros(0, np.int64)
         self._num_held: Int64Array = np.zeros(0, np.int64)
         self._growing: list[tuple[list[int], list[int]]] = []
-        """For each of `block_size` steps: the slots that need a block then, and how many blocks each holds."""
+        """For each step number modulo `block_size`: the slots that need a block then, and how many they hold."""
 
     @staticmethod
     def is_possible(config: SchedulerConfig, lifecycle: RequestLifecycle) -> bool:
-        """Return whether steps have all decoding requests, and blocks are never copied or loaded."""
+        """Return whether the configuration allows repeated steps.
+
+        It does not if blocks are copied or loaded, drafts need blocks, decoding requests are split into micro-batches,
+        or preemption is injected.
+        """
         speculative, manager = config.speculative, lifecycle.manager
         return (
             manager.tables.is_simple
@@ -137,7 +140,7 @@ class DecodeFastPath:
         )
 
     def _needs_planning(self, drafts: Drafts, batch: Batch) -> bool:
-        """Return whether there may be drafts, or other limits of them."""
+        """Return whether the next step must be planned because drafts or their limits may change."""
         drafts.limits.decide(batch.slots)
         return drafts.has_drafts or drafts.limits.has_unsent
 

@@ -42,7 +42,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def add_client(self, client_index: int) -> None:
-        """Prepare to send outputs to a client. The client with the lowest index receives the statistics."""
+        """Prepare to send outputs to a client. The client with the lowest index also receives the statistics."""
 
     @abstractmethod
     def finish_client(self, client_index: int) -> None:
@@ -75,11 +75,14 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def lora_loaded(self, number: int, error: str | None) -> None:
-        """Record that all workers have answered a `LoraLoad`; with an `error` its requests are finished."""
+        """Record that all workers have answered a `LoraLoad`.
+
+        If it failed with `error`, finish the requests of the adapter.
+        """
 
     @abstractmethod
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step. Return None if there is nothing to compute or to send to the workers."""
+        """Decide the next step. Return None if there is nothing to compute and nothing to send to the workers."""
 
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
@@ -111,9 +114,9 @@ class SchedulerInterface(ABC):
     def update_from_connector(  # noqa: B027
         self, rank: int, output: KVConnectorOutput, now: float
     ) -> None:
-        """Apply a report of the workers' half of the KV connector that belongs to no step.
+        """Apply a report of the workers' half of the KV connector that arrived without a step output.
 
-        The transfers that it lists have ended in all workers. Its `data` is from worker `rank`.
+        The transfers that it lists have ended in all workers. Its `data` comes from worker `rank`.
         """
 
     @property
@@ -123,7 +126,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Apply drafts that arrived separately from the output of the last applied step.
+        """Apply drafts that arrived separately, after the output of the step that was applied last.
 
         Raises:
             EngineError: The arrays have the wrong shape, or scheduling is asynchronous, which requires drafts to arrive
@@ -144,7 +147,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Return whether slots were vacated that no step has reported to the workers."""
+        """Return whether slots were freed that no step message has reported to the workers yet."""
 
     @abstractmethod
     def has_requests(self) -> bool:
@@ -152,7 +155,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests."""
+        """Return the numbers of running and of waiting requests, in this order."""
 
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False, now: float = 0.0) -> bool:
@@ -163,7 +166,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats:
-        """Return current gauges, and counts since the last call."""
+        """Return the current gauges, and the counts since the last call."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -17,7 +17,7 @@ from .queues.request_queue import RequestQueue
 
 
 def check_invariants(lifecycle: RequestLifecycle) -> list[str]:
-    """Return a description of every count that does not add up. Takes about 50 ns per block and request."""
+    """Return a description of each count that is wrong; empty if all agree. Takes about 50 ns per block and request."""
     requests, running, loras = lifecycle.requests, lifecycle.running, lifecycle.loras
     return [
         f"{name}: {counted} counted, {expected} expected"

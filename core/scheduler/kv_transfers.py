@@ -1,4 +1,4 @@
-"""Track KV transfers: asynchronous loads, blocks kept until another process has fetched them, and failures."""
+"""Track KV transfers: asynchronous loads, blocks kept until another process has fetched them, and failed loads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ NOTHING_TO_LOAD: Final = ExternalMatch(0)
 
 
 class ConnectorError(EngineError):
-    """The KV connector returned an invalid answer about a request."""
+    """The KV connector returned an invalid result for a request."""
 
 
 class ExternalLoad(NamedTuple):
-    """An asynchronous load of the last `num_external` of a prefix of `num_tokens` tokens.
+    """An asynchronous load of the last `num_external` tokens of a prefix of `num_tokens` tokens.
 
-    A `BlockConnector` loads the contents `keys` into `blocks`; other connectors find them out.
+    A `BlockConnector` loads the contents named by `keys` into `blocks`. Other connectors choose the contents
+    themselves.
     """
 
     request: Request
@@ -40,24 +41,24 @@ class ExternalLoad(NamedTuple):
 
 
 class _HeldLoad(NamedTuple):
-    """An asynchronous load that may start once the output of step `last_step` has arrived."""
+    """An asynchronous load that may not start before the output of step `last_step` has arrived."""
 
     load: ExternalLoad
     last_step: int
 
 
 class _Load(NamedTuple):
-    """An asynchronous load that was started, and the blocks that could not be loaded."""
+    """An asynchronous load in progress, and the blocks that could not be loaded so far."""
 
     load: ExternalLoad
     invalid_blocks: set[int]
 
 
 class KVTransfers:
-    """Connects the scheduler to its `KVConnector`. An error of the connector fails only the request concerned.
+    """Connects the scheduler to its `KVConnector`. An error of the connector fails only the request that it concerns.
 
     Raises:
-        ConfigError: The connector does not support the model, or the CPU offload.
+        ConfigError: The connector does not support the model, or does not work together with CPU KV offload.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KVTransfers:
     ) -> None:
         self.connector = connector
         self.blocks = connector if isinstance(connector, BlockConnector) else None
-        """The connector, if it finds single blocks."""
+        """The connector if it is a `BlockConnector`, which loads single blocks; else None."""
         self._policy = config.kv_load_failure_policy
         self._timeout_s = config.transfer_timeout_s
         self._lifecycle = lifecycle
@@ -83,7 +84,7 @@ class KVTransfers:
         self._loads: dict[int, _Load] = {}
         self._held_loads: dict[int, _HeldLoad] = {}
         self._in_use: dict[int, int] = {}
-        """Released blocks that steps in flight may still use, with the number of the last such step."""
+        """Freed blocks that steps in flight may still use, with the number of the last such step."""
         self._reservations = lifecycle.reservations
         self._sends: set[int] = set()
         self._new_sends: list[int] = []
@@ -91,20 +92,20 @@ class KVTransfers:
         self._has_updates = False
         self._has_unanswered = False
         self.has_counts = False
-        """True if a report that belongs to no step has arrived since the last statistics."""
+        """True if a report without a step output has arrived since the last statistics."""
 
     @property
     def are_outstanding(self) -> bool:
-        """True if a transfer is pending, or the connector has deferred an answer."""
+        """True if a transfer is in progress, or the connector has deferred an answer about a request."""
         return bool(self._loads or self._sends or self._has_unanswered)
 
     @property
     def have_work(self) -> bool:
-        """True if a transfer is pending, or the connector has something to send to the workers."""
+        """True if a transfer is in progress, or the connector has metadata for the workers."""
         return self.are_outstanding or self._has_updates or self.connector.needs_step()
 
     def expire_sends(self, now: float) -> None:
-        """Free the blocks that were kept to be fetched and were not fetched before the timeout."""
+        """Free the blocks that were kept for another process and were not fetched before the timeout."""
         self._has_unanswered = False
         for transfer_id in self._new_sends:
             self._deadlines.append((now + self._timeout_s, transfer_id))
@@ -120,7 +121,7 @@ class KVTransfers:
                 self.connector.transfer_expired(transfer_id)
 
     def needs_step(self, is_anything_in_flight: bool) -> bool:
-        """Return whether the workers must get a step although there is nothing to compute."""
+        """Return whether to send a step to the workers although there is nothing to compute."""
         if self._has_updates or self.connector.needs_step():
             return True
         polls = self.connector.polls_workers and not is_anything_in_flight
@@ -138,7 +139,7 @@ class KVTransfers:
         self.has_counts = False
         return stats
 
-    # before admission
+    # Before admission
 
     def match_external_prefix(self, request: Request, prefix: Prefix) -> ExternalMatch | None:
         """Return what the connector can load after a request's local prefix.
@@ -168,7 +169,7 @@ class KVTransfers:
         return ExternalMatch(num_tokens, is_async and num_tokens > 0)
 
     def find_longer_prefix(self, request: Request, prefix: Prefix) -> Prefix | None:
-        """Return a longer prefix, of which a `BlockConnector` must load some blocks, if there is one."""
+        """Return a longer prefix than `prefix` if a `BlockConnector` can load its missing blocks, else None."""
         connector = self.blocks
         if connector is None or prefix.is_reserved or request.computes_locally:
             return None
@@ -183,9 +184,9 @@ class KVTransfers:
             return None
 
     def update_after_alloc(self, request: Request, blocks: list[int], num_tokens: int) -> bool:
-        """Pass the blocks allocated for a load to the connector.
+        """Report the blocks allocated for a load to the connector.
 
-        Return False if that failed the request, whose blocks are then free again.
+        Return False if the connector raised an error, which fails the request and frees its blocks.
         """
         try:
             self.connector.update_state_after_alloc(request, blocks, num_tokens)
@@ -218,7 +219,7 @@ class KVTransfers:
         return True
 
     def _begin_load(self, load: ExternalLoad, tables: RequestBlocks) -> None:
-        """Pass a load to the connector, whose errors are raised."""
+        """Start a load by reporting it to the connector. Errors of the connector are raised."""
         if self.blocks is not None:
             self.blocks.load_blocks(load.request, load.keys, load.blocks)
         else:
@@ -230,7 +231,7 @@ class KVTransfers:
     def _find_last_use(self, load: ExternalLoad, tables: RequestBlocks) -> int:
         """Return the last step in flight that may use a block to be loaded; 0 if there is none."""
         if len(tables) > 1:
-            # Windows free blocks of running requests. It is not recorded which steps still use them.
+            # Sliding windows free blocks of running requests, and it is not recorded which steps still use them.
             steps = self._lifecycle.in_flight.steps
             return steps[-1].step if steps else 0
         blocks = load.blocks
@@ -240,12 +241,12 @@ class KVTransfers:
         return max((self._in_use.get(block, 0) for block in blocks), default=0)
 
     def record_vacated(self, slot: int, last_step: int) -> None:
-        """Record that steps up to `last_step` still use the blocks of a slot about to be vacated; 0 for none."""
+        """Record that steps up to `last_step` still use the blocks of a slot about to be freed; 0 for none."""
         if last_step:
             self._in_use.update(dict.fromkeys(self._manager.blocks[0][slot], last_step))
 
     def _mark_in_use(self, tables: Iterable[Iterable[int]]) -> None:
-        """Record that the workers may send these blocks until the next step ends the transfer."""
+        """Record that the workers may still send the contents of these blocks, until a later step ends the transfer."""
         if steps := self._lifecycle.in_flight.steps:
             self._in_use.update(dict.fromkeys(chain.from_iterable(tables), steps[-1].step))
 
@@ -264,10 +265,10 @@ class KVTransfers:
                 continue
             del self._held_loads[transfer_id]
 
-    # when a request finishes
+    # When a request finishes
 
     def finish_request(self, request: Request, reason: FinishReason) -> RequestEnd:
-        """Report a request to the connector before its blocks are freed. Raises what the connector raises."""
+        """Report a request to the connector before its blocks are freed. Errors of the connector are raised."""
         was = request.status
         blocks: list[int] = []
         if was is RequestStatus.RUNNING:
@@ -285,12 +286,12 @@ class KVTransfers:
             self._new_sends.append(request.transfer_id)
         return end
 
-    # what the workers report
+    # Reports from the workers
 
     def apply_report(
         self, step: StepInFlight, report: KVConnectorOutput | None, now: float
     ) -> None:
-        """Apply the workers' transfer results, before the tokens of the same step."""
+        """Apply the transfer results in a step output. Called before the tokens of that step are applied."""
         self._begin_held_loads(step.step)
         if report is not None:
             if report.invalid_block_ids:
@@ -304,7 +305,7 @@ class KVTransfers:
                 self._manager.cache_blocks(row.request, num_computed)
 
     def apply_message(self, rank: int, output: KVConnectorOutput, now: float) -> None:
-        """Apply a report that belongs to no step, about asynchronous transfers."""
+        """Apply a report about asynchronous transfers that arrived without a step output."""
         self.has_counts = True
         if output.data:
             self.connector.receive(rank, output.data)
@@ -338,7 +339,7 @@ class KVTransfers:
                 self._fail_load(request, bad)
                 return
             request.computes_locally = True
-            # Of several groups, each may need other blocks for a shorter prefix, so nothing is kept.
+            # With several groups, a shorter prefix may need other blocks of each group, so no part of the load is kept.
             num_valid = 0 if len(tables) > 1 else _num_valid_blocks(tables[0], invalid_blocks)
             num_lost = max(num_tokens - num_valid * self._manager.block_size, 0)
             num_tokens -= num_lost
@@ -348,7 +349,7 @@ class KVTransfers:
         self._reservations.add_reservation(request, num_tokens)
 
     def _take_invalid(self, step: StepInFlight, invalid_blocks: set[int], now: float) -> None:
-        """Truncate every affected request to the tokens before its first invalid block."""
+        """Truncate every request that uses an invalid block to the tokens before the first such block."""
         for load in self._loads.values():
             load.invalid_blocks.update(invalid_blocks)
         lifecycle, manager = self._lifecycle, self._manager
@@ -373,7 +374,10 @@ class KVTransfers:
             self._reservations.add_reservation(request, num_valid * manager.block_size)
 
     def _may_fail(self, request: Request) -> bool:
-        """Return whether a failed load fails the request. One that another replica has accepted may always compute."""
+        """Return whether a failed load may fail the request.
+
+        A resubmitted request is computed instead, whatever the policy.
+        """
         return self._policy is LoadFailurePolicy.FAIL and not request.is_resubmitted
 
     def _fail_load(self, request: Request, block: int) -> None:
@@ -387,7 +391,7 @@ class KVTransfers:
 
 
 def _num_valid_blocks(blocks: list[int], invalid_blocks: set[int]) -> int:
-    """Return how many blocks precede the first invalid one."""
+    """Return the number of blocks before the first invalid one."""
     if invalid_blocks.isdisjoint(blocks):
         return len(blocks)
     return next(index for index, block in enumerate(blocks) if block in invalid_blocks)

@@ -1,6 +1,6 @@
 """Move requests through their states: queued, running, preempted, finished.
 
-A preempted or finished request loses its slot and blocks in `RequestLifecycle._vacate`.
+All slots and blocks are given up in one place, `RequestLifecycle._vacate`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _SCHEDULED: Final = EventKind.SCHEDULED
 class Start(msgspec.Struct, frozen=True, gc=False):
     """An admitted request that is about to get its slot.
 
-    After its cached prefix, `num_external` tokens are loaded by a KV connector in the same step,
-    and `granted` tokens are computed.
+    After its cached prefix, a KV connector loads `num_external` tokens within the step, and then `granted` tokens are
+    computed.
     """
 
     claim: Claim
@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True, gc=False):
 
 
 class Transfers(Protocol):
-    """The part of `KVTransfers` that finishing a request and the statistics need."""
+    """The methods of a KV connection that `RequestLifecycle` calls. `KVTransfers` implements this protocol."""
 
     stats: KVConnectorStats
 
@@ -78,7 +78,7 @@ class Transfers(Protocol):
 
 
 class RequestLifecycle:
-    """Owns every unfinished request, and applies each change of state to all structures that hold it."""
+    """Owns every unfinished request, and applies each state change to all structures that refer to the request."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class RequestLifecycle:
         self.requests: dict[RequestKey, Request] = {}
         self.stats = SchedulerStats()
         self.step_tokens: list[int] = []
-        """Number of prompt and output tokens of each step since the last statistics."""
+        """Number of prompt and output tokens computed by each step since the last statistics."""
         self.queue = queue
         self.poison_isolation = PoisonIsolation(queue)
         self.running = running
@@ -124,17 +124,17 @@ class RequestLifecycle:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot."""
+        """Number of waiting requests, which have no slot."""
         return len(self.requests) - len(self.running)
 
     def add_request(
         self, client_index: int, message: EngineCoreRequest, now: float
     ) -> Request | None:
-        """Queue a request. Return None if it is refused or was added before."""
+        """Queue a request. Return None if it is refused, or is already known."""
         self.clients.add_client(client_index)
         if (client_index, message.request_index) in self.requests:
             return None
-        # The first `max_num_seqs` requests count as running, even before they have slots.
+        # The first `max_num_seqs` requests do not count as queued, even before they get slots.
         num_queued = len(self.requests) - self._max_num_seqs
         if num_queued < 0:
             num_queued = 0
@@ -210,7 +210,7 @@ class RequestLifecycle:
             self._end_mask_wait(request)
 
     def _end_mask_wait(self, request: Request) -> None:
-        """Let a request with an isolated grammar go on: the mask of its next token is there."""
+        """Let a request with an isolated grammar continue, because its next token bitmask has arrived."""
         request.awaits_mask = False
         if request.status is RUNNING:
             self.running.awaiting_masks.discard(request.slot)
@@ -222,7 +222,7 @@ class RequestLifecycle:
                 self.queue.requeue(request)
 
     def end_lora_load(self, number: int, error: str | None) -> None:
-        """Let the requests of a LoRA adapter that is loaded go on; finish them if that failed."""
+        """Queue the requests that waited for a LoRA adapter to load; finish them if loading failed."""
         adapter = self.lora_requests.end_load(number, is_loaded=error is None)
         if error is not None and adapter is not None:
             ends: list[End] = [
@@ -245,7 +245,7 @@ class RequestLifecycle:
         self.deadlines.remove_finished(len(self.requests))
 
     def wait_for_load(self, request: Request) -> None:
-        """Remove the first request from the queue until a KV connector has loaded its blocks."""
+        """Take the first request out of the queue until a KV connector has loaded its blocks."""
         self.queue.pop_request()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -325,16 +325,16 @@ class RequestLifecycle:
         ]
 
     def max_output_tokens(self, request: Request) -> int:
-        """Return the maximum number of output tokens of a request. The one of a pooled request needs no room."""
+        """Return the maximum number of output tokens of a request. A pooling request has one, which takes no room."""
         max_output = max(self._max_total_tokens - request.num_prompt_tokens, 1)
         max_tokens = request.params.max_tokens
         return max_output if max_tokens is None or max_tokens > max_output else max_tokens
 
     def preempt(self, slot: int, now: float, *, keeps_tokens: bool = True) -> None:
-        """Free the slot and blocks of a running request and put it back in its place in the queue.
+        """Free the slot and blocks of a running request, and put it back into the queue at its place.
 
-        With `keeps_tokens` the request first waits for its tokens in flight and keeps them, so that
-        it makes progress each time it runs, however scarce blocks are.
+        With `keeps_tokens`, it first waits for its tokens in flight and keeps them. It then makes progress each time it
+        runs, however scarce blocks are.
         """
         request = self.running[slot]
         row: PreemptedRow | None = None
@@ -371,7 +371,7 @@ class RequestLifecycle:
             self.queue.requeue(request)
 
     def drop_tokens_in_flight(self, rows: Sequence[PreemptedRow]) -> None:
-        """Requeue preempted requests without waiting for their tokens in flight."""
+        """Put preempted requests back into the queue, and drop their tokens in flight."""
         dropped = {row.request for row in rows}
         kept = [row for row in self.in_flight.preempted if row.request not in dropped]
         self.in_flight.preempted = kept
@@ -381,7 +381,7 @@ class RequestLifecycle:
                 self._restore_preempted(row.request)
 
     def append_late_tokens(self, request: Request, token_ids: bytes) -> None:
-        """Append tokens that were in flight when a request was preempted."""
+        """Append tokens that were still in flight when the request was preempted."""
         num_tokens = len(token_ids) // 4
         request.output_token_ids += token_ids
         request.num_tokens += num_tokens
@@ -394,17 +394,17 @@ class RequestLifecycle:
                 self._restore_preempted(request)
 
     def invalidate_blocks(self, request: Request) -> None:
-        """Make the blocks that a running request computed unfindable, because they may be wrong.
+        """Make the blocks that a running request computed unfindable, because their contents may be wrong.
 
-        The prefix that it found at its admission stays: a request can cause NaNs by its parameters,
-        and must not be able to evict a prefix that other requests share.
+        The cached prefix that it started from stays. A request can cause NaNs by its parameters, and must not thereby
+        evict a prefix that other requests share.
         """
         num_found = request.num_cached_tokens
         self.manager.invalidate_blocks(request, num_found // self.manager.block_size)
         self.encoders.invalidate_inputs(request, num_found)
 
     def fail_requests(self, reasons: dict[Request, str]) -> None:
-        """Finish each request with an error message. Its computed blocks stay valid."""
+        """Finish each request with an error message. The blocks that it computed stay in the prefix cache."""
         error = FinishReason.ERROR
         self.finish_requests(
             [(request, error, None, reason) for request, reason in reasons.items()]
@@ -483,7 +483,7 @@ class RequestLifecycle:
         return stats
 
     def _vacate(self, requests: list[Request], *, is_preempted: bool = False) -> None:
-        """Free the slots, blocks and encoder inputs of running requests."""
+        """Free the slots, blocks and encoder inputs of running requests that finish or are preempted."""
         state = self.running.slots
         self.queue.record_unscheduled(requests)
         if self.transfers is not None:

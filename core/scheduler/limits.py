@@ -1,4 +1,4 @@
-"""Limits of a request, and the refusals for requests that can never run, or not now."""
+"""Check the limits of each new request, and refuse one that can never run or exceeds a queue limit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check_config(
     max_model_len: int,
     num_blocks: int,
 ) -> None:
-    """Check that the settings of a scheduler agree.
+    """Raise an error if settings of the scheduler contradict each other.
 
     Raises:
-        ConfigError: Two settings contradict each other.
+        ConfigError: Two settings contradict each other, or the KV cache is too small.
     """
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_config(
 
 
 class Refusal(NamedTuple):
-    """The reason why a request is refused."""
+    """Why a request is refused: a finish reason and a message for the client."""
 
     reason: FinishReason
     message: str
@@ -63,7 +63,7 @@ class Requirements(msgspec.Struct, frozen=True):
     splits_encoder_inputs: bool
     max_computed_tokens: int
     max_source_size: int
-    """The maximum encoder output that cross attention reads; 0 for a model without cross attention."""
+    """Length of the encoder output that cross attention reads, in embeddings; 0 for a model without cross attention."""
 
     @classmethod
     def from_config(
@@ -117,9 +117,9 @@ class Requirements(msgspec.Struct, frozen=True):
         num_queued_tokens: int,
         num_queued_of_tenant: int = 0,
     ) -> Refusal | None:
-        """Return the first reason to refuse a request, or None.
+        """Return the first reason to refuse a request, or None if it may be queued.
 
-        `num_queued_reqs` counts the requests beyond the number of slots.
+        `num_queued_reqs` counts the waiting requests beyond the number of slots.
         """
         problem = self._find_inconsistency(request)
         if problem is not None:
@@ -131,7 +131,7 @@ class Requirements(msgspec.Struct, frozen=True):
         if problem is not None:
             return Refusal(FinishReason.IGNORED, problem)
         if request.is_resubmitted:
-            # Resubmitted requests were admitted to a queue before.
+            # A resubmitted request has passed the queue limits before.
             return None
         limit = self.max_num_queued_reqs_per_tenant
         if limit and num_queued_of_tenant >= limit:
@@ -197,7 +197,7 @@ class Requirements(msgspec.Struct, frozen=True):
         return None
 
     def _find_inconsistency(self, request: EngineCoreRequest) -> str | None:
-        """Return an error in a message that a correct frontend never sends."""
+        """Return what is wrong with a message that a correct frontend never sends, or None."""
         num_bytes = len(request.prompt_token_ids)
         if num_bytes % 4:
             return f"prompt_token_ids has {num_bytes} bytes, not a multiple of 4"

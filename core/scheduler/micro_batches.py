@@ -10,11 +10,10 @@ from .step_results import StepResults
 
 
 class MicroBatches:
-    """Splits the decoding requests into as many batches as there are pipeline stages.
+    """Splits the decoding requests into one batch per pipeline stage.
 
-    A request in the pipeline cannot enter it again before its token is known. With a single batch,
-    one stage would work while the others wait; with several batches that alternate, every stage
-    always has one.
+    A request in the pipeline cannot enter it again before its token is known. With a single batch, one stage would work
+    while the others wait; with several alternating batches, every stage is busy.
     """
 
     def __init__(self, num_batches: int, num_slots: int, results: StepResults) -> None:
@@ -25,7 +24,7 @@ class MicroBatches:
     def limit_decodes(
         self, slots: SlotArray, wanted: Int64Array, is_prefill: BoolArray
     ) -> Int64Array:
-        """Return `wanted` with 0 for decoding requests that must wait for their turn."""
+        """Return `wanted` with 0 for the decoding requests whose batch is not next."""
         may_decode = (wanted > 0) & ~is_prefill
         num_batches = min(self._num_batches, int(may_decode.sum()))
         if num_batches <= 1:

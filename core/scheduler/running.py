@@ -20,12 +20,12 @@ from .queues.partial_prefills import PartialPrefills
 
 
 class RunningPlan(NamedTuple):
-    """The tokens that each running request would compute in a step.
+    """The tokens that each running request would compute in a step, as parallel arrays with one entry per row.
 
-    `wanted` is how many tokens each row could compute; `needed` leaves out drafts. `granted` is
-    what the limits allow, and `computed` is the number of computed tokens afterwards. `growth` are
-    the blocks that this takes. `share` is the most tokens one prompt gets in the step, unless
-    slightly more would finish it. `encoders` is None until a request has encoder inputs.
+    `wanted` is the number of tokens that each row could compute, and `needed` the same without drafts. `granted` is
+    what the limits of the step allow, and `computed` the number of computed tokens after the step. `growth` are the
+    blocks that must be allocated for it. `share` is the maximum number of tokens of one prompt in the step; slightly
+    more are allowed if that completes the prompt. `encoders` is None until a request has encoder inputs.
     """
 
     slots: SlotArray
@@ -39,12 +39,15 @@ class RunningPlan(NamedTuple):
     encoders: EncoderPlan | None
 
     def num_drafts(self, samples: BoolArray) -> Int64Array:
-        """Return how many drafts each row verifies."""
+        """Return how many drafts each row verifies, given which rows sample a token."""
         return np.where(samples, self.granted - self.needed, 0)
 
 
 class RunningScheduler:
-    """Plans for all running requests in array operations. Only prefilling ones are visited one by one."""
+    """Plans for all running requests in array operations.
+
+    Only those that are computing their prompt are visited singly.
+    """
 
     def __init__(
         self,
@@ -70,9 +73,9 @@ class RunningScheduler:
         self._micro_batches = micro_batches
 
     def plan(self, without: Sequence[int] = ()) -> RunningPlan:
-        """Plan for the running requests except the slots `without`. May need more blocks than are free.
+        """Plan for the running requests except the slots `without`. The plan may need more blocks than are free.
 
-        Requests that wait for the mask of their next token get no tokens.
+        Requests that wait for the token bitmask of their grammar get no tokens.
         """
         state = self._slots
         slots = self._running.order
@@ -88,7 +91,7 @@ class RunningScheduler:
             is_decoding = (needed == 1) & ~self._is_prefilling(slots)
             room = self._manager.tables.limit_growth(slots, computed + needed, most) - computed
             drafts = self._drafts.count_drafts(slots, is_decoding, room - needed)
-            # Drafts take only what all requests leave of a step.
+            # Drafts get only the tokens that all requests leave unused.
             spare = max(self._max_num_batched_tokens - int(needed.sum()), 0)
             wanted = needed + np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
         granted, share = self._limit(slots, wanted)
@@ -101,7 +104,8 @@ class RunningScheduler:
                 is_cut = fitted < granted
                 if encoders.failed or not is_cut.any():
                     break
-                # Give the unused tokens to later requests, which may then release the encoder cache these wait for.
+                # Give the unused tokens to later requests. They may then release the encoder cache space that these
+                # wait for.
                 possible = np.where(is_cut, fitted, possible)
                 granted, share = self._limit(slots, possible)
             granted = fitted
@@ -117,9 +121,9 @@ class RunningScheduler:
         )
 
     def _limit(self, slots: SlotArray, wanted: Int64Array) -> tuple[Int64Array, int]:
-        """Cut the wanted tokens to the limits of a step, in the order of admission.
+        """Reduce the wanted tokens to the limits of the step, in order of admission.
 
-        Return the granted tokens, and the share of each prompt.
+        Return the granted tokens, and the maximum number of tokens of one prompt.
         """
         limits = self._partial_prefills
         prefilling = self._running.prefilling
@@ -139,7 +143,7 @@ class RunningScheduler:
         return wanted, share
 
     def _count_joining(self) -> int:
-        """Return how many waiting prompts may start in the step, if prompts share the step."""
+        """Return how many waiting prompts may start in the step; 0 if prompts do not share it."""
         limits, queue = self._partial_prefills, self._queue
         if not limits.max_num or not queue:
             return 0

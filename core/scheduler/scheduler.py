@@ -67,8 +67,7 @@ INVARIANT_CHECK_INTERVAL: Final = 1000
 class Scheduler(SchedulerInterface):
     """The scheduler of one replica, over a KV cache of `num_blocks` blocks.
 
-    The blocks are shared by all `kv_cache_groups`. `kv_connector` and `kv_transfer`, its
-    configuration, must be given together.
+    All `kv_cache_groups` share these blocks. `kv_connector` and its configuration `kv_transfer` must be given together.
 
     Raises:
         ConfigError: Two settings contradict each other.
@@ -191,7 +190,7 @@ class Scheduler(SchedulerInterface):
         self._step = 0
         self.invariant_violations: list[str] = []
 
-    # requests and clients
+    # Requests and clients
 
     def add_client(self, client_index: int) -> None:
         """Prepare to send outputs to a client."""
@@ -206,12 +205,12 @@ class Scheduler(SchedulerInterface):
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Keep the blocks that a previous core left in the workers' KV cache."""
         if self._transfers is None or self._transfers.blocks is not None:
-            # Blocks may hold a failed load that only the previous core had recorded, unless requests
-            # get their slots only after their loads.
+            # If requests get slots before their loads end, adopted blocks may belong to a load whose failure only the
+            # previous core had recorded.
             self.lifecycle.handoff.adopt_blocks(held)
 
     def end_adoption(self, client_index: int) -> None:
-        """Release a client's adopted blocks that no request has claimed."""
+        """Release the adopted blocks of a client that no request has claimed."""
         self.lifecycle.handoff.release_unclaimed(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
@@ -247,14 +246,14 @@ class Scheduler(SchedulerInterface):
                 pass
         return self.kv_cache_manager.reset_prefix_cache()
 
-    # planning a step
+    # Planning a step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Decide the next step, or return None if there is nothing to do."""
         return self._repeat_step(now) or self._plan_step(now)
 
     def _repeat_step(self, now: float) -> SchedulerOutput | None:
-        """Repeat the last step if nothing that the next step depends on has changed."""
+        """Repeat the last step if nothing that affects the next one has changed, else return None."""
         if self._fast_path is None:
             return None
         step = self._fast_path.repeat_step(self._step + 1, now)
@@ -276,7 +275,7 @@ class Scheduler(SchedulerInterface):
         return self._schedule(now, None)
 
     def _schedule(self, now: float, suspect: Request | None) -> SchedulerOutput | None:
-        """Plan a step, or a step that runs the suspected request `suspect` alone.
+        """Plan a step. If `suspect` is given, plan a step that runs only this suspected request.
 
         Return None if there is nothing to do, or if `suspect` cannot run now.
         """
@@ -312,7 +311,7 @@ class Scheduler(SchedulerInterface):
             or self.loras.has_unsent
         ):
             if suspect is not None:
-                # The connector's metadata goes with the step that is scheduled without `suspect`.
+                # A step without `suspect` is planned next, and carries the connector's metadata.
                 return None
             is_in_flight = self._results.has_steps_in_flight
             if self._transfers is None or not self._transfers.needs_step(is_in_flight):
@@ -342,7 +341,7 @@ class Scheduler(SchedulerInterface):
     ) -> tuple[RunningPlan, bool]:
         """Preempt running requests until the free blocks suffice for the plan.
 
-        Return the plan of those that remain, and whether any request was preempted.
+        Return the plan for the remaining requests, and whether any request was preempted.
         """
         has_preempted = False
         while True:
@@ -376,7 +375,7 @@ class Scheduler(SchedulerInterface):
             self.lifecycle.preempt(slot, now)
         return slot is not None
 
-    # applying outputs
+    # Applying outputs
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
         """Return the token bitmasks of the step's constrained rows."""
@@ -408,7 +407,7 @@ class Scheduler(SchedulerInterface):
         return outputs
 
     def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
-        """Apply a report of the workers that belongs to no step."""
+        """Apply a report of the workers that arrived without a step output."""
         if self._transfers is not None:
             self._transfers.apply_message(rank, output, now)
 
@@ -417,7 +416,7 @@ class Scheduler(SchedulerInterface):
         self._results.apply_drafts(drafts)
 
     def take_outputs(self, now: float) -> dict[int, EngineCoreOutputs]:
-        """Return messages about requests that finished outside of a step, and statistics if none is left."""
+        """Return messages about requests that finished outside of a step. Add statistics if no request is left."""
         is_idle = not self.requests
         has_counts = is_idle and self._transfers is not None and self._transfers.has_counts
         outputs = self._clients.take_finished_outputs(now, has_stats=has_counts)
@@ -432,7 +431,7 @@ class Scheduler(SchedulerInterface):
             events += self._transfers.connector.take_events()
         return events
 
-    # state for the core loop and for tests
+    # State for the core loop and for tests
 
     def get_kv_cache_usage(self) -> float:
         """Return the fraction of KV-cache blocks in use, from 0 to 1."""
@@ -443,12 +442,12 @@ class Scheduler(SchedulerInterface):
         return self._results.find_crash_suspects()
 
     def get_step_in_flight(self, scheduler_output: SchedulerOutput) -> StepInFlight:
-        """Return the record of a step whose output is still to come."""
+        """Return the record of a step whose output has not arrived yet."""
         return self._results.get_step(scheduler_output.step)
 
     @property
     def last_slots(self) -> SlotArray:
-        """The slots that the last step computes, in the order of its rows."""
+        """The slots of the last scheduled step, in the order of its rows."""
         return self._writer.last_slots
 
     @property
@@ -465,7 +464,7 @@ class Scheduler(SchedulerInterface):
         return len(self.requests)
 
     def has_finished_requests(self) -> bool:
-        """Return whether vacated slots are still to be reported to the workers."""
+        """Return whether slots were freed that no step message has reported to the workers yet."""
         return self._running.has_removed
 
     def has_requests(self) -> bool:
@@ -491,7 +490,7 @@ class Scheduler(SchedulerInterface):
         return len(self._running), self.lifecycle.num_waiting
 
     def check_invariants(self) -> list[str]:
-        """Return a description of every count that does not add up."""
+        """Return a description of each count that is wrong; empty if all agree."""
         return check_invariants(self.lifecycle)
 
     def make_stats(self) -> SchedulerStats:

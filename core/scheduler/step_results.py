@@ -38,7 +38,7 @@ _ERROR: Final = FinishReason.ERROR
 _FIRST_TOKEN: Final = EventKind.FIRST_TOKEN
 
 STEPS_PER_REPORT: Final = 8
-"""Statistics are sent every this many steps, and with steps that compute prompts or empty the pipeline."""
+"""Statistics are sent every this many steps, and after steps that compute prompts or leave no step in flight."""
 
 
 class LateRow(NamedTuple):
@@ -51,7 +51,7 @@ class LateRow(NamedTuple):
 
 
 class StepResults:
-    """Applies outputs in the order of their steps. Rows that their request has left are ignored."""
+    """Applies the outputs of steps, in order. Rows whose request has finished or was preempted are ignored."""
 
     def __init__(
         self, lifecycle: RequestLifecycle, drafts: Drafts | None, transfers: KVTransfers | None
@@ -67,11 +67,11 @@ class StepResults:
 
     @property
     def has_steps_in_flight(self) -> bool:
-        """True if a step is in flight."""
+        """True if a step was sent to the workers and its output has not arrived."""
         return bool(self._in_flight)
 
     def find_crash_suspects(self) -> CrashSuspects:
-        """Classify the requests in the steps in flight, one of which may crash a worker."""
+        """Classify the requests in the steps in flight, one of which may have crashed a worker."""
         suspects_found = CrashSuspects([], [], [])
         rows = [row for step in self._in_flight for row in step.prefilled if row.is_awaited]
         new = {row.request.key for row in rows}
@@ -106,7 +106,7 @@ class StepResults:
         if self._drafts is not None:
             self._last_batch = step.step, step.batch
             if len(step.sampling) == len(step.batch) and not step.prefilled:
-                # Every request decoded.
+                # All requests decoded.
                 num_drafts = len(output.sampled_token_ids) // 4 - len(step.batch)
                 if step.num_drafts is not None:
                     num_drafts = int(_num_verified(output, step.num_drafts).sum())
@@ -123,7 +123,7 @@ class StepResults:
         )
 
     def _is_plain(self, step: StepInFlight, output: ModelRunnerOutput) -> bool:
-        """Return whether every request of the step just got one more token and continues."""
+        """Return whether every request of the step got exactly one more token and continues."""
         return not (
             step.sampling.num_vacated != self._slots.num_vacated
             or step.prefilled
@@ -227,8 +227,7 @@ class StepResults:
     def _take_late(self, step: StepInFlight, late: list[LateRow], now: float) -> int:
         """Append the tokens of requests that were preempted while a step was in flight.
 
-        Return the number of these tokens, plus the prompt tokens of requests that got their first
-        one.
+        Return the number of these tokens, plus the number of prompt tokens of requests that got their first token.
         """
         num_tokens = sum(len(row.token_ids) // 4 for row in late)
         requests = [row.request for row in late]
@@ -250,7 +249,7 @@ class StepResults:
     def _find_late(
         self, step: StepInFlight, token_ids: Int32Array, counts: Int64Array | None
     ) -> list[LateRow]:
-        """Return the rows that sample for preempted requests, with their tokens up to a stop."""
+        """Return the rows that sampled for preempted requests, each with its tokens up to a stop."""
         late: list[LateRow] = []
         for position, request in self._lifecycle.in_flight.find_preempted_rows(step.sampling):
             if request.is_finished:
@@ -389,16 +388,16 @@ class StepResults:
             if counts is not None:
                 num_new = dict(zip(num_new, counts.tolist(), strict=True))
             refused = self._advance_grammars(step.constrained, num_new)
-            # A failed grammar allows only the end of the sequence, which is not a valid end of its text.
+            # A grammar that failed allows only the end-of-sequence token, which does not end the text correctly.
             ends = [end for end in ends if end[0] not in refused]
             ends += [(request, _ERROR, None, message) for request, message in refused.items()]
         if ends:
             self._lifecycle.finish_requests(ends)
 
     def _take_first_tokens(self, prefilled: list[Request], now: float) -> int:
-        """Record requests that got their first token since they were admitted.
+        """Record which requests got their first token since their admission.
 
-        Return the number of prompt tokens of those that got their first token ever.
+        Return the number of prompt tokens of the requests that got their first token overall.
         """
         num_prompt_tokens = 0
         poison_isolation = self._lifecycle.poison_isolation
@@ -418,7 +417,7 @@ class StepResults:
     def _find_stops(self, rows: Iterable[tuple[int, int, int, bool]]) -> list[End]:
         """Return the requests that finish.
 
-        Each row is (slot, last token, number of output tokens, whether that is the limit).
+        Each row is (slot, last token, number of output tokens, whether the limit of output tokens is reached).
         """
         requests = self._slots.requests
         ends: list[End] = []
@@ -452,7 +451,7 @@ class StepResults:
         return refused
 
     def _advance_grammar(self, request: Request, token_ids: list[int]) -> str:
-        """Advance the grammar of a request. Return a message if it cannot go on, else ""."""
+        """Advance the grammar of a request. Return an error message if it refuses the tokens, else ""."""
         grammars = self._lifecycle.grammars
         request.awaits_mask = grammars.is_isolated(request)
         if grammars.accept(request, token_ids):
@@ -462,14 +461,14 @@ class StepResults:
 
 
 def _num_sampled(output: ModelRunnerOutput, num_rows: int) -> Int64Array:
-    """Return the number of tokens of each row that sampled; one each if the output does not say."""
+    """Return the number of sampled tokens per row: those in the output, or 1 per row if it has no counts."""
     if not output.num_sampled:
         return np.ones(num_rows, np.int64)
     return int32_view(output.num_sampled).astype(np.int64)
 
 
 def _num_verified(output: ModelRunnerOutput, num_drafts: Int64Array) -> Int64Array:
-    """Return the number of verified drafts of each row. Raises EngineError if it exceeds `num_drafts`."""
+    """Return the number of verified drafts per row. Raises EngineError if it exceeds `num_drafts`."""
     if not output.num_verified:
         return num_drafts
     num_verified = int32_view(output.num_verified).astype(np.int64)

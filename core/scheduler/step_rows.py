@@ -10,13 +10,13 @@ from ..state.slots import SlotArray
 
 
 class StepRows:
-    """Decodes consecutive step messages. `slots` are the rows of the last step that was read."""
+    """Decodes step messages in order. `slots` are the rows of the message that was read last."""
 
     def __init__(self, slots: SlotArray | None = None) -> None:
         self.slots: SlotArray = np.zeros(0, np.intp) if slots is None else slots
 
     def read(self, step: SchedulerOutput) -> Int64Array:
-        """Read the next step. Return how many tokens each of `slots` computes."""
+        """Read the next message. Return how many tokens each of `slots` computes."""
         if step.slots is not None:
             self.slots = int32_view(step.slots).astype(np.intp)
         counts: Int64Array = np.ones(len(self.slots), np.int64)

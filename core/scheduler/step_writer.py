@@ -17,7 +17,7 @@ from .running import RunningPlan
 
 
 class StepWriter:
-    """Encodes each step as the difference from the previous one, whose rows it keeps."""
+    """Encodes each step as its difference from the previous one. Keeps the rows of the last step for that."""
 
     def __init__(
         self, running: RunningRequests, manager: KVCacheManager, drafts: Drafts | None
@@ -42,7 +42,7 @@ class StepWriter:
         admitted: Admissions,
         now: float,
     ) -> tuple[SchedulerOutput, StepInFlight]:
-        """Return the message of step number `step` to the workers, and the record kept until its output arrives."""
+        """Return message number `step` to the workers, and the record that is kept until its output arrives."""
         slots, granted = plan.slots, plan.granted
         num_drafts = plan.num_drafts(samples) if self._drafts is not None else None
         if not granted.all():
@@ -113,7 +113,7 @@ class StepWriter:
     def _constrained_rows_with_drafts(
         self, sampling: Batch, num_drafts: Int64Array, draft_token_ids: Int32Array
     ) -> list[ScheduledRow]:
-        """Return the constrained rows with their drafts. Only rows that sample have drafts."""
+        """Return the constrained rows, each with its drafts. Only rows that sample have drafts."""
         if not self._running.num_constrained:
             return []
         starts = np.cumsum(num_drafts) - num_drafts

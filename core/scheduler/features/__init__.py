@@ -1,1 +1,1 @@
-"""Optional features of the scheduler: drafts, grammars, encoder inputs, isolation of suspects."""
+"""Optional features of the scheduler: drafts, grammars, encoder inputs, LoRA, and isolation of suspected requests."""

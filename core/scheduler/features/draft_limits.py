@@ -1,6 +1,6 @@
-"""The number of tokens to draft for each request, from the drafts accepted so far and the measured cost of wider steps.
+"""Choose how many tokens to draft per request, from its acceptance so far and the measured cost of wider steps.
 
-What the workers measure is part of their outputs, so a replay decides the same.
+The measurements arrive in the outputs of the workers, which are recorded, so a replay makes the same choices.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ FloatArray = npt.NDArray[np.float64]
 _BINS_PER_DOUBLING: Final = 4
 _NUM_BINS: Final = 20 * _BINS_PER_DOUBLING
 _PRIOR_ROW_COST: Final = 0.1
-"""The cost of another row, as a share of a step with one row, where nothing was measured."""
+"""Assumed cost of one more row, as a fraction of the cost of a step with one row, until it has been measured."""
 
 _NEW_WEIGHT: Final = 0.1
-"""The weight of the newest measurement of a cost that was measured often."""
+"""Weight of a new measurement in the moving average of a step's cost, once there are many."""
 
 _DECAY: Final = 0.9
-"""The weight of a request's earlier drafts after each verification."""
+"""Factor by which earlier drafts of a request lose weight at each verification."""
 
 _PRIOR_ACCEPTANCE: Final = 0.75
 _PRIOR_TRIES: Final = 4.0
-"""The drafts for which the prior acceptance stands, beside those of a request."""
+"""Weight of the prior acceptance rate, as a number of drafts, in the estimate for a request."""
 
 _LEAST_GAIN: Final = 1.08
-"""Drafts must be expected to raise the tokens per second by this factor, because what is expected is uncertain."""
+"""Factor by which drafts must be expected to raise tokens per second before they are used; covers estimation error."""
 
 _PROBE_STEPS: Final = 256
-"""Steps between two drafts of requests whose drafts do not pay; of a model twice as many."""
+"""Steps between two trial drafts of requests for which drafts do not pay; twice as many with a draft model."""
 
 _ROWS_PER_PROBE: Final = 16
 _STEPS_PER_DECISION: Final = 8
 _LEAST_MEASUREMENTS: Final = 3
 _FORGET_STEPS: Final = 2048
-"""The cost of a step without drafts is measured again after so many steps with drafts."""
+"""Number of steps with drafts after which the cost of a step without drafts is measured again."""
 
 
 class StepCosts:
-    """The seconds of a decode step by its number of rows, learned from steps as they happen.
+    """The duration of a decode step in seconds as a function of its number of rows, learned from the steps that ran.
 
-    Costs of sizes that were never measured have the shape of the prior, scaled like the nearest measured ones.
+    Between and beyond the measured sizes, the cost is the prior (linear in the rows), scaled like the nearest measured
+    ones.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,10 @@ class StepCosts:
         self._known_ratios: FloatArray = np.ones(1)
 
     def record(self, num_rows: int, seconds: float) -> None:
-        """Record a step. A single slow step counts as three times the usual cost at most."""
+        """Record the duration of a step.
+
+        After four measurements, one counts as at most three times the current average.
+        """
         found = _find_bin(num_rows)
         self._num_steps += 1
         self._measured_at[found] = self._num_steps
@@ -73,18 +77,18 @@ class StepCosts:
         self._counts[found] = count + 1
         known = self._counts.nonzero()[0]
         self._known_rows = self._rows[known]
-        # More rows never cost less; a measurement that says so is noise.
+        # More rows never cost less, so a decreasing measurement is noise.
         costs = np.maximum.accumulate(self._seconds[known])
         self._known_ratios = costs / _prior(self._known_rows)
 
     def is_known(self, num_rows: int) -> bool:
-        """Return whether steps of about so many rows were measured, and not too long ago."""
+        """Return whether steps with about `num_rows` rows were measured often enough and recently."""
         found = _find_bin(num_rows)
         is_recent = self._num_steps - self._measured_at[found] < _FORGET_STEPS
         return bool(is_recent and self._counts[found] >= _LEAST_MEASUREMENTS)
 
     def estimate(self, num_rows: FloatArray) -> FloatArray:
-        """Return the seconds of steps with these numbers of rows, which increase."""
+        """Return the estimated seconds of a step for each of these increasing numbers of rows."""
         ratios = np.interp(num_rows, self._known_rows, self._known_ratios)
         costs: FloatArray = np.maximum.accumulate(ratios * _prior(num_rows))
         return costs
@@ -99,11 +103,11 @@ def _prior(num_rows: FloatArray) -> FloatArray:
 
 
 class DraftLimits:
-    """The most drafts of each slot.
+    """The maximum number of drafts per slot.
 
-    A draft is worth the probability that it and all drafts before it are right. The likeliest drafts of all requests
-    are taken until tokens per second would fall. Requests without drafts get one from time to time, because only
-    drafts show whether they would be right.
+    The value of a draft is the probability that it and all drafts before it are accepted. The most probable drafts of
+    all requests are chosen, as long as they raise the expected tokens per second. Requests that get none try one draft
+    from time to time, because only a verified draft shows whether its acceptance has improved.
     """
 
     def __init__(self, config: SpeculativeConfig, slots: Slots) -> None:
@@ -111,13 +115,14 @@ class DraftLimits:
         self._slots = slots
         self._max_drafts = config.num_speculative_tokens
         self._is_adaptive = config.adaptive
-        # Text that is looked up costs nothing where nothing is found, so every request tries some of what is found.
+        # Looking up drafts in the text costs nothing where nothing is found, so new requests start nearer to the
+        # optimistic prior acceptance. A draft model costs time for every request.
         self._prior_share = 0.0 if config.method.runs_model else 0.5
-        """The share of the prior acceptance in that of a new request. The rest is the acceptance of other requests."""
+        """Weight of the prior acceptance for a new request; the rest is the average of all requests."""
         self._probe_steps = _PROBE_STEPS * (1 + config.method.runs_model)
         self._costs = StepCosts()
         self._draft_seconds = 0.0
-        """The seconds of a draft model for one token of every row."""
+        """Average seconds of one pass of the draft model, which drafts one token for every row."""
         self._next_decision = 0
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._tried: FloatArray = np.zeros(max_num_seqs)
@@ -129,12 +134,12 @@ class DraftLimits:
         self._num_steps = 0
         self._decided_for: Int64Array = np.zeros((2, 0), np.int64)
         self.has_unsent = False
-        """True if a limit has changed since `take_changes`."""
+        """True if a limit has changed since the last `take_changes`."""
 
     def record_step(
         self, num_rows: int, seconds: float, draft_seconds: float, draft_passes: int
     ) -> None:
-        """Record the costs of a step in which every request decoded."""
+        """Record the durations of a step in which every request decoded, and of its draft passes."""
         self._num_steps += 1
         if seconds > 0:
             self._costs.record(num_rows, seconds)
@@ -148,7 +153,7 @@ class DraftLimits:
         self._reset(slots)
         is_tried = verified > 0
         slots, accepted, verified = slots[is_tried], accepted[is_tried], verified[is_tried]
-        # Drafts after the first wrong one show nothing.
+        # Drafts after the first wrong one were not tried: their acceptance was never tested.
         tried = accepted + (accepted < verified)
         self._tried[slots] = _DECAY * self._tried[slots] + tried
         self._accepted[slots] = _DECAY * self._accepted[slots] + accepted
@@ -157,7 +162,7 @@ class DraftLimits:
         self._accepted_in_all = decay * self._accepted_in_all + float(accepted.sum())
 
     def _reset(self, slots: SlotArray) -> None:
-        """Remove what was measured for earlier requests of these slots."""
+        """Start anew for the slots that now belong to another request."""
         new = slots[self._generation[slots] != self._slots.generation[slots]]
         if len(new):
             self._generation[new] = self._slots.generation[new]
@@ -165,10 +170,10 @@ class DraftLimits:
             self.limits[new] = self._sent[new] = self._max_drafts
 
     def decide(self, slots: SlotArray) -> None:
-        """Set the limits of the decoding slots, if these or what was measured have changed enough."""
+        """Set the limits of the decoding slots. They are kept for a few steps if the requests have not changed."""
         if not len(slots) or not self._is_adaptive:
             return
-        # A slot may have another request than before.
+        # The generation detects slots that were given to another request.
         requests = np.stack((slots, self._slots.generation[slots]))
         if self._num_steps < self._next_decision and np.array_equal(requests, self._decided_for):
             return
@@ -191,7 +196,7 @@ class DraftLimits:
         speeds = num_tokens / costs
         best = int(speeds.argmax())
         limits: Int64Array = np.zeros(len(slots), np.int64)
-        # Without drafts for some steps, their cost is measured, without which no gain is known.
+        # If the cost of a step without drafts is not known, draft nothing for some steps, which measures it.
         if self._costs.is_known(len(slots)) and speeds[best] >= _LEAST_GAIN * speeds[0]:
             limits = np.bincount(order[:best] // self._max_drafts, minlength=len(slots))
         if self._num_steps % self._probe_steps < _STEPS_PER_DECISION:
@@ -200,7 +205,7 @@ class DraftLimits:
         self.has_unsent |= bool((limits != self._sent[slots]).any())
 
     def _probe(self, limits: Int64Array) -> None:
-        """Give one draft to some of the requests that have none, to each in turn."""
+        """Let some of the requests without drafts try one draft. Every such request gets its turn."""
         without = (limits == 0).nonzero()[0]
         if len(without):
             count = max(1, len(limits) // _ROWS_PER_PROBE)
@@ -208,7 +213,7 @@ class DraftLimits:
             limits[without[(turn + np.arange(count)) % len(without)]] = 1
 
     def take_changes(self, slots: SlotArray) -> bytes:
-        """Return int32 rows (slot, limit) of the slots whose limits differ from those sent last."""
+        """Decide, and return int32 pairs (slot, limit) for the slots whose limit differs from the one last sent."""
         self.decide(slots)
         if not self.has_unsent:
             return b""

@@ -6,7 +6,10 @@ from collections import OrderedDict
 
 
 class EncoderCacheManager:
-    """A cache of at most `cache_size` embeddings. Unreferenced outputs stay until their space is needed."""
+    """Accounts for the encoder outputs in the workers, up to `cache_size` embeddings.
+
+    Unreferenced outputs stay until evicted.
+    """
 
     def __init__(self, cache_size: int) -> None:
         self.cache_size = cache_size
@@ -19,12 +22,12 @@ class EncoderCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Number of embeddings that fit if everything unreferenced is evicted."""
+        """Number of embeddings that would fit after evicting every unreferenced output."""
         return self.num_unused + sum(self._unreferenced.values())
 
     @property
     def num_referenced(self) -> int:
-        """Number of outputs that running requests use."""
+        """Return whether the workers will hold an output once all steps sent so far have run."""
         return len(self._ref_counts)
 
     def has_output(self, content_hash: bytes) -> bool:
@@ -40,12 +43,15 @@ class EncoderCacheManager:
         return content_hash in self._ref_counts
 
     def keep_output(self, content_hash: bytes) -> None:
-        """Keep an unreferenced output from being evicted before it is referenced."""
+        """Protect an unreferenced output from eviction until it is referenced."""
         if self._unreferenced.pop(content_hash, None) is not None:
             self._ref_counts[content_hash] = 0
 
     def add_reference(self, content_hash: bytes, size: int) -> bool:
-        """Add a reference. Return True if the output must be computed or loaded; there must be room."""
+        """Add a reference.
+
+        Return True if the workers must compute or load the output; the caller has checked that it fits.
+        """
         is_missing = not self.has_output(content_hash)
         self._stale.discard(content_hash)
         self.keep_output(content_hash)
@@ -58,7 +64,7 @@ class EncoderCacheManager:
         return is_missing
 
     def remove_reference(self, content_hash: bytes) -> None:
-        """Remove a reference."""
+        """Remove a reference. An output without references may be evicted."""
         self._ref_counts[content_hash] -= 1
         if self._ref_counts[content_hash]:
             return
@@ -70,14 +76,14 @@ class EncoderCacheManager:
             self._unreferenced[content_hash] = self._sizes[content_hash]
 
     def invalidate_output(self, content_hash: bytes) -> None:
-        """Mark an output as possibly wrong: the next request that needs it computes it again."""
+        """Mark an output as possibly wrong, so that the next request that needs it computes it again."""
         if content_hash in self._ref_counts:
             self._stale.add(content_hash)
         elif self._unreferenced.pop(content_hash, None) is not None:
             self._free(content_hash)
 
     def take_freed(self) -> list[bytes]:
-        """Return the outputs evicted since the last call."""
+        """Return the hashes of the outputs evicted since the last call."""
         freed, self._freed = self._freed, []
         return freed
 

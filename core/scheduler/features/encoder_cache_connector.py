@@ -1,4 +1,4 @@
-"""The scheduler's half of an encoder-cache connector, which loads encoder outputs from elsewhere."""
+"""The scheduler's half of an encoder-cache connector, which loads encoder outputs from an external store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...state.request import Request
 
 
 class EncoderCacheConnector(ABC):
-    """Loads encoder outputs from elsewhere. An exception of `has_cache_item` fails the request concerned."""
+    """Loads encoder outputs from an external store. An exception in `has_cache_item` fails only that request."""
 
     @abstractmethod
     def has_cache_item(self, request: Request, index: int) -> bool:
@@ -20,4 +20,4 @@ class EncoderCacheConnector(ABC):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
     ) -> bytes:
-        """Return the metadata for the workers, which load these inputs. Called once per step."""
+        """Return the metadata that tells the workers to load the inputs `loads`. Called once per step."""

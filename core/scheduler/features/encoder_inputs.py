@@ -1,4 +1,4 @@
-"""Schedule encoder inputs when the decoder reaches them, within the step's budget and the cache."""
+"""Schedule encoder inputs (images, audio) when the decoder reaches them, within the encoder budget and cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .encoder_cache_connector import EncoderCacheConnector
 
 
 class _Need(NamedTuple):
-    """An input that a request will hold, with the cache space and compute budget that it takes."""
+    """An encoder input that a request will reference, with the cache space and compute budget that this takes."""
 
     request: Request
     input_index: int
@@ -24,7 +24,10 @@ class _Need(NamedTuple):
 
 
 class EncoderPlan:
-    """The encoder inputs planned for a step, and the remaining budget and space. Planning changes no state."""
+    """The encoder inputs planned for a step, and what remains of the budget and the cache.
+
+    Planning changes no state.
+    """
 
     def __init__(self, budget: int, room: int) -> None:
         self.budget = budget
@@ -41,7 +44,7 @@ class EncoderPlan:
         self.budget -= need.budget
 
     def undo(self, num_needs: int) -> None:
-        """Remove all but the first `num_needs` inputs."""
+        """Remove all inputs from the plan except the first `num_needs`."""
         for need in self.needs[num_needs:]:
             self.room += need.room
             self.budget += need.budget
@@ -52,7 +55,7 @@ class EncoderPlan:
 
 
 class EncoderInputs:
-    """Holds the encoder inputs of running requests until their computed tokens have passed them."""
+    """Tracks the encoder inputs that running requests reference until their computed tokens have passed them."""
 
     def __init__(
         self, config: SchedulerConfig, connector: EncoderCacheConnector | None = None
@@ -60,7 +63,7 @@ class EncoderInputs:
         self.cache = EncoderCacheManager(config.encoder_cache_capacity)
         self.connector = connector
         self.are_in_use = False
-        """True once a request has had an encoder input."""
+        """True once any request had an encoder input."""
         self._budget = config.encoder_budget
         self._may_split = not config.disable_chunked_mm_input
         self._held: dict[Request, set[int]] = {}
@@ -68,7 +71,7 @@ class EncoderInputs:
         self._to_load: list[tuple[Request, int]] = []
 
     def held_by_request(self) -> dict[Request, list[bytes]]:
-        """Return the content hashes of the inputs that each request holds."""
+        """The content hashes of the inputs that each request references."""
         return {
             request: [request.encoder_inputs[index].content_hash for index in held]
             for request, held in self._held.items()
@@ -81,10 +84,10 @@ class EncoderInputs:
     def fit_inputs(
         self, plan: EncoderPlan, request: Request, start: int, end: int, most: int
     ) -> int:
-        """Return up to which token of [start, end) the request can compute; `start` if none.
+        """Return the end of the range from `start` that the request can compute; `start` if it can compute nothing.
 
-        The result may exceed `end`, but not `most`, where an input must not be split. Adds the
-        inputs to the plan.
+        The range normally ends at or before `end`. It may extend up to `most` if an input must not be split. The inputs
+        that it needs are added to the plan.
         """
         num_needs = len(plan.needs)
         for index, item in enumerate(request.encoder_inputs):
@@ -106,7 +109,7 @@ class EncoderInputs:
         return end
 
     def apply_plan(self, plan: EncoderPlan) -> None:
-        """Hold the planned inputs. Their requests must have slots."""
+        """Reference the planned inputs. Their requests must have slots."""
         for need in plan.needs:
             self.cache.keep_output(need.request.encoder_inputs[need.input_index].content_hash)
         for request, index, _, _, is_external in plan.needs:
@@ -121,7 +124,7 @@ class EncoderInputs:
         plan.hashes.clear()
 
     def release_computed(self, num_computed_tokens: Int64Array) -> None:
-        """Release inputs that computed tokens have passed. `num_computed_tokens` is indexed by slot."""
+        """Release the inputs that lie before the computed tokens. `num_computed_tokens` is indexed by slot."""
         for request, held in list(self._held.items()):
             num_computed = int(num_computed_tokens[request.slot])
             for index in sorted(held):
@@ -138,13 +141,13 @@ class EncoderInputs:
             self.cache.remove_reference(request.encoder_inputs[index].content_hash)
 
     def invalidate_inputs(self, request: Request, num_found_tokens: int) -> None:
-        """Invalidate the inputs after the first `num_found_tokens` tokens, which may be wrong."""
+        """Mark the inputs after the first `num_found_tokens` tokens for recomputation, because they may be wrong."""
         for item in request.encoder_inputs:
             if not _is_passed(item, num_found_tokens, is_running=num_found_tokens > 0):
                 self.cache.invalidate_output(item.content_hash)
 
     def add_work(self, step: SchedulerOutput) -> None:
-        """Add the evicted and the needed encoder outputs to a step."""
+        """Add the outputs to evict, and those to compute or load, to a step message."""
         work = EncoderWork(self.cache.take_freed(), int32_bytes(self._to_compute))
         self._to_compute = []
         if self.connector is not None:
@@ -154,7 +157,7 @@ class EncoderInputs:
         step.encoders = work
 
     def _take(self, plan: EncoderPlan, request: Request, index: int) -> bool:
-        """Plan to hold an input. Return False if there is no budget or no space."""
+        """Plan to reference an input. Return False if the budget or the cache is exhausted."""
         if index in self._held.get(request, ()):
             return True
         item = request.encoder_inputs[index]
@@ -185,10 +188,10 @@ class EncoderInputs:
 
 
 def _is_passed(item: EncoderInput, num_computed_tokens: int, *, is_running: bool) -> bool:
-    """Return whether no remaining token needs the input itself.
+    """Return whether no remaining token of the request needs the input.
 
-    The input of an encoder-decoder model fills the blocks of cross attention, which a request gets with its slot. So a
-    request needs it whenever it starts, also after a cached prefix.
+    In an encoder-decoder model the input fills the cross-attention blocks, which a request allocates together with its
+    slot. A request therefore needs it at every start, even after a cached prefix.
     """
     if item.num_tokens == 0:
         return is_running

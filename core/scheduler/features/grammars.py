@@ -1,4 +1,4 @@
-"""The scheduler's use of a grammar engine."""
+"""The scheduler's interface to structured output: compile grammars, advance them, and fetch token bitmasks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...state.request import Request, RequestKey
 
 
 class GrammarBackend(Protocol):
-    """Grammars by request.
+    """The operations on grammars that the scheduler needs. `StructuredOutputManager` implements them.
 
-    The end of a compilation is reported by `SchedulerInterface.grammar_ready`. For an isolated grammar, the mask after
-    each token is reported in the same way. A grammar that has refused tokens, or that could not undo them, accepts
-    nothing anymore.
+    `SchedulerInterface.grammar_ready` reports the end of a compilation. Grammars that run in a process of their own
+    also report each next mask that way. A grammar that has refused tokens, or could not undo them, accepts no more
+    tokens.
     """
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
-        """Start to compile without waiting."""
+        """Start to compile a grammar, and return without waiting for the result."""
 
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
         """Advance the grammar. Return False if it forbids one of the tokens."""
@@ -29,9 +29,9 @@ class GrammarBackend(Protocol):
         """Return how many of the tokens the grammar accepts in a row, without advancing."""
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar forces after these acceptable ones, without advancing.
+        """Return the tokens that must follow these acceptable ones according to the grammar, without advancing it.
 
-        They are one tokenization of the forced text; there may be others.
+        They are one possible tokenization of the forced text.
         """
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
@@ -48,7 +48,7 @@ class GrammarBackend(Protocol):
 
 
 class Grammars:
-    """The grammars of constrained requests. Without a backend no request is constrained."""
+    """The grammars of the constrained requests. Without a backend, no request is constrained."""
 
     def __init__(self, backend: GrammarBackend | None, vocab_size: int) -> None:
         self._backend = backend
@@ -68,7 +68,10 @@ class Grammars:
         return self._backend is None or self._backend.accept_tokens(request.key, token_ids)
 
     def accept_output(self, request: Request) -> bool:
-        """Advance a new grammar over the output of a resubmitted request. Return False if it is forbidden."""
+        """Advance a newly compiled grammar over the output of a resubmitted request.
+
+        Return False if it forbids a token.
+        """
         token_ids = int32_view(request.output_token_ids).tolist()
         return not token_ids or self.accept(request, token_ids)
 
@@ -86,7 +89,7 @@ class Grammars:
         return "" if self._backend is None else self._backend.find_error(request.key)
 
     def num_acceptable(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Return how many drafts a request's grammar accepts."""
+        """Return how many of the draft tokens the request's grammar accepts in a row."""
         if self._backend is None or not token_ids:
             return len(token_ids)
         return self._backend.num_acceptable(request.key, token_ids)
@@ -103,11 +106,12 @@ class Grammars:
             self._backend.release(request.key)
 
     def bitmask(self, rows: Sequence[ScheduledRow]) -> bytes:
-        """Return the allowed next tokens of each row and after each of its drafts.
+        """Return the bitmask of allowed next tokens for each row, and for the position after each of its drafts.
 
-        All tokens are allowed where the sample is dropped anyway: for a row whose request has ended, and after a
-        forbidden draft. If a grammar refuses a token that it reported as acceptable, or cannot be rolled back before
-        the drafts, it also refuses the tokens of the step, which ends its request.
+        All tokens are allowed where the sample is discarded anyway: in rows whose request has ended, and after a
+        forbidden draft. If a grammar refuses a token that it reported as acceptable, or cannot be rolled back to the
+        state before the drafts, it is marked as failed. It then also refuses the tokens of this step, which finishes
+        its request.
         """
         if any(row.num_drafts for row in rows):
             return b"".join(map(self._bitmask_with_drafts, rows))

@@ -1,4 +1,4 @@
-"""Preempts requests at random, for tests."""
+"""Preempt running requests at random, for tests of preemption."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ...state.slots import SlotArray
 
 
 def choose_injected_preemption(probability: float, step: int, slots: SlotArray) -> int | None:
-    """Return one of the running `slots` with a probability, else None.
+    """Return one of the running `slots` with the given probability, else None.
 
-    The choice is a hash of the step number, so that a replay repeats it.
+    The choice depends only on a hash of the step number, so that a replay repeats it.
     """
     if not probability or not len(slots):
         return None

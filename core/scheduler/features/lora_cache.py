@@ -1,4 +1,4 @@
-"""Track which LoRA adapters the workers have loaded, and which they must load."""
+"""Track which LoRA adapters the workers have loaded, and which ones they must load next."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ....protocol.worker_messages import LoraLoad
 
 
 class LoraCache:
-    """The adapters that the workers hold, `capacity` of them, by number.
+    """The LoRA adapters that the workers hold, each under a number below `capacity`.
 
-    An adapter that no running request uses stays until its number is needed; the least recently used one goes first.
-    One that was loaded for a waiting request is pending until that request, or another, starts: it is not replaced, and
-    counts as one of `max_loras`.
+    An adapter that no running request uses stays until its number is needed; the least recently used one is replaced
+    first. An adapter that was loaded for a waiting request is pending until a request that uses it starts. A pending
+    adapter is not replaced and counts toward `max_loras`.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free = list(range(capacity))[::-1]
         self._loaded: OrderedDict[LoraAdapter, int] = OrderedDict()
-        """Numbers by adapter, the least recently used first."""
+        """The number of each loaded adapter, least recently used first."""
         self._loading: dict[LoraAdapter, int] = {}
         self._pending: dict[LoraAdapter, None] = {}
         self._unsent: list[LoraLoad] = []
 
     @property
     def has_unsent(self) -> bool:
-        """True if loads were begun that no step has reported to the workers."""
+        """True if loads have begun that no step message has reported to the workers."""
         return bool(self._unsent)
 
     @property
     def num_held(self) -> int:
-        """Number of adapters that are loaded, being loaded, or could be loaded at once."""
+        """Number of adapters that are loaded or being loaded, plus the unused numbers."""
         return len(self._loaded) + len(self._loading) + len(self._free)
 
     @property
@@ -56,10 +56,10 @@ class LoraCache:
         return self._loaded[adapter]
 
     def begin_load(self, adapter: LoraAdapter, in_use: Collection[LoraAdapter]) -> None:
-        """Begin to load an adapter for a request, unless that was begun before.
+        """Start to load an adapter for a request, unless it is loaded or being loaded.
 
-        It takes the number of the least recently used adapter that is neither pending nor `in_use`. If there is none,
-        nothing happens.
+        If no number is free, the adapter replaces the least recently used one that is neither pending nor `in_use`. If
+        all are, nothing happens.
         """
         if adapter in self._loading or adapter in self._loaded:
             self._pending[adapter] = None
@@ -80,7 +80,7 @@ class LoraCache:
         return unsent
 
     def end_load(self, number: int, *, is_loaded: bool) -> LoraAdapter | None:
-        """Record that all workers have answered a load. Return its adapter, or None if there is no such load."""
+        """Record that all workers have answered a load. Return its adapter, or None for an unknown number."""
         adapter = next((each for each, n in self._loading.items() if n == number), None)
         if adapter is None:
             return None
@@ -93,9 +93,9 @@ class LoraCache:
         return adapter
 
     def release_all(self) -> None:
-        """Stop keeping adapters for requests that have not started."""
+        """Allow every pending adapter to be replaced."""
         self._pending.clear()
 
     def release(self, adapter: LoraAdapter) -> None:
-        """Record that no request waits for an adapter anymore."""
+        """Record that no request waits for an adapter anymore, so that it may be replaced."""
         self._pending.pop(adapter, None)

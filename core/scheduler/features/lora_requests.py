@@ -8,7 +8,7 @@ from .lora_cache import LoraCache
 
 
 class LoraRequests:
-    """The numbers of unfinished requests per LoRA adapter. An adapter without any is released."""
+    """The number of unfinished requests per LoRA adapter. An adapter whose last request finishes is released."""
 
     def __init__(self, cache: LoraCache) -> None:
         self._cache = cache
@@ -27,17 +27,17 @@ class LoraRequests:
             self._cache.release(adapter)
 
     def end_load(self, number: int, *, is_loaded: bool) -> LoraAdapter | None:
-        """Record that all workers have answered a load. Return its adapter, or None if there is no such load."""
+        """Record that all workers have answered a load. Return its adapter, or None for an unknown number."""
         self._has_ended_load = True
         return self._cache.end_load(number, is_loaded=is_loaded)
 
     def take_ended_loads(self) -> bool:
-        """Return whether a load has ended since the last call."""
+        """Return whether a load has ended since the last call of this method."""
         has_ended, self._has_ended_load = self._has_ended_load, False
         return has_ended
 
     def write_stats(self, stats: SchedulerStats, num_running: dict[LoraAdapter, int]) -> None:
-        """Write the adapters of running and of waiting requests, given how many run with each."""
+        """Write the adapters of running and waiting requests; `num_running` has the running ones per adapter."""
         if not self._counts:
             return
         stats.running_loras = sorted({lora.name for lora in num_running})

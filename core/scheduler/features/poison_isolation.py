@@ -1,8 +1,7 @@
-"""Run requests alone that may have crashed a worker, to find the poison request.
+"""Run requests that may have crashed a worker one at a time, to find the poison request.
 
-A suspect was being computed when a worker crashed and had no token since its admission. Each
-suspect runs in steps of its own until its next token arrives. If a worker crashes meanwhile, that
-suspect is the cause.
+A request becomes a suspect if a worker crashed while computing it, before its first token since its admission. Each
+suspect runs in steps of its own until its next token arrives. If a worker crashes meanwhile, that suspect is the cause.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from ..queues.request_queue import RequestQueue
 
 
 class CrashSuspects(NamedTuple):
-    """The requests in the steps in flight.
+    """The requests that were being computed when a worker crashed.
 
-    `poison_requests` were running alone as suspects; `unsuspected` had a token since their
-    admission.
+    The `poison_requests` were running alone, so they caused the crash. The `unsuspected` ones had already got a token
+    since their admission.
     """
 
     poison_requests: list[RequestKey]
@@ -37,11 +36,11 @@ class PoisonIsolation:
         self.suspects[request.key] = request
 
     def clear_suspect(self, request: Request) -> None:
-        """Remove a request that got a token or finished. Does nothing for others."""
+        """Remove a suspect that got a token or finished. Other requests are ignored."""
         self.suspects.pop(request.key, None)
 
     def next_suspect(self) -> Request | None:
-        """Return the suspect that is running, or that is first in the queue."""
+        """Return the suspect to run alone: the one already running, or else the first in the queue."""
         if not self.suspects:
             return None
         for request in self.suspects.values():

@@ -1,4 +1,4 @@
-"""Draft tokens of running requests, from their proposal until a step verifies them."""
+"""Track the draft tokens of running requests from the proposal until a step verifies them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from .draft_limits import DraftLimits
 from .grammars import Grammars
 
 MAX_FORCED_REQUESTS: Final = 32
-"""Steps with more requests draft no forced tokens, because it would take the core too long."""
+"""Maximum number of requests in a step for which forced tokens are drafted; more would take the core too long."""
 
 RECENT_STEPS: Final = 8
-"""A request that had drafts in this many last steps is assumed to have more."""
+"""A request is assumed to have drafts again if it had any in this many last steps."""
 
 
 class Drafts:
-    """The last drafts of each slot.
+    """The latest drafts of each slot.
 
-    With `uses_placeholders` (asynchronous scheduling), steps are scheduled before their drafts are
-    known. Each decoding request that had drafts recently is then assumed to have as many as it may,
-    and the workers insert the actual ones.
+    With `uses_placeholders` (asynchronous scheduling), a step is scheduled before its drafts are known. A decoding
+    request that had drafts recently is then scheduled with as many placeholders as its limit allows, and the workers
+    insert the actual drafts.
 
-    For a model that `has_states`, a proposer writes only into the block of the last computed token.
+    If the model `has_states` (recurrent layers), drafts are written only to the block of the last computed token, so
+    they need no further blocks.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Drafts:
         has_states: bool = False,
     ) -> None:
         max_num_seqs = len(running.slots.requests)
-        # A state has one block, that of its last token, so nothing is written behind the blocks of a step.
+        # A recurrent state occupies one block, that of its last token, so drafts need no blocks beyond those of the
+        # step.
         self.num_lookahead_tokens = 0 if has_states else config.num_lookahead_tokens
         self._max_drafts = config.num_speculative_tokens
         self._running = running
@@ -64,9 +66,9 @@ class Drafts:
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._generation: Int64Array = np.full(max_num_seqs, -1, np.int64)
         self._token_ids: Int32Array = np.zeros((max_num_seqs, self._max_drafts), np.int32)
-        # With placeholders the next step is already scheduled, with the last drafts. If it accepts all of them and
-        # samples the forced token after them, the `_num_forced` tokens that follow are drafts of the step after it.
-        # `_forced_token_ids` holds all of these: drafts, sampled token, forced drafts.
+        # With placeholders, the next step is already scheduled, with the latest drafts. Suppose that it accepts all of
+        # them and samples the first forced token after them. Then the `_num_forced` tokens that follow are drafts of
+        # the step after it. `_forced_token_ids` holds the whole sequence: drafts, sampled token, forced drafts.
         self._num_forced: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._forced_token_ids: Int32Array = np.zeros(
             (max_num_seqs, 2 * self._max_drafts + 1), np.int32
@@ -74,14 +76,14 @@ class Drafts:
         self.limits = DraftLimits(config, running.slots)
         self._newest_step = 0
         self._drafted_step: Int64Array = np.full(max_num_seqs, -RECENT_STEPS, np.int64)
-        """The last step after which each slot had drafts."""
+        """The latest step after which each slot had drafts."""
         self.has_drafts = False
         """True if a running request may have drafts."""
 
     def count_drafts(
         self, slots: SlotArray, is_decoding: BoolArray, room: Int64Array
     ) -> Int64Array:
-        """Return how many drafts of each decoding slot are verified, at most `room`."""
+        """Return how many drafts of each decoding slot the next step verifies, at most `room[i]` for slot i."""
         is_known = is_decoding & (self._generation[slots] == self._slots.generation[slots])
         counts = self._num_tokens[slots]
         if self._uses_placeholders:
@@ -91,7 +93,7 @@ class Drafts:
         return np.clip(np.where(is_known, counts, 0), 0, room)
 
     def take_drafts(self, slots: SlotArray, counts: Int64Array) -> Int32Array:
-        """Return the first `counts` drafts of each slot for a step, and drop the rest."""
+        """Return the first `counts` drafts of each slot for a step, and discard the others."""
         if self._uses_placeholders:
             return np.zeros(0, np.int32)
         self.drop_drafts(slots)
@@ -99,7 +101,7 @@ class Drafts:
         return taken
 
     def drop_drafts(self, slots: SlotArray) -> None:
-        """Drop the drafts of slots whose last tokens have changed."""
+        """Discard the drafts of slots whose last tokens have changed."""
         if self.has_drafts:
             is_other = self._generation != self._slots.generation
             for counts in (self._num_tokens, self._num_forced):
@@ -112,12 +114,12 @@ class Drafts:
             )
 
     def record_step(self, step: int, num_rows: int, output: ModelRunnerOutput) -> None:
-        """Record what a step cost in which every request decoded."""
+        """Record the duration of a step in which every request decoded."""
         self._newest_step = max(self._newest_step, step)
         self.limits.record_step(num_rows, output.seconds, output.draft_seconds, output.draft_passes)
 
     def get_drafts(self, slot: int) -> list[int]:
-        """Return the last drafts of a slot."""
+        """Return the latest drafts of a slot."""
         if self._generation[slot] != self._slots.generation[slot]:
             return []
         found: list[int] = self._token_ids[slot, : self._num_tokens[slot]].tolist()
@@ -126,7 +128,7 @@ class Drafts:
     def add_drafts(
         self, rows: Sequence[ScheduledRow], in_flight: StepsInFlight
     ) -> list[ScheduledRow]:
-        """Return the rows of a step with the drafts that only the workers had when it was scheduled."""
+        """Return the rows of a step, completed with the drafts that only the workers had when it was scheduled."""
         return [
             msgspec.structs.replace(row, draft_token_ids=self._last_drafts(row, in_flight))
             if row.num_drafts and row.draft_token_ids is None and row.is_awaited
@@ -140,7 +142,7 @@ class Drafts:
         return int32_list(in_flight.get_drafts(row.request))[: row.num_drafts]
 
     def draft_forced_tokens(self, step: StepInFlight) -> None:
-        """Append tokens that grammars force after a step's tokens and their drafts, as drafts."""
+        """Draft the tokens that grammars force after the tokens and drafts of a step."""
         if len(step.sampling) <= MAX_FORCED_REQUESTS:
             for row in step.constrained:
                 if row.is_alive:

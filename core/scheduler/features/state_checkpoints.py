@@ -1,7 +1,7 @@
-"""Ends the chunks of prompts where a recurrent state can be cached.
+"""End the chunks of a prompt where its recurrent state can be cached.
 
-A state is that after the last token of a chunk, and the prefix cache can find it only if this token ends a block. So
-chunks end at the last block boundary that they reach before the prompt's last token, which is computed in a further
+The state after a chunk is the one after its last token, and the prefix cache can find it only if that token ends a
+block. Chunks therefore end at the last block boundary before the prompt's last token, which is computed in a further
 step.
 """
 
@@ -14,7 +14,7 @@ from ....protocol.kv_cache_groups import AttentionKind, KVCacheGroup
 
 
 class StateCheckpoints:
-    """Cuts chunks for models with recurrent layers, if prefixes are cached and prompts may be split."""
+    """Shortens chunks for models with recurrent layers, if prefixes are cached and prompts may be split."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheConfig, groups: Sequence[KVCacheGroup]
@@ -27,7 +27,7 @@ class StateCheckpoints:
         )
 
     def cut(self, num_computed: int, granted: int, num_tokens: int) -> int:
-        """Return how many of the `granted` tokens after the computed ones of a prompt of `num_tokens` to compute."""
+        """Return how many of `granted` tokens to compute, for a prompt of `num_tokens` with `num_computed` done."""
         if not self.are_in_use:
             return granted
         last = min(num_computed + granted, num_tokens - 1)

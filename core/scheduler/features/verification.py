@@ -1,4 +1,4 @@
-"""Correct token counts for rejected drafts, and drop tokens after a stop."""
+"""Correct the token counts of a step for rejected drafts, and drop the tokens after a stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ...state.running_requests import RunningRequests
 
 
 class SampledTokens(NamedTuple):
-    """`counts[i]` tokens of row i. `cut` has the number of tokens kept of slots that stopped early."""
+    """The tokens that a step sampled: `counts[i]` of them for row i.
+
+    `cut` maps each slot that stopped early to the number of tokens that are kept.
+    """
 
     token_ids: Int32Array
     counts: Int64Array
@@ -28,9 +31,9 @@ def subtract_rejections(
     num_verified: Int64Array,
     stats: SpecDecodingStats,
 ) -> None:
-    """Subtract rejected drafts from token counts, which assumed that all would be accepted.
+    """Subtract rejected drafts from the token counts, which were advanced as if all drafts were accepted.
 
-    Of the `num_drafts` scheduled drafts, `num_verified` were available.
+    Of the `num_drafts` scheduled drafts of each row, `num_verified` were available to the workers.
     """
     state, slots = running.slots, sampling.slots
     rejected = num_drafts + 1 - counts

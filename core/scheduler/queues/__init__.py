@@ -1,1 +1,1 @@
-"""Scheduling policies, and limits on which waiting requests are admitted."""
+"""The order in which waiting requests are admitted, and the limits that let some of them wait."""

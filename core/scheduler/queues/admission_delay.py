@@ -8,9 +8,9 @@ from ...state.request import Request, RequestStatus
 
 
 class AdmissionDelay:
-    """Delays admission until the oldest waiting request has waited `factor` times the last prefill's latency.
+    """Delays admission until the oldest waiting request has waited `factor` times the duration of the last prefill.
 
-    Preempted requests are not delayed.
+    Preempted requests are admitted without this delay.
     """
 
     def __init__(self, factor: float) -> None:
@@ -19,15 +19,15 @@ class AdmissionDelay:
         self._last_prefill_s = 0.0
 
     def add_request(self, request: Request) -> None:
-        """Track a request that was queued."""
+        """Record when a request was queued."""
         self._arrivals.append(request)
 
     def record_prefill(self, latency_s: float) -> None:
-        """Record the latency of a step that computed a prompt."""
+        """Record the duration of a step that computed a prompt, in seconds."""
         self._last_prefill_s = latency_s
 
     def must_wait(self, next_request: Request, now: float) -> bool:
-        """Return whether the next request to admit must wait."""
+        """Return whether `next_request`, the first in the queue, must wait."""
         if next_request.status is RequestStatus.PREEMPTED:
             return False
         arrivals = self._arrivals

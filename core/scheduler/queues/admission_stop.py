@@ -1,4 +1,4 @@
-"""Reasons why a step admitted no further request."""
+"""The reasons why a step stopped admitting requests, as reported by statistics and `engine replay`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class AdmissionStop(enum.StrEnum):
     NONE_LEFT = enum.auto()
     """No request is left in the queue: all were admitted or set aside."""
     PREEMPTION = enum.auto()
-    """A running request was preempted, so the step admits none."""
+    """A running request was preempted, so no request is admitted to the step."""
     TOKENS_IN_FLIGHT = enum.auto()
-    """An earlier preempted request waits for its tokens in flight."""
+    """A request that was preempted earlier still waits for its tokens in flight."""
     SEQUENCES = enum.auto()
     """All slots are taken (`max_num_seqs`)."""
     TOKENS = enum.auto()
     """The token budget of the step is used up (`max_num_batched_tokens`)."""
     MESSAGE = enum.auto()
-    """The tokens of new requests fill the message of the step."""
+    """The step message to the workers has no room for the tokens of another new request."""
     ISOLATION = enum.auto()
     """A request suspected of crashing a worker must run alone."""
     ENCODERS = enum.auto()
@@ -30,6 +30,6 @@ class AdmissionStop(enum.StrEnum):
     BLOCKS = enum.auto()
     """Too few KV-cache blocks are free."""
     DELAY = enum.auto()
-    """Admission is delayed to compute prompts together."""
+    """Admission is delayed so that several prompts are computed together."""
     PARTIAL_PREFILLS = enum.auto()
-    """The maximum number of prompts is being computed in chunks."""
+    """As many prompts as allowed are being computed in chunks."""

@@ -8,7 +8,7 @@ _NUM_REMEMBERED = 64
 
 
 class AdmissionRate:
-    """The average time between recent admissions, without the time in which no request waited."""
+    """The average time between recent admissions in seconds, not counting times when no request waited."""
 
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=_NUM_REMEMBERED)
@@ -20,7 +20,7 @@ class AdmissionRate:
         self._last = now
 
     def estimate_seconds(self, num_requests: int) -> float:
-        """Return how long this many admissions will take; 0.0 before the first admission."""
+        """Return how many seconds this number of admissions will take; 0.0 before the first admission."""
         if not self._waits:
             return 0.0
         return num_requests * sum(self._waits) / len(self._waits)
@@ -52,11 +52,11 @@ class TenantLimits:
         return len(self._tenants)
 
     def may_run(self, name: str) -> bool:
-        """Return whether one more request of a tenant, which has at least one, may be admitted."""
+        """Return whether another request of a tenant may be admitted. The tenant must have an unfinished request."""
         return not self._max_num_seqs or self._tenants[name].num_running < self._max_num_seqs
 
     def count_queued(self, name: str, num_queued_reqs: int) -> int:
-        """Return how many requests of the tenant exceed the slots; `num_queued_reqs` counts all tenants."""
+        """Return how many requests of the tenant are queued; `num_queued_reqs` is the number over all tenants."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return 0
@@ -66,7 +66,7 @@ class TenantLimits:
         return num_queued
 
     def estimate_seconds(self, name: str, num_requests: int) -> float:
-        """Return how long this many admissions of the tenant will take."""
+        """Return how many seconds this number of admissions of the tenant will take."""
         tenant = self._tenants.get(name)
         return tenant.rate.estimate_seconds(num_requests) if tenant else 0.0
 
@@ -97,7 +97,7 @@ class TenantLimits:
             del self._tenants[name]
 
     def take_openings(self) -> list[tuple[str, int]]:
-        """Return (tenant, free places) of tenants whose requests stopped or ended since the last call."""
+        """Return (tenant, number of requests that may start) for tenants with free places since the last call."""
         if not self._changed:
             return []
         names, self._changed = self._changed, {}

@@ -1,4 +1,4 @@
-"""The waiting request that did not fit, so that the same attempt is not repeated at every step."""
+"""Remember which waiting request did not fit, so that the same attempt is not repeated in every step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BlockedRequest:
         self._num_changes, self._num_free = self._pool.num_changes, self._pool.num_free
 
     def is_blocked(self, request: Request) -> bool:
-        """Return whether the request did not fit, and no block was freed or cached since."""
+        """Return whether the request did not fit, and no block was freed or cached since then."""
         return self._request is request and self._num_changes == self._pool.num_changes
 
     def is_probably_blocked(self, request: Request) -> bool:
-        """Return whether the request did not fit, and no more blocks are free than then."""
+        """Return whether the request did not fit, and no more blocks are free now than then."""
         return self._request is request and self._num_free >= self._pool.num_free

@@ -9,11 +9,14 @@ from typing import Final
 from ...state.request import RUNNING, Request
 
 _MIN_FINISHED: Final = 64
-"""Entries of finished requests are removed when there are this many more of them than of others."""
+"""Number by which entries of finished requests must exceed the others before they are removed."""
 
 
 class Deadlines:
-    """The unfinished requests that have a deadline. Entries of finished requests are removed later, in batches."""
+    """The unfinished requests that have a deadline.
+
+    Entries of finished requests stay until they are removed in bulk.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Request]] = []
@@ -24,11 +27,11 @@ class Deadlines:
             heapq.heappush(self._entries, (request.deadline, request.arrival, request))
 
     def is_any_past(self, now: float) -> bool:
-        """Return whether `pop_expired` may yield a request."""
+        """Return whether the earliest deadline has passed."""
         return bool(self._entries) and self._entries[0][0] <= now
 
     def pop_expired(self, now: float) -> Iterator[tuple[Request, float]]:
-        """Remove and yield each unfinished request that is past its deadline, with the deadline."""
+        """Remove and yield (request, deadline) for each unfinished request that is past its deadline."""
         entries = self._entries
         while entries and (entries[0][0] <= now or entries[0][2].is_finished):
             deadline, _, request = heapq.heappop(entries)
@@ -36,7 +39,7 @@ class Deadlines:
                 yield request, deadline
 
     def remove_finished(self, num_requests: int) -> None:
-        """Remove the entries of finished requests if they are most; `num_requests` are unfinished."""
+        """Remove the entries of finished requests if most are; `num_requests` are unfinished."""
         if len(self._entries) > 2 * num_requests + _MIN_FINISHED:
             self._entries = [entry for entry in self._entries if not entry[2].is_finished]
             heapq.heapify(self._entries)

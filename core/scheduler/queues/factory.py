@@ -1,4 +1,4 @@
-"""Creates the queue and the tenant limits that the configuration selects."""
+"""Create the queue and the tenant limits that the configuration selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .request_queue import DeadlineQueue, FCFSQueue, PriorityQueue, RequestQueue
 
 
 def make_tenant_limits(config: SchedulerConfig) -> TenantLimits | None:
-    """Return the configured limits per tenant, or None if there are none."""
+    """Return the limits per tenant, or None if none is configured."""
     limits = config.max_num_seqs_per_tenant, config.max_num_queued_reqs_per_tenant
     return TenantLimits(*limits) if any(limits) else None
 

@@ -14,13 +14,13 @@ from ...state.running_requests import RunningRequests
 from .request_queue import FCFSQueue, RequestQueue, WaitReason
 
 _MIN_STALE: Final = 64
-"""A heap is cleaned when it has more entries than this plus twice the number of tenants."""
+"""A heap is rebuilt when it has more entries than this plus twice the number of tenants."""
 
 _MAX_TENANTS: Final = 4096
-"""Maximum number of tenants that are tracked. Clients choose the names, so idle tenants beyond it are removed."""
+"""Maximum number of tracked tenants. Clients choose the names, so idle tenants beyond this number are removed."""
 
 _UNCONTENDED: Final = (WaitReason.CONNECTOR, WaitReason.TENANT)
-"""Wait reasons that other tenants do not cause."""
+"""Reasons to wait that do not come from the use of shared capacity by other tenants."""
 
 
 class Tenant:
@@ -43,15 +43,15 @@ class Tenant:
 
 
 class FairQueue(RequestQueue):
-    """Admits from the tenant with the least service; within a tenant, first come, first served.
+    """Admits the tenant with the least service first; within a tenant, first come, first served.
 
-    Computed tokens are charged, both prompt and output. Cached tokens are free, and so are tokens
-    computed again after a preemption or a rejected draft. Tokens are charged only while some tenant
-    waits for what others use. When none waits anymore, all tenants become equal again.
+    Tenants are charged for computed tokens, both prompt and output. Cached tokens are free, and so are tokens that are
+    computed again after a preemption or a rejected draft. Tokens are charged only while some tenant waits for capacity
+    that others use. Once no tenant waits, all become equal again.
 
-    The level is the service of the least served waiting tenant. No tenant counts as less served
-    than the level, so idle time earns no credit. Service above the level is kept. Ties go to
-    the tenant that waited longer.
+    The level is the service of the least served waiting tenant. A tenant whose service is below the level is raised to
+    it, so idle time earns no credit. Service above the level is kept. Of two equal tenants, the one that waited longer
+    is first.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FairQueue(RequestQueue):
     def record_scheduled(
         self, requests: Sequence[Request], num_cached_tokens: Sequence[int]
     ) -> None:
-        """Start to charge requests for the tokens that they compute."""
+        """Start to charge requests, which got slots, for the tokens that they compute."""
         for request, num_cached in zip(requests, num_cached_tokens, strict=True):
             tenant = self._tenants[request.tenant]
             tenant.num_running += 1
@@ -94,7 +94,7 @@ class FairQueue(RequestQueue):
             self._num_charged[request.slot] = max(num_cached, request.num_charged_tokens)
 
     def record_unscheduled(self, requests: Sequence[Request]) -> None:
-        """Charge requests for what they computed before they lose their slots."""
+        """Charge requests for the tokens that they computed, before they lose their slots."""
         is_contended = self._is_contended()
         for request in requests:
             slot = request.slot
@@ -119,14 +119,14 @@ class FairQueue(RequestQueue):
         return tenant.waiting.pop_request()
 
     def _is_contended(self) -> bool:
-        """Return whether a request waits for something that other tenants use."""
+        """Return whether a request waits for capacity that other tenants use."""
         return self._least_served() is not None or any(
             aside and wait_reason not in _UNCONTENDED
             for wait_reason, aside in zip(WaitReason, self._aside, strict=True)
         )
 
     def _activate(self, name: str) -> Tenant:
-        """Return the tenant, created and entered among the waiting ones if necessary."""
+        """Return the tenant, created and added to the waiting tenants if necessary."""
         if not self._is_contended():
             self._level_tenants()
         tenant = self._tenants.get(name)
@@ -139,7 +139,7 @@ class FairQueue(RequestQueue):
         return tenant
 
     def _level_tenants(self) -> None:
-        """Make all tenants equal, without charging what was computed while none waited."""
+        """Make all tenants equal. Tokens that were computed while no tenant waited are not charged."""
         slots = self._running.order
         computed = self._running.slots.num_computed_tokens[slots]
         self._num_charged[slots] = np.maximum(self._num_charged[slots], computed)
@@ -182,7 +182,7 @@ class FairQueue(RequestQueue):
         self._num_pushed += 1
         heapq.heappush(heap, (tenant.service, self._num_pushed, tenant.index))
         if len(heap) > 2 * len(self._by_index) + _MIN_STALE:
-            # Stale entries are otherwise removed only at the front, which they may never reach.
+            # Stale entries are otherwise removed only when they reach the front, which may never happen.
             first: dict[int, tuple[float, int, int]] = {}
             for entry in sorted(heap):
                 if self._by_index[entry[2]].service == entry[0]:
@@ -190,7 +190,7 @@ class FairQueue(RequestQueue):
             heap[:] = sorted(first.values())
 
     def _least_served(self) -> Tenant | None:
-        """Return the least served waiting tenant, whose service becomes the level."""
+        """Return the waiting tenant with the least service, after setting the level to that service."""
         while self._waiting:
             service, _, index = self._waiting[0]
             tenant = self._by_index[index]
@@ -202,7 +202,7 @@ class FairQueue(RequestQueue):
         return None
 
     def _record_idle(self, tenant: Tenant) -> None:
-        """Keep the service of an idle tenant only while it is above the level."""
+        """Keep the service of an idle tenant if it is above the level; else remove the tenant."""
         if tenant.is_active:
             return
         self._push(self._idle, tenant)
@@ -228,7 +228,7 @@ class FairQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         """Remove a waiting request that has finished."""
         super().remove_request(request)
-        # The tenant of a request that was set aside may have been removed.
+        # The tenant of a request that had been set aside may have been removed.
         tenant = self._tenants.get(request.tenant)
         if tenant is not None:
             self._record_idle(tenant)

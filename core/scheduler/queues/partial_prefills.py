@@ -9,11 +9,14 @@ from ....protocol.config import CacheConfig, SchedulerConfig
 from ....protocol.errors import ConfigError
 
 DEFAULT_LONG_SHARE = 0.04
-"""Fraction of max_model_len above which a prompt is long, if no threshold is configured."""
+"""A prompt is long if it has more than this fraction of max_model_len, unless a threshold is configured."""
 
 
 class PartialPrefills:
-    """Allows `max_num_partial_prefills` prompts at once, `max_long_partial_prefills` of them long; 0 is no limit.
+    """Limits the prompts that are computed in chunks at the same time.
+
+    At most `max_num_partial_prefills` such prompts are allowed, `max_long_partial_prefills` of them long; 0 means no
+    limit.
 
     Raises:
         ConfigError: More long prompts than prompts are allowed.
@@ -39,22 +42,22 @@ class PartialPrefills:
         return num_tokens > self._long
 
     def are_at_limit(self, num_partial: int) -> bool:
-        """Return whether `num_partial` prompts in chunks are the maximum."""
+        """Return whether `num_partial` prompts in chunks reach the maximum."""
         return 0 < self.max_num <= num_partial
 
     def are_long_at_limit(self, num_long: int) -> bool:
-        """Return whether `num_long` long prompts in chunks are the maximum."""
+        """Return whether `num_long` long prompts in chunks reach the maximum."""
         return 0 < self.max_num_long <= num_long
 
     @property
     def long_prompt_tokens(self) -> int:
-        """Prompts with more tokens may have to wait for other long ones; 0 if none has to."""
+        """Length in tokens above which a prompt may have to wait for other long ones; 0 if no prompt has to."""
         return self._long if self.max_num and self.max_num_long else 0
 
     def share(self, num_decodes: int, num_prefilling: int, num_joining: int) -> int:
-        """Return the maximum number of tokens of one prompt in a step, unless slightly more would finish it.
+        """Return the maximum number of tokens of one prompt in a step; a few more may complete it.
 
-        `num_joining` prompts may start in the step, beside those that are being computed.
+        `num_joining` prompts may start in the step, in addition to the `num_prefilling` ones that are being computed.
         """
         share = self._budget
         if self.max_num:
@@ -63,7 +66,7 @@ class PartialPrefills:
         return min(share, self._chunk) if self._chunk else share
 
     def cap(self, wanted: int, share: int) -> int:
-        """Return how many of its wanted tokens a prompt gets, in whole blocks where possible."""
+        """Return how many of its wanted tokens a prompt gets with this share, in whole blocks where possible."""
         if wanted <= share:
             return wanted
         if not self.max_num:
@@ -71,6 +74,6 @@ class PartialPrefills:
         return share // self._whole_blocks * self._whole_blocks or share
 
     def cap_rows(self, wanted: Int64Array, is_prefill: BoolArray, share: int) -> Int64Array:
-        """Apply `cap` to the rows that prefill."""
+        """Apply `cap` to the rows that compute a prompt."""
         most = self.cap(share + 1, share)
         return np.where(is_prefill & (wanted > share), most, wanted)

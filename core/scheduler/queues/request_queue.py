@@ -1,4 +1,4 @@
-"""The scheduling policies: the order of admission, and which running request is preempted."""
+"""The scheduling policies, which decide the order of admission and which running request is preempted."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ...state.slots import Float64Array, SlotArray
 from .tenant_backpressure import TenantBackpressure
 
 _MIN_FINISHED = 64
-"""Entries of finished requests are removed when there are this many more of them than of others."""
+"""Number by which entries of finished requests must exceed the others before they are removed."""
 
 
 class WaitReason(enum.IntEnum):
     """The reason why a request is set aside, so that later requests may be admitted before it."""
 
     LONG_PREFILLS = 0
-    """The maximum number of long prompts is being computed in chunks."""
+    """As many long prompts as allowed are being computed in chunks."""
     LORA_SLOTS = 1
-    """All LoRA slots hold other adapters."""
+    """All LoRA slots are taken by other adapters."""
     CONNECTOR = 2
-    """The KV connector has no answer yet."""
+    """The KV connector does not know yet what it can load for the request."""
     LORA_TURN = 3
-    """The adapter is loaded, but another adapter has waited too long for a slot."""
+    """The adapter is in use, but may take no more requests: another one has waited too long for a slot."""
     TENANT = 4
     """The tenant runs as many requests as it may."""
     LORA_LOADING = 5
-    """The workers are loading the adapter, or wait for a place for it."""
+    """The workers are loading the adapter, or have no free place for it."""
 
 
 _MAY_JOIN = frozenset({WaitReason.LONG_PREFILLS, WaitReason.CONNECTOR})
-"""Wait reasons that may no longer hold in the next step."""
+"""Reasons to wait that are checked again in every step."""
 
 
 class RequestQueue(ABC):
     """Waiting requests in the order of a policy, which also decides which running request is preempted.
 
-    Requests that finish while they wait stay in the data structures until they reach the front.
+    A request that finishes while it waits leaves stale entries, which are skipped when they reach the front.
     """
 
     def __init__(self, running: RunningRequests) -> None:
@@ -54,7 +54,7 @@ class RequestQueue(ABC):
         """Number of requests that wait for a LoRA slot or for their tenant's limit."""
         self._num_long = 0
         self.long_prompt_tokens = 0
-        """Requests with more tokens count as long; 0 counts none."""
+        """Number of tokens above which a waiting request counts as long; 0 counts none as long."""
         self._aside: tuple[dict[int, Request], ...] = tuple({} for _ in WaitReason)
         self._tenant_backpressure = TenantBackpressure()
 
@@ -69,7 +69,7 @@ class RequestQueue(ABC):
         self._insert(request)
 
     def requeue(self, request: Request) -> None:
-        """Put a preempted or loaded request back in the place that its arrival gives it."""
+        """Put a preempted or loaded request back into the queue, at the place given by its arrival."""
         self._num_waiting += 1
         if self.long_prompt_tokens:
             self._count_long(request, 1)
@@ -88,7 +88,7 @@ class RequestQueue(ABC):
             self._num_long += change
 
     def _count_blocked(self, request: Request, change: int) -> None:
-        """Count a request that is set aside (1) or put back (-1) for a lasting reason."""
+        """Count a request that is set aside (`change` 1) or put back (-1) for a reason that lasts over steps."""
         self._num_blocked += change
         if self.long_prompt_tokens:
             self._count_long(request, -change)
@@ -98,7 +98,7 @@ class RequestQueue(ABC):
         return self._num_waiting - self._num_blocked - max(self._num_long - max_long, 0)
 
     def set_aside(self, wait_reason: WaitReason) -> None:
-        """Exclude the first request from the order until it is put back. It still counts as waiting."""
+        """Take the first request out of the order until it is put back. It still counts as waiting."""
         request = self._remove_first()
         if wait_reason not in _MAY_JOIN:
             self._count_blocked(request, 1)
@@ -108,7 +108,7 @@ class RequestQueue(ABC):
             self._aside[wait_reason][request.arrival] = request
 
     def put_back(self, wait_reason: WaitReason) -> None:
-        """Put every request that was set aside for this reason back in its place."""
+        """Put back every request that was set aside for this reason."""
         aside = self._aside[wait_reason]
         for request in aside.values():
             if wait_reason not in _MAY_JOIN:
@@ -117,7 +117,7 @@ class RequestQueue(ABC):
         aside.clear()
 
     def find_first_aside(self, wait_reason: WaitReason, before: float) -> Request | None:
-        """Return the first request set aside for this reason that was queued before a time."""
+        """Return the first request that was set aside for this reason and was queued before the time `before`."""
         aside = (r for r in self._aside[wait_reason].values() if r.queued_at < before)
         return min(aside, key=lambda r: (r.rank, r.arrival), default=None)
 
@@ -158,17 +158,17 @@ class RequestQueue(ABC):
     def record_scheduled(  # noqa: B027
         self, requests: Sequence[Request], num_cached_tokens: Sequence[int]
     ) -> None:
-        """Record that requests got slots. Their first `num_cached_tokens` tokens are not computed."""
+        """Record that requests got slots. Their first `num_cached_tokens` tokens were found in the cache."""
 
     def record_unscheduled(self, requests: Sequence[Request]) -> None:  # noqa: B027
-        """Record that requests are about to lose their slots."""
+        """Record that requests are about to lose their slots. Called before their blocks are freed."""
 
     def choose_victim(self, slots: SlotArray) -> int:
         """Return the slot to preempt when blocks run out; by default the latest admitted."""
         return int(slots[-1])
 
     def find_preemptible(self, request: Request) -> list[int]:
-        """Return the slots that may be preempted for a waiting request, in order of preemption."""
+        """Return the running slots that may be preempted for a waiting request, in order of preemption."""
         return []
 
     @abstractmethod
@@ -182,11 +182,11 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def _compact(self, request: Request) -> None:
-        """Drop entries of finished requests if there are many."""
+        """Remove the entries of finished requests if there are many."""
 
 
 class FCFSQueue(RequestQueue):
-    """The `fcfs` policy: first come, first served. Requests that are put back are in a heap, by arrival."""
+    """The `fcfs` policy: first come, first served. Requests that are put back go into a heap, ordered by arrival."""
 
     def __init__(self, running: RunningRequests) -> None:
         super().__init__(running)
@@ -228,9 +228,9 @@ class FCFSQueue(RequestQueue):
 
 
 class RankedQueue(RequestQueue):
-    """Smallest (rank, arrival) first; the largest is the first to be preempted.
+    """A queue in which the smallest (rank, arrival) is admitted first, and the largest is preempted first.
 
-    With `preempts`, a waiting request may preempt running ones of strictly larger rank.
+    If `preempts` is true, a waiting request may preempt running ones of strictly larger rank.
     """
 
     def __init__(self, running: RunningRequests, *, preempts: bool = False) -> None:
@@ -293,7 +293,7 @@ class RankedQueue(RequestQueue):
 
 
 class PriorityQueue(RankedQueue):
-    """The `priority` policy: smaller priority values first."""
+    """The `priority` policy: smaller priority values are admitted first."""
 
     def compute_rank(self, request: Request) -> float:
         """Return the priority."""
@@ -301,7 +301,7 @@ class PriorityQueue(RankedQueue):
 
 
 class DeadlineQueue(RankedQueue):
-    """The `deadline` policy: earliest deadline first; requests without one last."""
+    """The `deadline` policy: the earliest deadline is admitted first, and requests without a deadline last."""
 
     def compute_rank(self, request: Request) -> float:
         """Return the deadline, or infinity without one."""

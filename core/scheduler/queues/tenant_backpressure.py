@@ -1,4 +1,4 @@
-"""Hold waiting requests whose tenants already run as many requests as they may."""
+"""Hold back waiting requests whose tenants already run as many requests as they may."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ...state.request import Request
 
 
 class TenantBackpressure:
-    """The held requests of each tenant, in the order of the policy."""
+    """The waiting requests that are held back, per tenant in the order of the policy."""
 
     def __init__(self) -> None:
         self._of_tenant: dict[str, list[tuple[float, int, Request]]] = {}
 
     def add_request(self, request: Request) -> None:
-        """Hold a request."""
+        """Hold back a request."""
         insort(self._of_tenant.setdefault(request.tenant, []), _entry(request))
 
     def __contains__(self, request: Request) -> bool:
