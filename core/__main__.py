@@ -1,6 +1,6 @@
-"""`python -m engine.core CONFIG CORE_INDEX [EPOCH]`: one engine-core process.
+"""The program of one engine core: `python -m engine.core CONFIG CORE_INDEX [EPOCH]`.
 
-Without an epoch it is a spare: it imports everything, then waits until the supervisor sends it an epoch.
+Without an epoch the process is a spare: it imports everything, then waits until the supervisor sends it an epoch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine core: one process that sends steps to a replica's workers and tokens to its frontends.
 
-It has one thread with one poll. The scheduler decides; this loop only moves messages. It keeps up to `max_in_flight`
-steps with the workers, so that they need not wait for it.
+It has one thread with one poll. The scheduler decides; this loop moves messages. It keeps up to `max_in_flight` steps
+at the workers, so that they need not wait.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ GRAMMAR_POLL_MS = 1
 """Poll interval in milliseconds while grammars are being compiled."""
 
 INDEX_S = 10.0
-"""Seconds for which a core waits until its workers have reported which blocks they have on disk."""
+"""Seconds that a core waits for its workers to report which blocks they have on disk."""
 
 FLUSH_S = 5.0
-"""Seconds in which a core that ends lets its workers store blocks of the KV cache."""
+"""Seconds that a core which shuts down gives its workers to store blocks of the KV cache."""
 
 FINAL_ERROR_S = 0.3
 """Seconds that a failed core waits for its clients to confirm its `ReplicaLost` message."""
@@ -89,9 +89,8 @@ FINAL_ERROR_S = 0.3
 class EngineCore:
     """The core of one replica.
 
-    `run` returns on SIGTERM and raises EngineError if the replica fails: by an error in the core, or when the
-    supervisor reports a lost worker by a signal. Peers are greeted when they connect, and their messages are dropped
-    until they have answered with the epoch of the greeting: earlier messages may have been meant for a previous core.
+    `run` returns on SIGTERM. It raises EngineError if the core fails, or if the supervisor reports a lost worker by a
+    signal. A peer's messages are dropped until it answers the greeting, because they may be meant for a previous core.
     """
 
     def __init__(
@@ -139,11 +138,11 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         self._transfer_ends = TransferEnds(config.parallel.workers_per_core)
         self._outputs: list[dict[int, EngineCoreOutputs]] = []
-        """Outputs to be sent to the clients, in this order."""
+        """Outputs that are not sent yet, in the order in which the clients must receive them."""
         self._num_reported_dropped_frames = 0
         self._has_dumped_violations = False
         limits = config.recovery
-        # After this time the supervisor has killed a worker that hangs in a step.
+        # The supervisor kills a worker that hangs in a step before this time has passed.
         self._step_timeout_s = limits.step_timeout_s + limits.heartbeat_timeout_s
         self._max_in_flight = config.scheduler.max_steps_in_flight
         self._preemption_advice = PreemptionAdvice()
@@ -169,7 +168,7 @@ class EngineCore:
             try:
                 self._serve()
             except Exception as error:
-                # EngineErrors raised by the core itself report worker failures, except for frame sizes.
+                # Apart from frame sizes, every EngineError in the core reports the failure of a worker.
                 is_own = not isinstance(error, EngineError) or isinstance(error, FrameTooLarge)
                 self._report_loss(is_own=is_own, is_of_peer=isinstance(error, PeerLostError))
                 self._dump_event_log("crash")
@@ -182,7 +181,7 @@ class EngineCore:
 
     def _serve(self) -> None:
         while not self._stop.requested:
-            # One poll of all sockets costs less than an attempt to receive from one that is empty.
+            # One poll of all sockets is cheaper than trying to receive from a single empty one.
             is_compiling = self._grammars.is_compiling
             timeout_ms = GRAMMAR_POLL_MS if is_compiling else BEAT_INTERVAL_MS
             readable = dict(self._poller.poll(timeout_ms))
@@ -210,7 +209,7 @@ class EngineCore:
                     self._dump_event_log("signal")
 
     def _await_connector(self, is_done: Callable[[KVConnector], bool], limit_s: float) -> None:
-        """Wait until the KV connector has done what it should, if there is one, but only for some seconds."""
+        """Serve the workers until `is_done` holds for the KV connector, for at most `limit_s` seconds."""
         connector = self._scheduler.kv_connector
         deadline = time.monotonic() + limit_s
         while connector and not is_done(connector) and (now := time.monotonic()) < deadline:
@@ -221,7 +220,7 @@ class EngineCore:
                 self._receive_worker_message()
 
     def close(self) -> None:
-        """Close every socket after its sent messages have left."""
+        """Close every socket once its queued messages have been sent."""
         if self._kv_events is not None:
             self._kv_events.close()
         self._clients.close()
@@ -244,7 +243,7 @@ class EngineCore:
         self._ready = CoreReady(
             PROTOCOL_VERSION, config.epoch, self._core_index, num_blocks, config.cache.block_size
         )
-        # Objects that exist now live until the end, so the garbage collector can skip them.
+        # Objects that exist now live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         num_tokens = num_blocks // len(memory.groups) * config.cache.block_size
@@ -353,16 +352,16 @@ class EngineCore:
         is_first = not self._num_tokens
         self._num_tokens += len(result.sampled_token_ids) // 4
         if is_first and self._num_tokens:
-            # Report the first token at once: the supervisor counts crashes without a token.
+            # Report the first token immediately, because the supervisor counts crashes without a token.
             self._beat(now)
         # Workers wait for the bitmask, so it is sent before the outputs.
         if self._in_flight and self._in_flight[0].grammar_slots:
             self._send_grammar_bitmask(self._in_flight[0])
 
     def _send_outputs(self) -> None:
-        """Send outputs of steps, and other news of their requests, to the clients.
+        """Send outputs of steps, and other updates of their requests, to the clients.
 
-        It is called right after the next step is sent, so that the I/O thread wakes up once for both.
+        Called right after the next step is sent, so that the I/O thread wakes up only once for both.
         """
         if urgent := self._scheduler.take_outputs(time.monotonic()):
             self._outputs.append(urgent)
@@ -386,7 +385,7 @@ class EngineCore:
             self._stats_log.record(stats)
 
     def _send_to_client(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        """Send outputs to a client. If they are too large, fail requests and drop their log-probabilities."""
+        """Send outputs to a client. If a frame cannot hold them, fail the requests with the most log-probabilities."""
         identity = self._client_ids[client_index]
         try:
             self._clients.send(identity, outputs)
@@ -409,7 +408,7 @@ class EngineCore:
     def _report_loss(self, *, is_own: bool, is_of_peer: bool) -> None:
         """Report the requests in the failed steps to the clients, and wait briefly until the clients confirm.
 
-        None of them is a suspect if the loss `is_of_peer`, another replica's.
+        None of them is a suspect if the loss `is_of_peer`, that is, caused by another replica.
         """
         found = CrashSuspects([], [], [])
         if not is_own and not is_of_peer:
@@ -437,11 +436,11 @@ class EngineCore:
                     unconfirmed.discard(received[0])
 
     def _dump_event_log(self, reason: str) -> tuple[bool, str]:
-        """Write the event log to a file. Return whether it worked, and the path or the error."""
+        """Write the event log to a file. Return whether it worked, and the path or the error message."""
         return dump_event_log(self._scheduler, self._config, reason)
 
     def _count_dropped_frames(self) -> int:
-        """Return the number of frames dropped since the last call."""
+        """Return the number of invalid messages dropped since the last call."""
         total = self._clients.num_dropped_frames + self._workers.num_dropped_frames
         if self._kv_events is not None:
             total += self._kv_events.num_dropped_frames

@@ -1,8 +1,8 @@
-"""Checks that a decoded message must pass before it is applied.
+"""Check the content of decoded messages before they are applied.
 
-The decoder checks types, but not the content of arrays, which are raw bytes, nor the range of numbers. A message that
-fails a check is dropped, since no process of this engine sends such messages. If it is the output that a step waits
-for, the replica fails.
+The decoder checks types, but neither the content of arrays, which are raw bytes, nor the range of numbers. A message
+that fails a check is dropped, since no process of this engine sends such messages. If it is the output of the oldest
+step in flight, the replica fails.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MAX_TIME: Final = 1 << 24
 _UINT32: Final = np.dtype("<u4")
 
 _FEW_BYTES: Final = 4096
-"""Up to this size plain integers are faster than numpy, whose code is usually not in the processor's caches."""
+"""Number of bytes up to which Python integers are faster than numpy, whose code is usually not in the CPU caches."""
 
 
 def is_valid_hello(identity: bytes, hello: ClientHello, config: EngineConfig) -> bool:
-    """Return whether a frontend answers under its own identity with the greeting's version and epoch."""
+    """Return whether a frontend's answer has its own identity and the greeting's version and epoch."""
     return (
         (hello.version, hello.epoch) == (PROTOCOL_VERSION, config.epoch)
         and 0 <= hello.client_index < config.parallel.api_server_count
@@ -123,7 +123,7 @@ def is_valid_connector_output(output: KVConnectorOutput) -> bool:
 
 
 def are_valid_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) -> bool:
-    """Return whether the arrays have matching lengths and only valid tokens and slots."""
+    """Return whether the arrays have matching lengths and contain only valid tokens and slots."""
     if not (
         are_below(max_num_seqs, drafts.slots)
         and are_below(vocab_size, drafts.token_ids)
@@ -137,7 +137,7 @@ def are_valid_drafts(drafts: DraftTokenIds, vocab_size: int, max_num_seqs: int) 
 def is_valid_held_request(
     held: HeldRequest, num_blocks: int, num_groups: int, block_size: int
 ) -> bool:
-    """Return whether every group has a block, possibly the null block, for each block of computed tokens."""
+    """Return whether every group has an entry, possibly the null block, for each block of computed tokens."""
     num_held = -(-held.num_computed_tokens // block_size)
     return (
         num_held >= 0
@@ -150,17 +150,17 @@ def is_valid_held_request(
 
 
 def are_below(limit: int, array: bytes) -> bool:
-    """Return whether `array` is int32 numbers in [0, limit)."""
+    """Return whether all int32 numbers in `array` are in [0, limit)."""
     if not array:
         return True
     if len(array) % 4:
         return False
     if len(array) <= _FEW_BYTES:
-        # One addition sets the highest bit of all numbers that are too large. Negative ones have it set already.
+        # One addition sets the highest bit of every number that is too large. In negative numbers it is set already.
         numbers = int.from_bytes(array, "little")
         addend, highest_bits = _for_every_number(len(array) // 4, 2**31 - limit, 2**31)
         return not (numbers | numbers + addend) & highest_bits
-    # As unsigned numbers, negative ones are the largest.
+    # Interpreted as unsigned, negative numbers exceed all others.
     return int(np.frombuffer(array, _UINT32).max()) < limit
 
 

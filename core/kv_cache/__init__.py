@@ -1,1 +1,1 @@
-"""The KV-cache manager: block allocation, prefix caching, offload, handoff and connectors."""
+"""The KV cache as the scheduler sees it: block allocation, prefix caching, CPU offload, handoff and connectors."""

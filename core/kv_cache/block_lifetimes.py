@@ -1,4 +1,4 @@
-"""Measure, on a sample of cached blocks, how long they stay cached, stay idle, and wait for reuse."""
+"""Measure how long a sample of cached blocks stays cached, stays idle, and waits for reuse, for the statistics."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import Final
 
 SAMPLE_INTERVAL: Final = 64
-"""One in this many newly cached blocks is followed."""
+"""One in this many newly cached blocks is sampled."""
 
 MAX_SAMPLES: Final = 32
-"""Maximum number of followed blocks; each cache hit examines all of them."""
+"""Maximum number of sampled blocks that are followed at a time, because each cache hit examines all of them."""
 
 
 class BlockLifetimes:
-    """Follows sampled blocks from caching to eviction. Times are in seconds of `now`."""
+    """Follows sampled blocks from caching to eviction. Times are in seconds, on the scheduler's clock `now`."""
 
     def __init__(self, ref_counts: Sequence[int]) -> None:
         self.now = 0.0
         self.has_updates = False
         self._ref_counts = ref_counts
         self.num_until_sample = SAMPLE_INTERVAL
-        """Number of blocks to cache before the next one is followed."""
+        """Number of blocks to be cached before the next one is sampled."""
         self._cached_at: dict[int, float] = {}
         self._idle_since: dict[int, float] = {}
         self._held: set[int] = set()
@@ -29,7 +29,7 @@ class BlockLifetimes:
         self._reuse_gaps: list[float] = []
 
     def sample_cached(self, blocks: Sequence[int], hash_of: Sequence[bytes | None]) -> None:
-        """Start to follow one of the blocks that were just cached."""
+        """Sample one of the blocks that were just cached, if one is due."""
         block = blocks[self.num_until_sample + len(blocks) - 1]
         self.num_until_sample = SAMPLE_INTERVAL - -self.num_until_sample % SAMPLE_INTERVAL
         if hash_of[block] is not None and len(self._cached_at) < MAX_SAMPLES:
@@ -63,7 +63,7 @@ class BlockLifetimes:
                 self._idle_times.append(self.now - self._idle_since.pop(block))
 
     def stop_following(self, block: int) -> None:
-        """Stop following a block that was uncached without being evicted."""
+        """Stop following a block that is no longer cached for a reason other than eviction."""
         self._cached_at.pop(block, None)
         self._idle_since.pop(block, None)
         self._held.discard(block)

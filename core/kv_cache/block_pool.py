@@ -10,36 +10,39 @@ from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
 
 NULL_BLOCK: Final = 0
-"""Fills unused entries of block tables; never allocated."""
+"""The number of the null block, which fills unused entries of block tables and is never allocated."""
 
 
 class BlockListener(Protocol):
-    """An observer of the cached content."""
+    """An observer of what the prefix cache contains, such as a KV connector or the log of KV events."""
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Handle blocks that become findable, copies of cached content included."""
+        """Handle blocks that became findable. They may be copies of content that was cached before."""
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Handle content whose last block is about to be overwritten."""
+        """Handle the loss of cached content whose only block is about to be overwritten."""
 
     def copy_dropped(self, key: bytes, block_id: int) -> None:
-        """Handle one of several blocks with a content that is about to be overwritten. The content stays findable."""
+        """Handle that one of several blocks with the same content is about to be overwritten.
+
+        The others stay findable.
+        """
 
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Handle content that may be wrong, or is no longer needed."""
+        """Handle content that became unfindable because it may be wrong, or is no longer needed."""
 
     def cache_cleared(self) -> None:
         """Handle the removal of all content."""
 
 
 class BlockPool:
-    """Blocks 1 … num_blocks - 1, with reference counts and a map from content hashes to blocks.
+    """The blocks 1 … num_blocks - 1 of the KV cache, with reference counts and a map from content hashes to blocks.
 
-    A block is held (`ref_counts` > 0) or free. A free block whose content is in the map is
-    evictable: free blocks without content are allocated first, then evictable ones, least recently
-    freed first. Each hash maps to one block. Further blocks with the same content are its copies,
-    one of which takes its place when it leaves the map. A copy is only useful while it is held, so
-    of several equal blocks at most one is evictable.
+    A block is held (`ref_counts` > 0) or free. A free block whose content is in the map is evictable. Free blocks
+    without content are allocated first, then evictable ones, least recently freed first.
+
+    Each hash maps to one block. Further blocks with the same content are its copies. When the block leaves the map, one
+    of the copies replaces it. A free copy is of no use, so among equal blocks at most one is evictable.
     """
 
     def __init__(
@@ -52,17 +55,17 @@ class BlockPool:
         self._events = events
         self._on_evict = on_evict
         self.listener: BlockListener | None = None
-        """Is notified of every change of the cached content."""
+        """Receives every change of the cached content, or None."""
         self.ref_counts = [0] * num_blocks
         self.lifetimes = BlockLifetimes(self.ref_counts)
         self.num_changes = 0
-        """Increases whenever an allocation that failed before might succeed now."""
+        """Increases whenever an allocation that failed might now succeed."""
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        # Entry i of `_freed` has the serial number `_first_serial` + i. It becomes stale when its block is held or
-        # freed again, so that holding an evictable block needs no search here.
+        # Entry i of `_freed` has the serial number `_first_serial` + i. An entry becomes stale when its block is held
+        # or freed again, so that holding an evictable block needs no search in `_freed`.
         self._freed: deque[int] = deque()
         self._first_serial = 0
         self._serial_of = [-1] * num_blocks
@@ -75,12 +78,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of different contents in the cache."""
+        """Number of distinct contents in the cache."""
         return len(self._block_of)
 
     @property
     def num_copies(self) -> int:
-        """Number of cached blocks beyond the first of each content."""
+        """Number of cached blocks whose content another cached block already has."""
         return sum(map(len, self._copies.values()))
 
     @property
@@ -104,18 +107,18 @@ class BlockPool:
         return blocks
 
     def adopt_blocks(self, blocks: Iterable[int]) -> None:
-        """Add one reference for each mention of a block. Called while nothing is allocated or cached."""
+        """Add one reference to a block for each time that it occurs. Called before anything is allocated or cached."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
         self._blank = [block for block in self._blank if not ref_counts[block]]
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """Return the block with this content hash, if any."""
+        """Return the block with this content hash, or None."""
         return self._block_of.get(digest)
 
     def get_key(self, block: int) -> bytes | None:
-        """Return the content hash under which a block is cached."""
+        """Return the content hash under which a block is cached, or None."""
         return self._hash_of[block]
 
     def find_cached_blocks(self, hashes: Sequence[bytes]) -> list[int]:
@@ -128,7 +131,7 @@ class BlockPool:
         return found  # type: ignore[return-value]
 
     def count_free(self, blocks: Sequence[int]) -> int:
-        """Return how many of these cached blocks are free, so that holding them lowers `num_free`."""
+        """Return how many of these cached blocks are free. Holding them lowers `num_free` by as much."""
         return list(map(self.ref_counts.__getitem__, blocks)).count(0)
 
     def hold_blocks(self, blocks: Sequence[int], num_free: int) -> None:
@@ -143,8 +146,7 @@ class BlockPool:
     def release_blocks(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block of a request, given in the order of its tokens.
 
-        The last blocks become evictable before the first, so that shared prefixes stay cached
-        longest.
+        The last blocks become evictable before the first ones, so that shared prefixes stay cached longest.
         """
         self.num_changes += 1
         ref_counts, hash_of, serial_of = self.ref_counts, self._hash_of, self._serial_of
@@ -170,7 +172,7 @@ class BlockPool:
                 self._drop_stale()
 
     def count_cached(self) -> int:
-        """Recount `num_cached` plus `num_copies`, block by block."""
+        """Return `num_cached` plus `num_copies`, recounted block by block to check the invariant."""
         return self.num_blocks - self._hash_of.count(None)
 
     def is_cached(self, digest: bytes) -> bool:
@@ -178,7 +180,7 @@ class BlockPool:
         return digest in self._block_of
 
     def cache_blocks(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Make full, held blocks findable; they are copies if their content is cached already."""
+        """Make full, held blocks findable. Blocks whose content is cached already become copies."""
         self.num_changes += 1
         block_of, hash_of = self._block_of, self._hash_of
         for index, block in enumerate(blocks):
@@ -207,7 +209,7 @@ class BlockPool:
             for block in (first, *self._copies.pop(digest, ())):
                 self._hash_of[block] = None
                 self.lifetimes.stop_following(block)
-                # Invalidates entries from before the block was held, even if it is held now.
+                # This also makes entries stale that date from before the block was held.
                 self._serial_of[block] = -1
                 if not self.ref_counts[block]:
                     self._num_evictable -= 1
@@ -282,7 +284,7 @@ class BlockPool:
             self.listener.block_evicted(digest, block)
 
     def _drop_copy(self, block: int, digest: bytes) -> None:
-        """Uncache one of several blocks with the same content. The content stays findable."""
+        """Remove one of several blocks with the same content from the cache. The content stays findable."""
         copies = self._copies[digest]
         if self._block_of[digest] == block:
             self._block_of[digest] = copies.pop(0)

@@ -18,18 +18,21 @@ from .cached_prefix import CachedPrefix
 from .windows import Window, make_windows
 
 _MAX_DEFERRED: Final = 64
-"""Maximum number of steps whose new blocks are kept out of the tables."""
+"""Maximum number of steps after which deferred blocks are appended to the tables."""
 
 RequestBlocks: TypeAlias = tuple[list[int], ...]
 """The blocks of one request in each group, in the order of its tokens."""
 
 
 KeepState: TypeAlias = Callable[[int, int, int, int], None]
-"""Called with a slot, a group, a number of full blocks and the last of them."""
+"""A function that is called with a slot, a group, a number of full blocks and the last of these blocks."""
 
 
 class Growth(NamedTuple):
-    """Additional blocks for some slots: `slots[i]` needs `counts[i]` > 0 per group, `total` in all groups."""
+    """Blocks to add to the tables of some slots.
+
+    `slots[i]` gets `counts[i]` > 0 blocks in each group; `total` is the number over all slots and groups.
+    """
 
     slots: SlotArray
     counts: Int64Array
@@ -37,9 +40,9 @@ class Growth(NamedTuple):
 
 
 class BlockTables:
-    """A table for each group and slot, with the null block where no block is needed.
+    """One block table per KV-cache group and slot. Entries without a block contain the null block.
 
-    Changes to a table after its request got the slot are sent to the workers.
+    After a request got its slot, every change of its tables is sent to the workers.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class BlockTables:
         self.has_windows = bool(self._windows)
         self._capacity: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._deferred: list[tuple[list[int], list[int]]] = []
-        """(slots, their new blocks) that are not in the tables yet, one entry per step."""
+        """Blocks that are not in the tables yet: (slots, one new block for each), one entry per step."""
         self._dropped: list[tuple[int, int, int]] = []
         self._updates = b""
 
@@ -84,10 +87,13 @@ class BlockTables:
             self._flush()
         return self._blocks
 
-    # allocating and freeing a slot
+    # Allocating and freeing a slot
 
     def count_new(self, prefix: CachedPrefix, num_blocks: int) -> int:
-        """Return how many blocks to allocate for a request of `num_blocks`, including those to load from the CPU."""
+        """Return how many blocks to allocate for a request of `num_blocks` blocks, given its cached prefix.
+
+        Blocks of the prefix that must be loaded from the CPU are included, because they need a place.
+        """
         num_more = num_blocks - prefix.num_blocks
         if self.is_simple:
             return num_more + len(prefix.loads)
@@ -135,7 +141,7 @@ class BlockTables:
         return tuple([tables[slot] for tables in self.blocks])
 
     def free_slots(self, slots: list[int]) -> None:
-        """Release all blocks of these slots, those of the first slot first."""
+        """Release all blocks of these slots, in the order of `slots`."""
         self._capacity[as_array(slots)] = 0
         for tables in self.blocks:
             released: list[int] = []
@@ -148,7 +154,7 @@ class BlockTables:
         if self._dropped:
             self._dropped = [place for place in self._dropped if place[1] not in slots]
 
-    # growth
+    # Growth
 
     @property
     def capacity(self) -> Int64Array:
@@ -160,8 +166,7 @@ class BlockTables:
     def _flush(self) -> None:
         """Append the deferred blocks to their tables.
 
-        This is not done in every step, because the tables of many slots are spread over much
-        memory.
+        This is not done in every step, because the tables of many slots are spread over much memory.
         """
         (tables,) = self._blocks
         put_off, self._deferred = self._deferred, []
@@ -175,10 +180,10 @@ class BlockTables:
     def limit_growth(
         self, slots: SlotArray, num_certain: Int64Array, num_tokens: Int64Array
     ) -> Int64Array:
-        """Return how many tokens, at least the certain ones, each slot may hold without growing by two blocks.
+        """Limit each slot to one more block if the model has recurrent layers; `num_certain` tokens are always allowed.
 
-        The states of a slot that grows by several blocks get only the last one. If tokens are rejected, they need the
-        others as well.
+        A slot that grows by several blocks gets a state block only for the last of them. If drafts are rejected, it
+        would need the earlier ones as well.
         """
         if not self._state_groups:
             return num_tokens
@@ -186,7 +191,7 @@ class BlockTables:
         return np.maximum(most, num_certain)
 
     def plan_growth(self, slots: SlotArray, num_tokens: Int64Array) -> Growth:
-        """Return the blocks that `slots` lack to hold `num_tokens` tokens each."""
+        """Return the blocks that `slots` lack to hold `num_tokens[i]` tokens each."""
         missing = num_tokens - self.capacity[slots]
         rows = (missing > 0).nonzero()[0]
         counts = -(-missing[rows] // self._block_size)
@@ -196,7 +201,7 @@ class BlockTables:
         return Growth(slots[rows], counts, total)
 
     def apply_growth(self, growth: Growth) -> None:
-        """Allocate a planned growth, which must fit. The step must include `take_updates`."""
+        """Allocate a planned growth. The pool must have enough free blocks, and the step must send `take_updates`."""
         if not growth.total:
             return
         if self.is_simple:
@@ -223,9 +228,9 @@ class BlockTables:
         self._updates = int32_bytes(updates)
 
     def grow_by_one(self, slots: list[int], num_held: list[int]) -> bytes:
-        """Allocate one more block for each of these slots, if there is only full attention.
+        """Allocate one more block for each of these slots. Requires that full attention is the only group.
 
-        Return the table updates.
+        Return the table updates as int32 rows (group, slot, index, block).
         """
         blocks = self._pool.allocate_blocks(len(slots))
         self._deferred.append((slots, blocks))
@@ -258,9 +263,9 @@ class BlockTables:
     def advance_windows(
         self, slots: SlotArray, num_computed: Int64Array, keep_state: KeepState
     ) -> None:
-        """Free the blocks of windowed groups that no token after the computed ones attends to.
+        """Free the blocks of sliding-window and state groups that no token after the computed ones needs.
 
-        `keep_state` is called before a slot's last state in a full block is freed.
+        `keep_state` is called before the last full block with a state of a slot is freed.
         """
         for window in self._windows:
             has_states = window.groups[0] in self._state_groups
@@ -287,10 +292,10 @@ class BlockTables:
             self._dropped = []
         return updates
 
-    # counting
+    # Counting
 
     def count_freed(self, slots: Sequence[int], kept: set[int]) -> int:
-        """Return how many blocks clearing these slots would free, if the blocks `kept` stay held."""
+        """Return how many blocks freeing these slots would return to the pool, if the blocks `kept` stay held."""
         held = Counter(
             chain.from_iterable(tables[slot] for tables in self.blocks for slot in slots)
         )
@@ -301,7 +306,7 @@ class BlockTables:
         )
 
     def count_common_blocks(self, slots: SlotArray) -> int:
-        """Return how many first blocks all these slots share in the full-attention group."""
+        """Return the length of the table prefix that all these slots share in the full-attention group, in blocks."""
         ref_counts, num_slots = self._pool.ref_counts, len(slots)
         if num_slots < 2 or self._full_group is None:
             return 0
@@ -309,6 +314,6 @@ class BlockTables:
         if ref_counts[tables[slots[0]][0]] < num_slots:
             return 0
         rows = [tables[slot] for slot in slots.tolist()]
-        # Blocks common to the smallest and the largest table are common to all tables between them.
+        # A prefix common to the smallest and the largest table is common to all tables, which lie between them.
         ends = zip(min(rows), max(rows), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))

@@ -14,14 +14,14 @@ Lookup: TypeAlias = Callable[[bytes], int | None]
 
 
 ON_CPU: Final = -1
-"""Stands for a block number: the content is in CPU memory."""
+"""In place of a block number: the content is in CPU memory and must be copied."""
 
 EXTERNAL: Final = -2
-"""Stands for a block number: a KV connector can load the content."""
+"""In place of a block number: a KV connector can load the content."""
 
 
 class Load(NamedTuple):
-    """A cached block in CPU memory, or of a KV connector, to be copied to `blocks[group][position]`."""
+    """A cached block that must be copied from CPU memory, or loaded by a KV connector, to `blocks[group][position]`."""
 
     group: int
     position: int
@@ -32,8 +32,8 @@ class Load(NamedTuple):
 class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
     """The first `num_blocks` blocks of a request, which need not be computed.
 
-    `blocks[group]` are those of them that later tokens attend to, in order. `loads` are those that
-    must be copied from CPU memory or loaded by a KV connector.
+    `blocks[group]` lists, in order, those that later tokens attend to. `loads` are the blocks among them that must be
+    copied from CPU memory or loaded by a KV connector.
     """
 
     num_blocks: int
@@ -42,7 +42,7 @@ class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_present(self) -> int:
-        """Number of first blocks before the first one that must be copied or loaded."""
+        """Number of blocks before the first one that must be copied or loaded."""
         if not self.loads:
             return self.num_blocks
         firsts = (
@@ -52,12 +52,12 @@ class CachedPrefix(msgspec.Struct, frozen=True, gc=False):
 
 
 def group_key(digest: bytes, group: int) -> bytes:
-    """Return the cache key of a block: its digest, followed by the group number except in group 0."""
+    """Return the cache key of a block: its digest, with the group number appended as one byte except in group 0."""
     return digest + bytes((group,)) if group else digest
 
 
 def group_keys(digests: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """Return the cache keys of several blocks in a group."""
+    """Return the cache keys of several blocks in one group."""
     if not group:
         return digests
     number = bytes((group,))
@@ -73,9 +73,8 @@ def find_cached_prefix(
 ) -> CachedPrefix:
     """Return the longest prefix that is cached in every group.
 
-    Full attention needs every block of the prefix; windowed attention and states need only what the
-    next token uses. Cross attention needs nothing, because the encoder's input is part of every
-    digest.
+    Full attention needs every block of the prefix. Sliding windows and recurrent states need only the blocks that the
+    next token uses. Cross attention needs none, because the encoder's input is part of every digest.
     """
     num_blocks = len(digests)
     found: dict[int, list[int]] = {}
@@ -139,7 +138,7 @@ class _Tail(NamedTuple):
 def _find_tail(
     group: KVCacheGroup, number: int, block_size: int, digests: Sequence[bytes], lookup: Lookup
 ) -> _Tail:
-    """Return the longest prefix whose blocks seen by the next token are cached, with those blocks."""
+    """Return the number of blocks in the longest usable prefix, and the blocks in it that the next token sees."""
     num_blocks = len(digests)
     while True:
         first = group.first_visible(num_blocks * block_size) // block_size
@@ -147,7 +146,8 @@ def _find_tail(
         for index in range(num_blocks - 1, first - 1, -1):
             block = lookup(group_key(digests[index], number))
             if block is None:
-                # A shorter prefix that covers this block needs it as well, so end before it.
+                # Every shorter prefix that covers this block needs it too, so continue with prefixes that end before
+                # it.
                 num_blocks = index
                 break
             blocks.append(block)

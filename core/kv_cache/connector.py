@@ -1,11 +1,12 @@
-"""The scheduler's half of a KV connector, which loads KV-cache blocks from elsewhere or sends them there.
+"""The scheduler's half of a KV connector, which moves KV-cache blocks from or to another store or replica.
 
-The half in the workers (`workers/kv_transfer/connector.py`) moves the bytes. The two communicate by
+The half in the workers (`workers/kv_transfer/connector.py`) moves the bytes. The halves communicate by
 `SchedulerOutput.kv_connector_metadata` and `KVConnectorOutput`, which identify a transfer by its request's
-`transfer_id`. A `KVConnectorOutput` arrives with a step's output, or by itself at any time.
+`transfer_id`. A `KVConnectorOutput` arrives with a step's output, or on its own at any time.
 
-There are two kinds of connector. A plain `KVConnector` matches a number of tokens of a request, and supports models
-with one group of full attention. A `BlockConnector` finds single blocks by their content keys, and supports all models.
+There are two kinds of connector. A plain `KVConnector` reports how many tokens of a request it can load, and supports
+models with one group of full attention. A `BlockConnector` finds single blocks by their content keys, and supports all
+models.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from ..state.request import Request
 
 
 class ExternalMatch(NamedTuple):
-    """The number of tokens that can be loaded beyond those already computed.
+    """The number of tokens that a connector can load beyond those already computed.
 
-    A synchronous load runs in the step that admits the request; until that step starts, earlier
-    steps may still use its blocks. An asynchronous load may start as soon as the workers receive
-    the metadata, because no step in flight uses its blocks. It may take any time, and may include
-    the last token.
+    A synchronous load runs in the step that admits the request. Until that step starts, earlier steps may still use the
+    blocks. An asynchronous load may start as soon as the workers receive the metadata, because no step in flight uses
+    its blocks. It may take any time, and may include the last token.
     """
 
     num_tokens: int
@@ -37,7 +37,10 @@ class ExternalMatch(NamedTuple):
 
 
 class RequestEnd(NamedTuple):
-    """`delays_free` keeps the blocks until the transfer is reported as sent; `params` are sent to the client."""
+    """A connector's answer to the end of a request.
+
+    If `delays_free`, the blocks are kept until the transfer is reported as sent. `params` are sent to the client.
+    """
 
     delays_free: bool = False
     params: dict[str, object] | None = None
@@ -46,12 +49,11 @@ class RequestEnd(NamedTuple):
 class KVConnector(ABC):
     """The scheduler's half of a KV connector, called between steps.
 
-    An exception fails the request concerned. Methods that concern no request must not raise:
-    `build_connector_meta`, `needs_step`, `receive`, `transfer_expired`, `take_events` and
-    `take_stats`.
+    An exception fails the request concerned. Methods that concern no single request must not raise:
+    `build_connector_meta`, `needs_step`, `receive`, `transfer_expired`, `take_events` and `take_stats`.
 
-    While a transfer is outstanding and nothing is computed, the workers get empty steps to report
-    its end with, if `polls_workers`. Otherwise they report by themselves, which costs no steps.
+    If `polls_workers`, the workers get empty steps while a transfer is in progress and nothing is computed, so that
+    they can report its end in their outputs. Otherwise they send such reports on their own, without a step.
     """
 
     polls_workers: bool = True
@@ -60,9 +62,9 @@ class KVConnector(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """Return what can be loaded after the first `num_computed_tokens` tokens.
+        """Return how many tokens can be loaded after the first `num_computed_tokens` tokens.
 
-        None defers the answer; the request waits and the method is called again later.
+        None defers the answer: the request waits, and the method is called again later.
         """
 
     @abstractmethod
@@ -71,9 +73,9 @@ class KVConnector(ABC):
     ) -> None:
         """Receive the blocks into which the last `num_external_tokens` matched tokens are to be loaded.
 
-        `block_ids` are all blocks of the request. For an asynchronous load this is called once no
-        step in flight uses the blocks, which may be some steps after the match, or never if the
-        request finishes first. The metadata of the next step starts the load in the workers.
+        `block_ids` are all blocks of the request. For an asynchronous load, this method is called once no step in
+        flight uses the blocks. That may be some steps after the match, or never if the request finishes first. The
+        metadata of the next step starts the load in the workers.
         """
 
     @abstractmethod
@@ -81,15 +83,15 @@ class KVConnector(ABC):
         """Return the metadata for the workers. Called once per step."""
 
     def needs_step(self) -> bool:
-        """Return whether the workers must get metadata although there is nothing to compute."""
+        """Return whether the workers must get metadata even if there is nothing to compute."""
         return False
 
     def is_ready(self) -> bool:
-        """Return whether the workers have reported what they have, so that the first request may be served."""
+        """Return whether the workers have reported what they store, so that the first request may be served."""
         return True
 
     def is_flushed(self) -> bool:
-        """Return whether everything that can be stored has been, so that the workers may end."""
+        """Return whether everything to be stored has been stored, so that the workers may exit."""
         return True
 
     def receive(self, rank: int, data: bytes) -> None:  # noqa: B027
@@ -98,14 +100,17 @@ class KVConnector(ABC):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Handle the end of a request that holds these blocks; without blocks nothing can be delayed."""
+        """Handle the end of a request that holds these blocks. If it holds none, freeing cannot be delayed."""
         return RequestEnd()
 
     def transfer_expired(self, transfer_id: int) -> None:  # noqa: B027
-        """Handle the timeout of a delayed transfer. The next step ends it and may overwrite its blocks."""
+        """Handle the timeout of a transfer whose blocks were kept.
+
+        Once the next step has run, the blocks may be overwritten.
+        """
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Return the events of the connector's own cache since the last call."""
+        """Return the KV-cache events of the connector's own store since the last call."""
         return []
 
     def take_stats(self) -> dict[str, float]:
@@ -119,8 +124,8 @@ class KVConnector(ABC):
 class BlockConnector(KVConnector):
     """A connector to a store of single blocks, which it finds by content keys (`cached_prefix.group_key`).
 
-    It supports every kind of KV-cache group. Loads are asynchronous. It is notified of each change of
-    the prefix cache, from which it chooses what to store.
+    It supports every kind of KV-cache group. Loads are asynchronous. It is notified of each change of the prefix cache
+    and decides which of the blocks to store.
     """
 
     polls_workers = False
@@ -128,13 +133,13 @@ class BlockConnector(KVConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """Return no tokens: blocks are found one by one."""
+        """Return no tokens, because `find_blocks` is used instead."""
         return ExternalMatch(0)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Do nothing: `load_blocks` is called in its place."""
+        """Do nothing, because `load_blocks` is called instead."""
 
     @abstractmethod
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
@@ -147,22 +152,28 @@ class BlockConnector(KVConnector):
         """Load blocks into `block_ids`, which no step in flight uses. The next step's metadata starts the load."""
 
     def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Receive the function that returns the block with some content, before any other call."""
+        """Receive a function that returns the block with a given content key, or None.
+
+        Called before any other method.
+        """
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Handle blocks that become findable, copies of cached content included.
+        """Handle blocks that became findable. They may be copies of content that was cached before.
 
-        They are filled by the steps scheduled so far, or by the next one.
+        The steps scheduled so far, or the next one, fill them.
         """
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Handle a block that the next step may overwrite, after it has applied the metadata."""
+        """Handle the eviction of a block.
+
+        The next step may overwrite it, but only after the workers applied its metadata.
+        """
 
     def copy_dropped(self, key: bytes, block_id: int) -> None:
-        """Handle one of several blocks with this content, which the next step may overwrite."""
+        """Handle that one of several blocks with the same content may be overwritten by the next step."""
 
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Handle content that may be wrong, or is no longer needed."""
+        """Handle content that became unfindable because it may be wrong, or is no longer needed."""
 
     def cache_cleared(self) -> None:
         """Handle the removal of all content."""
@@ -177,7 +188,7 @@ _BUILT_IN: Final = {
     "direct": ".direct_transfer",
     "disk": ".disk_tier",
 }
-"""The modules that register the connectors of these names when they are imported."""
+"""For each connector name, the module that registers the connector when it is imported."""
 
 
 def register_connector(name: str, factory: ConnectorFactory) -> None:

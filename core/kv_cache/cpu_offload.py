@@ -8,11 +8,10 @@ from ...protocol.arrays import int32_bytes
 
 
 class CPUOffload:
-    """A cache of blocks 0 … num_blocks - 1 in CPU memory, keyed by content, least recently used first.
+    """A cache of blocks 0 … num_blocks - 1 in CPU memory, keyed by content; the least recently used is replaced first.
 
-    Copies are collected for the next step, which first executes those out of the workers' KV cache,
-    then those into it, before anything else. Until then no CPU block that is part of a copy is
-    overwritten.
+    Copies are collected for the next step. Before anything else, that step executes the copies out of the workers' KV
+    cache, then those into it. Until then, no CPU block that is part of a copy is overwritten.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,11 +39,14 @@ class CPUOffload:
         return len(self._block_of) / self.num_blocks
 
     def find_block(self, key: bytes) -> int | None:
-        """Return the CPU block with this content, if any."""
+        """Return the CPU block with this content, or None."""
         return self._block_of.get(key)
 
     def store_block(self, key: bytes, device_block: int) -> None:
-        """Copy out a block that is about to be overwritten, unless every CPU block is part of a copy."""
+        """Copy out a GPU or worker block before it is overwritten.
+
+        Does nothing if every CPU block is part of a copy.
+        """
         block = self._block_of.pop(key, None)
         if block is None:
             block = self._take_block()
@@ -56,7 +58,7 @@ class CPUOffload:
         self._block_of[key] = block
 
     def reserve_blocks(self, keys: Iterable[bytes]) -> None:
-        """Keep blocks that are about to be loaded from being overwritten in this step."""
+        """Protect blocks that are about to be loaded from being overwritten in this step."""
         for key in keys:
             block = self._block_of.pop(key)
             self._block_of[key] = block
@@ -82,13 +84,13 @@ class CPUOffload:
         self._busy.clear()
 
     def take_counts(self) -> tuple[int, int]:
-        """Return the numbers of blocks copied out and in since the last call."""
+        """Return the numbers of blocks copied to and from CPU memory since the last call."""
         counts = self._num_copied_out, self._num_copied_in
         self._num_copied_out = self._num_copied_in = 0
         return counts
 
     def take_copies(self) -> tuple[bytes, bytes]:
-        """Return the copies out and in for the next step, as int32 pairs (from, to)."""
+        """Return the copies to and from CPU memory for the next step, as int32 pairs (source block, target block)."""
         if not self._busy:
             return b"", b""
         copies = int32_bytes(self._copies_out), int32_bytes(self._copies_in)

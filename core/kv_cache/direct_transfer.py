@@ -1,4 +1,4 @@
-"""The scheduler's half of the direct KV connector: offers the blocks of this replica, and fetches those of others."""
+"""The scheduler's half of the direct KV connector, by which replicas fetch KV-cache blocks from each other."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class DirectTransfer(BlockConnector):
-    """Offers every cached block soon after it is complete, until it is about to be overwritten.
+    """Offers every cached block to other replicas as soon as it is complete, until it is about to be overwritten.
 
-    A request with `do_remote_decode` is computed for another replica. Its blocks are held when it ends, until they were
-    fetched, and so are those of a request that moves to another replica. A request with `do_remote_prefill` fetches its
-    blocks, which the other replica may still be computing.
+    A request with `do_remote_decode` is computed on behalf of another replica. When it ends, its blocks are held until
+    the other replica has fetched them. The same holds for a request that moves to another replica. A request with
+    `do_remote_prefill` fetches its blocks, even while the other replica is still computing them.
 
     Args:
         role: `kv_producer` to offer blocks, `kv_consumer` to fetch them, `kv_both` for both.
@@ -51,23 +51,23 @@ class DirectTransfer(BlockConnector):
         self._fetches = role != "kv_producer"
         self._engine_id, self._host, self._port = engine_id, host, port
         self._step = 1
-        """The step that is planned next."""
+        """The number of the next step."""
         self._find_block: Callable[[bytes], int | None] = lambda key: None
         self._pending: dict[bytes, int] = {}
-        """The blocks to be offered, and the step that was planned when each became findable."""
+        """The keys of blocks to be offered, with the number of the step that was next when each became findable."""
         self._offered: dict[bytes, int] = {}
         self._ends: list[tuple[str, int, int]] = []
-        """Requests that have ended: name, transfer id or -1 if nothing is held, and the step that was planned next."""
+        """Ended requests: name, transfer id (-1 if nothing is held), and the number of the step that was next."""
         self._fetching: set[int] = set()
-        """The requests that have fetched blocks, by transfer id."""
+        """The transfer ids of requests that have started a fetch."""
         self._commands = DirectCommands()
         self._counts: Counter[str] = Counter()
 
     def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Receive the function that returns the block with some content."""
+        """Receive the function that returns the block with a given content key."""
         self._find_block = find_block
 
-    # what the prefix cache does
+    # Changes of the prefix cache
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Offer blocks once they are complete."""
@@ -105,10 +105,13 @@ class DirectTransfer(BlockConnector):
         if self._offered.pop(key, None) is not None:
             self._commands.withdrawn.append(key)
 
-    # what requests need
+    # Calls about requests
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return 1 for every key of a request that was prefilled elsewhere: whether a block is there shows later."""
+        """Return 1 for every key if the request was prefilled by another replica, else b"".
+
+        Whether that replica really has a block becomes known only when it is fetched.
+        """
         params = request.kv_transfer_params
         if not self._fetches or not params or params.get("do_remote_prefill") is not True:
             return b""
@@ -128,7 +131,10 @@ class DirectTransfer(BlockConnector):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Hold the blocks of a request that another replica continues, and return where they are for the client."""
+        """Hold the blocks of a request that another replica continues.
+
+        The answer tells the client where to fetch them.
+        """
         params = request.kv_transfer_params or {}
         is_moved = reason is FinishReason.MOVED
         if params:
@@ -153,28 +159,28 @@ class DirectTransfer(BlockConnector):
         return RequestEnd(True, answer)
 
     def _end_fetch(self, request: Request, params: Mapping[str, object]) -> None:
-        """Release the blocks of a request at its source if it has ended without a fetch."""
+        """Let the source release the blocks of a request that ended without fetching them."""
         if request.transfer_id in self._fetching:
             self._fetching.remove(request.transfer_id)
         elif self._fetches and params.get("do_remote_prefill") is True:
             source = _source_of(params)
             if source is not None:
-                # A fetch of no blocks ends at once, and is reported to the source.
+                # A fetch of zero blocks completes immediately, and the source is notified of it.
                 self._commands.fetches.append(DirectFetch(request.transfer_id, source, [], b""))
 
     def transfer_expired(self, transfer_id: int) -> None:
-        """Report to the workers that the blocks are no longer held."""
+        """Report to the workers that the blocks are no longer held for a fetch."""
         self._commands.expired.append(transfer_id)
 
-    # messages
+    # Messages to and from the workers
 
     def needs_step(self) -> bool:
-        """Return whether there is anything to offer or to fetch."""
+        """Return whether there is something to offer or to fetch."""
         commands = self._commands
         return bool(self._pending or self._ends or commands.fetches or commands.clears)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        """Return the commands for the workers."""
+        """Return the commands for the workers, encoded."""
         step = scheduler_output.step
         self._step = step + 1
         commands = self._commands
@@ -201,7 +207,7 @@ class DirectTransfer(BlockConnector):
         self._commands.offered_blocks = int32_bytes(blocks)
 
     def _report_ends(self, step: int) -> None:
-        """Report the requests that ended before the last step, with which their last blocks were offered."""
+        """Report the requests that ended before the last step. Their last blocks have been offered by now."""
         left = []
         for end in self._ends:
             name, transfer_id, since = end
@@ -214,7 +220,7 @@ class DirectTransfer(BlockConnector):
         self._ends = left
 
     def receive(self, rank: int, data: bytes) -> None:
-        """Add a worker's counts."""
+        """Add a worker's counts of bytes and failed fetches to the statistics."""
         report = _decode_report(data)
         self._counts["received_bytes"] += report.num_bytes_received
         self._counts["sent_bytes"] += report.num_bytes_sent
@@ -238,7 +244,7 @@ def _name_of(request: Request, params: Mapping[str, object]) -> str:
 
 
 def _source_of(params: Mapping[str, object]) -> DirectSource | None:
-    """Return where the blocks of a request are; None if its parameters do not say it."""
+    """Return the replica that has the blocks of a request, or None if the parameters name none."""
     name, replica = params.get("remote_request_id"), params.get("replica")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         return None

@@ -1,4 +1,4 @@
-"""The scheduler's half of the KV cache on disk: decides which blocks are stored and which are loaded."""
+"""The scheduler's half of the KV cache on disk, which decides which blocks are stored and which are loaded."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class DiskTier(BlockConnector):
-    """Stores every block soon after it is full, and finds those that all workers have on their disks.
+    """Stores every block soon after it is full, and finds the blocks that all workers have on their disks.
 
-    A block waits in `_pending` from when it becomes findable until a step that is scheduled after the one that fills
-    it: that step's metadata reaches the workers when the block is complete. Each worker copies the block then, and
-    writes the copy when it can. At most `_capacity` blocks are on their way at a time.
+    A block waits in `_pending` until a step is scheduled after the one that fills it. The metadata of that step reaches
+    the workers when the block is complete. They copy the block then, and write the copy to disk in the background. At
+    most `_capacity` blocks are being written at a time.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
         self._num_workers = num_workers
         self._step = 1
-        """The step that is planned next."""
+        """The number of the next step."""
         self._find_block: Callable[[bytes], int | None] = lambda key: None
         self._everyone = (1 << num_workers) - 1
         self._having: dict[bytes, int] = {}
-        """The workers that have each block, as a bit mask."""
+        """For each block key, the workers that have it on disk, as a bit mask of ranks."""
         self._stored: set[bytes] = set()
-        """The blocks that all workers have."""
+        """The keys of the blocks that all workers have on disk."""
         self._capacity = 0
         self._capacities: dict[int, int] = {}
         self._pending: dict[bytes, int] = {}
-        """The blocks to be stored, and the step that was planned when each became findable."""
+        """The keys of blocks to be stored, with the number of the step that was next when each became findable."""
         self._evicted: deque[tuple[bytes, int]] = deque()
-        """The blocks to be stored with the next step, which overwrites them."""
+        """The blocks (key, number) that the next step both stores and overwrites."""
         self._storing: Counter[bytes] = Counter()
-        """How many workers have not answered the command to store each block."""
+        """For each block key, how many workers have not yet confirmed the command to store it."""
         self._unwanted: Counter[bytes] = Counter()
-        """How many workers have not answered the command to remove each block."""
+        """For each block key, how many workers have not yet confirmed the command to delete it."""
         self._commands = DiskCommands()
         self._counts: Counter[str] = Counter()
         self._is_off = False
 
     def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Receive the function that returns the block with some content."""
+        """Receive the function that returns the block with a given content key."""
         self._find_block = find_block
 
-    # what the prefix cache does
+    # Changes of the prefix cache
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Store blocks once they are complete, unless they are stored already."""
+        """Store these blocks once they are complete, unless they are on disk already."""
         if self._is_off:
             return
         stored, storing = self._stored, self._storing
         for key in keys:
             if key not in stored and key not in storing:
-                # Of several blocks with this content, the last one to be filled may be the one that is found.
+                # Several blocks may have this content. The one that is found may be the last to be filled.
                 self._pending[key] = self._step
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Store a block with the next step, if it is complete and there is room."""
+        """Store a block with the next step, which overwrites it, if it is complete and there is room."""
         step = self._pending.pop(key, self._step)
         if step < self._step and len(self._storing) + len(self._evicted) < self._capacity:
             self._evicted.append((key, block_id))
 
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Do not store these blocks, and delete them from the disk."""
+        """Cancel the storing of these blocks, and delete them from the disk."""
         keys = list(keys)
         for key in keys:
             self._pending.pop(key, None)
@@ -95,10 +95,10 @@ class DiskTier(BlockConnector):
         self._commands.clears = True
         self._commands.removed.clear()
 
-    # what requests need
+    # Calls about requests
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return 1 for each key that all workers have, or b"" if they have none."""
+        """Return 1 for each key that all workers have on disk, else 0; b"" if they have none of them."""
         stored = self._stored
         if not (stored and self._capacity):
             return b""
@@ -113,7 +113,7 @@ class DiskTier(BlockConnector):
             DiskLoad(request.transfer_id, list(keys), int32_bytes(list(block_ids)))
         )
 
-    # messages
+    # Messages to and from the workers
 
     def needs_step(self) -> bool:
         """Return whether there is something to store, delete or load, and room for it."""
@@ -127,11 +127,11 @@ class DiskTier(BlockConnector):
         return len(self._capacities) == self._num_workers
 
     def is_flushed(self) -> bool:
-        """Return whether no block is waiting or on its way to the disk."""
+        """Return whether no block is waiting to be stored or being written."""
         return not (self._capacity and (self._pending or self._storing))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        """Return the commands for the workers."""
+        """Return the commands for the workers, encoded."""
         self._step = scheduler_output.step + 1
         if not self._capacity:
             self._evicted.clear()
@@ -152,7 +152,7 @@ class DiskTier(BlockConnector):
                 blocks.append(block)
                 self._storing[key] = self._num_workers
         self._evicted.clear()
-        # The copies of a step delay it.
+        # Copying blocks delays the step, so limit how many are copied in one.
         room = min(self._capacity - len(self._storing), max(1, self._capacity // 4))
         if room > 0 and self._pending:
             ready = []
@@ -172,7 +172,7 @@ class DiskTier(BlockConnector):
             self._commands.store_blocks = int32_bytes(blocks)
 
     def receive(self, rank: int, data: bytes) -> None:
-        """Apply a worker's report."""
+        """Apply a worker's report of stored, deleted and lost blocks."""
         report = _decode_report(data)
         if report.capacity:
             self._capacities[rank] = report.capacity
@@ -204,7 +204,7 @@ class DiskTier(BlockConnector):
                 self._stored.add(key)
 
     def _turn_off(self) -> None:
-        """Store and find nothing from now on. Loads that are under way end in the workers."""
+        """Stop storing and finding blocks, after a worker's disk failed. Loads in progress are ended by the workers."""
         self._is_off = True
         self._stored.clear()
         self._having.clear()

@@ -1,4 +1,4 @@
-"""Collect the KV-cache events that subscribers receive."""
+"""Collect the KV-cache events that are published to subscribers (`--kv-events-config`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, K
 from ..state.external_dependency import ExternalDependency
 
 MEDIUM: Final = "GPU"
-"""The medium in all events, whatever the device; subscribers expect this value."""
+"""The value of `medium` in all events. Subscribers expect it on every kind of device."""
 
 
 class KVEventLog(ExternalDependency):
@@ -22,7 +22,7 @@ class KVEventLog(ExternalDependency):
     def record_stored(
         self, hashes: list[bytes], parent: bytes | None, token_ids: list[int]
     ) -> None:
-        """Record that consecutive blocks became findable."""
+        """Record that consecutive blocks became findable after the block `parent`."""
         self._events.append(
             BlockStored(hashes, parent, token_ids, self._block_size, None, MEDIUM, None)
         )

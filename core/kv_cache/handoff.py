@@ -1,7 +1,7 @@
-"""Hand the KV cache of a crashed core to the next one.
+"""Hand the KV cache of a crashed core over to the next core.
 
-The workers, and their KV cache, survive a crash of the core. A request that its client submits
-again continues with the blocks that it had.
+The workers and their KV cache survive a crash of the core. A request that its client resubmits then continues with the
+blocks that it had.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from .reservations import Reservations
 
 
 class _HeldBlocks(NamedTuple):
-    """Blocks of `num_tokens` tokens, reserved under a negative number that is no transfer id."""
+    """The blocks of `num_tokens` tokens of a request of the previous core, reserved under the negative `number`.
+
+    Transfer ids are never negative, so the numbers cannot collide.
+    """
 
     number: int
     arrival_time: float
@@ -36,7 +39,7 @@ class KVHandoff:
         self._held_blocks: dict[RequestKey, _HeldBlocks] = {}
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
-        """Hold the blocks that the workers report, before anything is allocated."""
+        """Hold the blocks that the workers report. Called before anything is allocated."""
         manager = self._manager
         for number, request in enumerate(held, 1):
             tables = tuple(
@@ -51,7 +54,7 @@ class KVHandoff:
         manager.pool.adopt_blocks(filter(None, chain.from_iterable(tables_of_all)))
 
     def claim_blocks(self, request: Request, was_index: int) -> None:
-        """Let a resubmitted request continue with the blocks that it had as `was_index`, if they are held."""
+        """Let a resubmitted request continue with the blocks that it had under index `was_index`, if they are held."""
         key = request.client_index, was_index
         held_blocks = self._held_blocks.get(key)
         if held_blocks is None or held_blocks.arrival_time != request.arrival_time:
@@ -71,7 +74,8 @@ class KVHandoff:
     def _num_usable(self, request: Request, held_blocks: _HeldBlocks) -> int:
         """Return how many computed tokens the request can keep.
 
-        It must be able to see their blocks, and to write to the last one.
+        Every block that later tokens attend to must be present, and the last block must not be shared if it will be
+        written to.
         """
         manager = self._manager
         tables = manager.reserved[request.transfer_id]
@@ -89,7 +93,7 @@ class KVHandoff:
             if NULL_BLOCK in table[first : -(-num_tokens // manager.block_size)]:
                 return 0
             if group.kind is AttentionKind.STATE_SPACE:
-                # The state is that of the last computed token, or of an earlier one of its segment.
+                # The state is that of the last computed token, or of an earlier token in the same segment.
                 segment = max(group.size, 1)
                 if num_tokens // segment != held_blocks.num_tokens // segment:
                     return 0
@@ -97,9 +101,9 @@ class KVHandoff:
 
 
 def _useful_blocks(group: KVCacheGroup, table: list[int]) -> list[int]:
-    """Return a table without the blocks that no later token reads: of a state, only the last is needed.
+    """Return a table without the blocks that no later token reads. Of a recurrent state, only the last is needed.
 
-    A request's source is stored again when it gets a slot, so cross attention needs none.
+    Cross attention needs none, because a request's encoder output is stored again when it gets a slot.
     """
     if group.kind is AttentionKind.CROSS:
         return []

@@ -1,7 +1,6 @@
 """Manage the KV cache of one replica: allocate blocks to requests, share cached ones, and free them.
 
-`claim_blocks` and `allocate_claimed` allocate, `free_requests` frees. Eviction is in
-`block_pool.py`.
+`claim_blocks` and `allocate_claimed` allocate blocks, `free_requests` frees them, and `block_pool.py` evicts them.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from .prefix_cache import PrefixCache
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
-    """The computed tokens that a waiting request can start with.
+    """The computed tokens from which a waiting request can start.
 
-    Other requests can find the first `num_cached_blocks` of its blocks, too. The blocks of a
-    reserved prefix are already held for the request.
+    Other requests can find the first `num_cached_blocks` of these blocks as well. The blocks of a reserved prefix are
+    already held for the request.
     """
 
     blocks: CachedPrefix
@@ -41,18 +40,24 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, gc=False):
-    """A reservation of `num_new` free blocks beside the cached ones; `num_blocks` in each growing group."""
+    """A claim on `num_new` free blocks, in addition to the cached blocks of `prefix`.
+
+    The request then has `num_blocks` blocks in each group that grows with its tokens.
+    """
 
     request: Request
     prefix: Prefix
     num_blocks: int
     num_new: int
     tables: RequestBlocks = ()
-    """The allocated blocks; empty until then."""
+    """The blocks of the request in each group; empty until `allocate_claimed`."""
 
 
 class KVCacheManager:
-    """Block tables and a prefix cache over one `BlockPool`. A request gets all the blocks it needs, or none."""
+    """The block tables and the prefix cache over one `BlockPool`.
+
+    A request gets all the blocks that it needs, or none.
+    """
 
     def __init__(
         self,
@@ -86,11 +91,11 @@ class KVCacheManager:
             hash_blocks=hash_blocks,
         )
         self.reserved: dict[int, RequestBlocks] = {}
-        """Blocks held for a transfer or a waiting request instead of a slot, by transfer id."""
+        """Blocks that are held without a slot, for a transfer or a waiting request, by transfer id."""
         self._num_claimed = 0
         self._no_prefix = Prefix(self.prefix_cache.no_prefix, 0, 0)
 
-    # before a request gets a slot
+    # Before a request gets a slot
 
     @property
     def blocks(self) -> list[list[list[int]]]:
@@ -106,7 +111,7 @@ class KVCacheManager:
         if request.num_reserved_tokens > num_tokens:
             tables = self.reserved[request.transfer_id]
             blocks = tables if self.tables.is_simple else tuple(map(_held_tail, tables))
-            # The last token is computed again, because its output is needed.
+            # Compute the last token in any case, because its output is needed.
             num_tokens = min(request.num_reserved_tokens, request.num_tokens - 1)
             num_blocks = max(map(len, tables))
             return Prefix(CachedPrefix(num_blocks, blocks), num_tokens, 0, is_reserved=True)
@@ -115,7 +120,7 @@ class KVCacheManager:
     def find_longer_prefix(
         self, request: Request, prefix: Prefix, find_external: Callable[[Sequence[bytes]], bytes]
     ) -> Prefix | None:
-        """Return a longer prefix than `prefix`, of which a KV connector must load some blocks, if there is one."""
+        """Return a longer prefix than `prefix` if a KV connector can load its missing blocks, else None."""
         num_blocks = prefix.blocks.num_blocks
         found = self.prefix_cache.find_longer_prefix(request, num_blocks, find_external)
         if found is None:
@@ -123,7 +128,7 @@ class KVCacheManager:
         return Prefix(found, found.num_blocks * self.block_size, found.num_present)
 
     def claim_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> Claim | None:
-        """Hold the cached blocks of a prefix, and claim free ones for `num_tokens` tokens in total.
+        """Hold the cached blocks of `prefix`, and claim free blocks so that the request can hold `num_tokens` tokens.
 
         Return None, and hold nothing, if too few blocks are free.
         """
@@ -172,19 +177,19 @@ class KVCacheManager:
     ) -> int:
         """Return how many free blocks `claim_blocks` would take.
 
-        Blocks that vacating the slots `without` would free are subtracted.
+        The blocks that freeing the slots `without` would return to the pool are subtracted.
         """
         needed = self.tables.count_new(prefix, -(-num_tokens // self.block_size))
         found = _present_blocks(prefix)
         needed += self.pool.count_free(found)
         return needed - self.tables.count_freed(without, set(found)) if without else needed
 
-    # while it has a slot
+    # While a request has a slot
 
     def assign_slots(self, claims: Sequence[Claim], num_tokens: Sequence[int]) -> None:
-        """Assign the blocks of claims to the slots of their requests.
+        """Assign the claimed blocks to the slots of their requests.
 
-        `num_tokens` is how many tokens of each request will be computed.
+        `num_tokens[i]` is the number of tokens of request i that will be computed after the step.
         """
         num_cached_blocks = self.prefix_cache.num_cached_blocks
         num_cached = self.prefix_cache.cache_new_requests(
@@ -202,7 +207,7 @@ class KVCacheManager:
     def free_unseen_blocks(self, slots: SlotArray, *, may_be_rejected: bool) -> None:
         """Free the blocks of windowed groups that no future token of `slots` attends to.
 
-        Tokens of steps in flight count as computed, unless they may be rejected drafts.
+        Tokens of steps in flight count as computed, except drafts, which may be rejected.
         """
         self.prefix_cache.cache_states()
         num_computed = self._slots.num_computed_tokens[slots]
@@ -211,7 +216,7 @@ class KVCacheManager:
         self.tables.advance_windows(slots, num_computed, self.prefix_cache.cache_output_state)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the full, hashed blocks of the first `num_tokens` tokens of a running request findable."""
+        """Make the full, hashed blocks among the first `num_tokens` tokens of a running request findable."""
         cache, slot = self.prefix_cache, request.slot
         start = cache.num_cached_blocks[slot]
         if num_tokens // self.block_size > start and cache.may_write(request):
@@ -219,15 +224,15 @@ class KVCacheManager:
             cache.num_cached_blocks[slot] = cache.cache_blocks(request, tables, start, num_tokens)
 
     def invalidate_blocks(self, request: Request, num_valid_blocks: int) -> None:
-        """Make all blocks of a running request unfindable except the first valid ones."""
+        """Make all blocks of a running request unfindable, except the first `num_valid_blocks`."""
         self.prefix_cache.invalidate_blocks(request, num_valid_blocks)
 
-    # when it leaves its slot
+    # When a request leaves its slot
 
     def free_requests(
         self, requests: list[Request], num_tokens: list[int], *, is_preempted: bool = False
     ) -> None:
-        """Free the blocks of running requests. The first `num_tokens[i]` tokens of each stay findable.
+        """Free the blocks of running requests. The first `num_tokens[i]` tokens of request i stay findable.
 
         Blocks filled with output are hashed only now, when the request no longer writes to them.
         """
@@ -278,7 +283,7 @@ class KVCacheManager:
             self.cpu_offload.store_block(key, block)
 
     def write_stats(self, stats: SchedulerStats) -> None:
-        """Write the usage of blocks, and counts and times since the last call."""
+        """Write the usage of blocks, and the counts and times since the last call, to `stats`."""
         pool, host = self.pool, self.cpu_offload
         stats.kv_cache_usage = pool.usage
         if pool.lifetimes.has_updates:
@@ -299,12 +304,12 @@ class KVCacheManager:
             self._not_offloaded.clear()
         return True
 
-    # blocks without a slot
+    # Blocks without a slot
 
     def reserve_blocks(self, request: Request, tables: RequestBlocks) -> None:
         """Hold allocated blocks for a request without a slot.
 
-        Those for cross attention are freed: they are filled when the request gets its slot.
+        Blocks for cross attention are freed, because they are filled again when the request gets its slot.
         """
         kept = list(tables)
         for number, group in enumerate(self.groups):
@@ -314,7 +319,7 @@ class KVCacheManager:
         self.reserved[request.transfer_id] = tuple(kept)
 
     def keep_blocks(self, request: Request, num_blocks: int) -> None:
-        """Hold the first blocks of a running request beyond the end of its slot, except those for cross attention."""
+        """Keep the first blocks of a running request after it loses its slot, except those for cross attention."""
         kept = []
         for group, table in zip(self.groups, self.tables.get_tables(request.slot), strict=True):
             blocks = [] if group.kind is AttentionKind.CROSS else list(table[:num_blocks])
@@ -323,7 +328,7 @@ class KVCacheManager:
         self.reserved[request.transfer_id] = tuple(kept)
 
     def trim_reserved(self, request: Request, num_tokens: int) -> None:
-        """Release all reserved blocks except those of the first tokens, which become findable."""
+        """Release all reserved blocks beyond the first `num_tokens` tokens, and make the remaining ones findable."""
         tables = self.reserved[request.transfer_id]
         num_kept = -(-num_tokens // self.block_size)
         if not num_kept:
@@ -334,7 +339,7 @@ class KVCacheManager:
         self.reserved[request.transfer_id] = tuple(table[:num_kept] for table in tables)
         if self.prefix_cache.may_write(request):
             self.prefix_cache.cache_blocks(request, tables, 0, num_tokens)
-            # No step computes the state any more, and the block may be released before the next step.
+            # No step in flight still computes the state, and the block may be released before the next step.
             self.prefix_cache.cache_states()
 
     def release_reserved(self, transfer_id: int) -> None:
@@ -344,12 +349,12 @@ class KVCacheManager:
 
 
 def _held_tail(table: list[int]) -> list[int]:
-    """Return the blocks of a table that are still held; its first ones may have been freed."""
+    """Return the blocks of a table that are still held. A sliding window may have freed the first ones."""
     return table[table.count(NULL_BLOCK) :] if NULL_BLOCK in table else table
 
 
 def _present_blocks(prefix: CachedPrefix) -> list[int]:
-    """Return the blocks of a prefix that are in the workers' KV cache."""
+    """Return the blocks of a prefix that are in the workers' KV cache already, that is, need no load."""
     if not prefix.loads and len(prefix.blocks) == 1:
         return prefix.blocks[0]
     return [block for block in chain.from_iterable(prefix.blocks) if block >= 0]

@@ -1,4 +1,4 @@
-"""The scheduler's half of the KV connector that consists of others."""
+"""The scheduler's half of `MultiConnector`, a KV connector that combines several others."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class MultiConnector(BlockConnector):
-    """Loads each block from the first of several connectors that finds it. All of them see what is cached.
+    """Loads each block from the first connector that has it. All connectors see every change of the prefix cache.
 
-    Only one of them may hold the blocks of a request that ends.
+    When a request ends, at most one of them may keep its blocks.
     """
 
     def __init__(self, connectors: Sequence[BlockConnector]) -> None:
         self.connectors = list(connectors)
         self.polls_workers = any(each.polls_workers for each in connectors)
         self._owners: dict[int, dict[bytes, int]] = {}
-        """The connector of each block that was found and is not being loaded, by request and key."""
+        """The connector that found each block, by request and key, until the load of the block starts."""
         self._loads: list[tuple[int, int]] = []
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
@@ -57,7 +57,7 @@ class MultiConnector(BlockConnector):
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Load each block by the connector that found it."""
+        """Load each block with the connector that found it."""
         owners = self._owners.pop(request.transfer_id)
         numbers = sorted({owners[key] for key in keys})
         self._loads.append((request.transfer_id, len(numbers)))
@@ -74,10 +74,10 @@ class MultiConnector(BlockConnector):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Hold the blocks if a connector does, and return its parameters.
+        """Keep the blocks if one of the connectors does, and return its answer.
 
         Raises:
-            ValueError: Several connectors would hold them.
+            ValueError: Several connectors would keep them.
         """
         self._owners.pop(request.transfer_id, None)
         ends = [each.request_finished(request, block_ids, reason) for each in self.connectors]
@@ -87,43 +87,43 @@ class MultiConnector(BlockConnector):
         return RequestEnd(any(end.delays_free for end in ends), next(params, None))
 
     def transfer_expired(self, transfer_id: int) -> None:
-        """Forward the call."""
+        """Forward the timeout to all connectors."""
         for each in self.connectors:
             each.transfer_expired(transfer_id)
 
     def observe_pool(self, find_block: Callable[[bytes], int | None]) -> None:
-        """Forward the call."""
+        """Forward the function to all connectors."""
         for each in self.connectors:
             each.observe_pool(find_block)
 
     def blocks_cached(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Forward the call."""
+        """Forward the notification to all connectors."""
         for each in self.connectors:
             each.blocks_cached(keys, block_ids)
 
     def block_evicted(self, key: bytes, block_id: int) -> None:
-        """Forward the call."""
+        """Forward the notification to all connectors."""
         for each in self.connectors:
             each.block_evicted(key, block_id)
 
     def copy_dropped(self, key: bytes, block_id: int) -> None:
-        """Forward the call."""
+        """Forward the notification to all connectors."""
         for each in self.connectors:
             each.copy_dropped(key, block_id)
 
     def blocks_removed(self, keys: Iterable[bytes]) -> None:
-        """Forward the call."""
+        """Forward the notification to all connectors."""
         keys = list(keys)
         for each in self.connectors:
             each.blocks_removed(keys)
 
     def cache_cleared(self) -> None:
-        """Forward the call."""
+        """Forward the notification to all connectors."""
         for each in self.connectors:
             each.cache_cleared()
 
     def needs_step(self) -> bool:
-        """Return whether any connector needs one."""
+        """Return whether any connector has metadata for the workers."""
         return bool(self._loads) or any(each.needs_step() for each in self.connectors)
 
     def is_ready(self) -> bool:
@@ -135,13 +135,13 @@ class MultiConnector(BlockConnector):
         return all(each.is_flushed() for each in self.connectors)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        """Return the metadata of all connectors."""
+        """Return the metadata of all connectors in one message."""
         metadata = [each.build_connector_meta(scheduler_output) for each in self.connectors]
         loads, self._loads = self._loads, []
         return _encode(MultiCommands(metadata, loads)) if any(metadata) else b""
 
     def receive(self, rank: int, data: bytes) -> None:
-        """Forward a report to the connector that it is for."""
+        """Forward a report to the connector that it is addressed to."""
         report = _decode_report(data)
         self.connectors[report.connector].receive(rank, report.data)
 
@@ -150,7 +150,7 @@ class MultiConnector(BlockConnector):
         return [event for each in self.connectors for event in each.take_events()]
 
     def take_stats(self) -> dict[str, float]:
-        """Return the sums of all connectors' counts."""
+        """Return the counts of all connectors, summed by name."""
         counts: Counter[str] = Counter()
         for each in self.connectors:
             for name, count in each.take_stats().items():
@@ -158,7 +158,7 @@ class MultiConnector(BlockConnector):
         return dict(counts)
 
     def shutdown(self) -> None:
-        """Forward the call."""
+        """Shut all connectors down."""
         for each in self.connectors:
             each.shutdown()
 

@@ -53,7 +53,7 @@ class PrefixCache:
         self._num_prefilled = [0] * len(slots.requests)
         self._output_states: dict[tuple[int, int], bytes] = {}
         self.num_cached_blocks = [0] * len(slots.requests)
-        """Number of first blocks of each slot that other requests can find."""
+        """For each slot, the number of its first blocks that other requests can find."""
 
     def find_prefix(self, request: Request) -> CachedPrefix:
         """Return the longest cached prefix of a request that leaves at least one token to compute."""
@@ -77,9 +77,9 @@ class PrefixCache:
     def find_longer_prefix(
         self, request: Request, num_blocks: int, find_external: Callable[[Sequence[bytes]], bytes]
     ) -> CachedPrefix | None:
-        """Return a prefix of more than `num_blocks` blocks, some of which a KV connector must load, if there is one.
+        """Return a prefix of more than `num_blocks` blocks if a KV connector can load its missing blocks, else None.
 
-        `find_external` returns 1 for each key that it can load, or b"" if there is none.
+        `find_external` returns a byte for each key, 1 if the connector can load the block; b"" if it can load none.
         """
         limit = (request.num_tokens - 1) // self._block_size
         digests = request.block_hashes[:limit]
@@ -104,7 +104,7 @@ class PrefixCache:
         return found if found.num_blocks > num_blocks else None
 
     def _lookup(self, key: bytes) -> int | None:
-        """Return the block with this content; the CPU cache is searched last."""
+        """Return the block with this content, or `ON_CPU` if only CPU memory has it, or None."""
         block = self._pool.get_cached_block(key)
         if (
             block is None
@@ -129,7 +129,7 @@ class PrefixCache:
         starts: Sequence[int],
         num_tokens: Sequence[int],
     ) -> list[int]:
-        """Cache the blocks of several admitted requests. Return how many are findable for each."""
+        """Cache the blocks of newly admitted requests. Return for each how many of its first blocks are findable."""
         rows = zip(requests, tables, starts, num_tokens, strict=True)
         if not self._is_simple or self._events is not None:
             return [
@@ -155,9 +155,9 @@ class PrefixCache:
     def cache_blocks(
         self, request: Request, tables: RequestBlocks, start: int, num_tokens: int
     ) -> int:
-        """Make full, hashed blocks from index `start` up to `num_tokens` tokens findable.
+        """Make full, hashed blocks findable, from index `start` to the end of the first `num_tokens` tokens.
 
-        Return how many of the first blocks are findable now.
+        Return the number of the request's first blocks that are findable now.
         """
         end = num_tokens // self._block_size
         if end <= start:
@@ -168,7 +168,7 @@ class PrefixCache:
             if end <= start:
                 return start
         if start and self._is_simple and not self._pool.is_cached(hashes[start - 1]):
-            # The previous block was uncached, so these blocks could not be found.
+            # The previous block is no longer cached, so a search would never reach these blocks.
             return end
         if self._events is not None:
             self._log_stored(self._events, request, tables[0], start, end)
@@ -192,7 +192,7 @@ class PrefixCache:
         if kind is AttentionKind.CROSS:
             return
         if kind is AttentionKind.STATE_SPACE:
-            # The block holds the state of its digest only if the block's last token is the last one computed.
+            # The block holds the state of its digest only if the last computed token is the last token of the block.
             block = table[end - 1]
             if num_tokens == end * self._block_size and block != NULL_BLOCK:
                 self._new_states.append((block, group_key(hashes[end - 1], group)))
@@ -204,25 +204,25 @@ class PrefixCache:
         self._pool.cache_blocks(blocks, keys)
 
     def cache_states(self) -> None:
-        """Make the state-space states findable that the scheduled steps leave behind.
+        """Make the recurrent states findable that the scheduled steps leave in full blocks.
 
-        Unlike keys and values, a state is complete only when the step that computes it has ended.
+        Unlike keys and values, which later tokens only append to, a state is complete only when its step has ended.
         """
         for block, key in self._new_states:
             self._pool.cache_blocks([block], [key])
         self._new_states.clear()
 
     def start_output(self, request: Request) -> None:
-        """Record that a request got its slot: only its further tokens are computed one by one."""
+        """Record that a request got its slot. The states of its further tokens are cached one at a time."""
         self._num_prefilled[request.slot] = request.num_tokens
         for group in range(len(self._groups)):
             self._output_states.pop((request.slot, group), None)
 
     def cache_output_state(self, slot: int, group: int, num_blocks: int, block: int) -> None:
-        """Make the state after the first blocks of a running request findable, in place of its previous one.
+        """Make the state after the first blocks of a running request findable, replacing its previous state.
 
-        The request must have generated the last token of these blocks. The next turn of a conversation continues from
-        the last such state, so a request has one of them at a time.
+        The last token of these blocks must be an output token. The next turn of a conversation continues from the last
+        such state, so one per request suffices.
         """
         num_tokens = num_blocks * self._block_size
         if num_tokens <= self._num_prefilled[slot] or block == NULL_BLOCK:
@@ -248,13 +248,13 @@ class PrefixCache:
         request.hash_output_blocks(output, self._block_size, self._hash_blocks)
 
     def hash_waiting_output(self, request: Request) -> None:
-        """Hash the full blocks of a request that waits and has output, such as one of another replica."""
+        """Hash the full blocks of a waiting request that has output, such as one resubmitted from another replica."""
         if self.may_write(request):
             output = int32_view(request.output_token_ids)
             request.hash_output_blocks(output, self._block_size, self._hash_blocks)
 
     def invalidate_blocks(self, request: Request, num_valid_blocks: int) -> None:
-        """Make all blocks of a request unfindable except the first valid ones."""
+        """Make all blocks of a request unfindable, except the first `num_valid_blocks`."""
         self.cache_states()
         end = self.num_cached_blocks[request.slot] if request.slot >= 0 else None
         digests = request.block_hashes[num_valid_blocks:end]
@@ -268,7 +268,7 @@ class PrefixCache:
     def _log_stored(
         self, events: KVEventLog, request: Request, table: list[int], start: int, end: int
     ) -> None:
-        """Record the runs of blocks that are about to become findable."""
+        """Log the blocks between `start` and `end` that become findable, as runs of consecutive blocks."""
         hashes, size = request.block_hashes, self._block_size
         output = (
             self._slots.output_token_ids(request.slot)

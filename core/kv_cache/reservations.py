@@ -1,4 +1,4 @@
-"""Track waiting requests whose computed blocks are kept for them."""
+"""Track the computed blocks that are kept for waiting requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from .manager import KVCacheManager
 
 
 class Reservations:
-    """Keeps the blocks of waiting requests until each runs, finishes, or another request needs the space."""
+    """Keeps the blocks of waiting requests until each runs or finishes, or another request needs the space."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._requests: dict[int, Request] = {}
 
     def add_reservation(self, request: Request, num_tokens: int) -> None:
-        """Keep the reserved blocks of a waiting request's first `num_tokens` tokens for it."""
+        """Keep the reserved blocks of the request's first `num_tokens` tokens."""
         num_tokens = min(num_tokens, request.num_tokens)
         self._manager.trim_reserved(request, num_tokens)
         if num_tokens:
@@ -22,12 +22,12 @@ class Reservations:
             self._requests[request.transfer_id] = request
 
     def end_reservation(self, request: Request) -> None:
-        """Release the reservation of a request, if it has one."""
+        """Release the reserved blocks of a request, if it has any."""
         if self._requests.pop(request.transfer_id, None) is not None:
             self._give_back(request)
 
     def reclaim_latest(self, but: Request | None = None) -> bool:
-        """Free the reserved blocks of the latest arrival except `but`. Return False if there is none."""
+        """Free the reserved blocks of the request that arrived last, `but` excepted. Return False if there is none."""
         request = max(
             (request for request in self._requests.values() if request is not but),
             key=lambda request: request.arrival,

@@ -12,7 +12,7 @@ from ..state.slots import SlotArray
 
 
 class Window:
-    """KV-cache groups with the same visible range. `first_held` is the first block that each slot keeps."""
+    """KV-cache groups with the same sliding window. `first_held` is, per slot, the first block inside the window."""
 
     def __init__(
         self, spec: KVCacheGroup, groups: list[int], block_size: int, max_num_seqs: int
@@ -25,7 +25,10 @@ class Window:
     def pop_passed_blocks(
         self, slots: SlotArray, num_computed: Int64Array
     ) -> Iterator[tuple[int, int, int]]:
-        """Advance to the next token of each slot. Yields (slot, start, end) of blocks that left the window."""
+        """Move the window of each slot to its next token.
+
+        Yields (slot, first block, end) of the blocks that left it.
+        """
         first = self._spec.first_visible(num_computed) // self._block_size
         held = self.first_held[slots]
         rows = (first > held).nonzero()[0]
@@ -36,7 +39,7 @@ class Window:
 def make_windows(
     groups: Sequence[KVCacheGroup], block_size: int, max_num_seqs: int
 ) -> list[Window]:
-    """Return one window per distinct kind of group that does not see every token."""
+    """Return one window for each distinct kind of group in which a token does not see all earlier tokens."""
     seeing_all = (AttentionKind.FULL, AttentionKind.CROSS)
     alike: dict[KVCacheGroup, list[int]] = {}
     for number, group in enumerate(groups):
