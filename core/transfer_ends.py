@@ -1,4 +1,4 @@
-"""Collects the reports of all workers on asynchronous KV transfers."""
+"""Combine the reports of all workers on asynchronous KV transfers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..protocol.worker_messages import KVConnectorOutput, KVConnectorReport
 
 
 class TransferEnds:
-    """Counts how many workers have reported the end of each transfer, which ends with the last of them."""
+    """Counts the workers that have reported the end of each transfer. A transfer has ended when all of them have."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -18,7 +18,7 @@ class TransferEnds:
         self._received: Counter[int] = Counter()
 
     def add_report(self, report: KVConnectorReport) -> KVConnectorOutput:
-        """Return a worker's report with only those transfers that have now ended in all workers."""
+        """Return a worker's report, reduced to the transfers that have now ended in all workers."""
         output = report.output
         if self._num_workers == 1:
             return output

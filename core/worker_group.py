@@ -39,10 +39,10 @@ _STEP_RESULTS: Final = (ModelRunnerOutput, DraftTokenIds)
 
 
 class WorkerGroup:
-    """The workers of one replica: greets them, has them allocate the KV cache, then sends every step to all of them.
+    """The workers of one replica: greets them, lets them allocate the KV cache, and sends every step to all of them.
 
-    A worker's messages are dropped until it has answered the greeting of this epoch: they were meant for an earlier
-    core.
+    A worker's messages are dropped until it has answered the greeting of this epoch, because earlier ones were meant
+    for a previous core.
     """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, core_index: int) -> None:
@@ -56,16 +56,16 @@ class WorkerGroup:
         self.held: list[HeldRequest] = []
         """KV-cache blocks that the workers hold for requests of an earlier core."""
         self.early_reports: list[KVConnectorReport] = []
-        """Reports of workers that were ready before this core, such as on what is stored."""
+        """Reports of workers that were ready before this core, for example about the blocks that they have on disk."""
         self._core_index = core_index
         self._num_workers = config.parallel.workers_per_core
         self._memories: dict[bytes, WorkerMemory] = {}
         self._memory: WorkerMemory | None = None
-        """The memory that every worker has, once all have reported theirs."""
+        """The memory that is available in every worker, once all have reported theirs."""
         self._ready: set[bytes] = set()
         """Identities of the workers that have allocated their KV cache."""
         self._loras: dict[int, list[LoraLoaded]] = {}
-        """Answers to a `LoraLoad` that other workers have not answered, by number."""
+        """Per load number, the answers to a `LoraLoad` that not all workers have answered yet."""
         self._step_log: StepLog | None = None
         self._has_missed_steps = False
 
@@ -75,17 +75,17 @@ class WorkerGroup:
         return self._hub.num_dropped_frames
 
     def drop_frame(self) -> None:
-        """Count a message that is invalid at this point."""
+        """Count a message that is not valid in the current state."""
         self._hub.num_dropped_frames += 1
 
     def await_kv_cache(self, stop: StopSignal, beat: Callable[[], None]) -> WorkerMemory | None:
         """Wait until every worker has allocated its KV cache.
 
-        This can take as long as a download, or until a machine joins. `beat` is called meanwhile so that the wait does
-        not count as a hang.
+        This can take as long as a model download, or until another machine joins. `beat` is called meanwhile, so that
+        the supervisor does not consider the core hung.
 
         Returns:
-            The memory that every worker has, or None if a stop was requested.
+            The memory that is available in every worker, or None if a stop was requested.
 
         Raises:
             EngineError: The supervisor reported a lost worker, or workers disagree on the KV-cache groups.
@@ -107,10 +107,10 @@ class WorkerGroup:
         return self._memory
 
     def _handle_startup_message(self, identity: bytes, message: WorkerMessage | None) -> None:
-        """Handle a new connection (None), or a worker's report before all of them have a KV cache."""
+        """Handle a new connection (`message` is None), or a worker's report before all workers have a KV cache."""
         match message:
             case None:
-                # The worker of a lost machine may have answered before its replacement connects.
+                # A worker of a lost machine may have answered before its replacement connects.
                 if identity in self._identities:
                     self._identities.remove(identity)
                     self._memories.pop(identity, None)
@@ -152,7 +152,7 @@ class WorkerGroup:
         )
 
     def _can_hold(self, held: list[HeldRequest]) -> bool:
-        """Return whether a KV cache was requested that can hold these requests."""
+        """Return whether the KV cache that was requested can hold these requests."""
         memory = self._memory
         if memory is None:
             return False
@@ -167,7 +167,10 @@ class WorkerGroup:
         self._hub.send_frame(self._identities, frame)
 
     def _log_step(self, log: StepLog, step: int, frame: bytes) -> None:
-        """Append a step to the log. If the disk is full, the step is needed only if this core dies."""
+        """Append a step to the log.
+
+        If the disk is full, go on, because the step is needed only if this core crashes.
+        """
         try:
             log.append(step, frame)
         except OSError as error:
@@ -182,12 +185,12 @@ class WorkerGroup:
     def receive(
         self,
     ) -> ModelRunnerOutput | DraftTokenIds | LoraLoaded | KVConnectorReport | None:
-        """Receive the message that a poll has reported. Return it, or None if it was dropped.
+        """Receive the message that a poll has reported. Return None if it was dropped.
 
-        The answers of all workers to a `LoraLoad` become one, with the first error.
+        The answers of all workers to a `LoraLoad` are combined into one, with the first error.
 
         Raises:
-            EngineError: A worker has restarted, so it lost its state.
+            EngineError: A worker has restarted, so it has lost its state.
         """
         received = self._hub.receive_one()
         if received is None:
@@ -211,7 +214,7 @@ class WorkerGroup:
         return None
 
     def _collect_lora_answer(self, answer: LoraLoaded) -> LoraLoaded | None:
-        """Return the common answer of all workers, or None while some have not answered."""
+        """Return the combined answer of all workers, or None while some have not answered."""
         answers = self._loras.setdefault(answer.number, [])
         answers.append(answer)
         if len(answers) < self._num_workers:
@@ -227,11 +230,11 @@ class WorkerGroup:
 
 
 def raise_if_worker_lost(signals: set[int]) -> None:
-    """Raise an error if the supervisor reported a lost worker.
+    """Raise an error if the supervisor reported a lost worker by a signal.
 
     Raises:
         EngineError: A worker of this core is lost (SIGUSR2).
-        PeerLostError: A worker of another core is lost, with which those of this core divide the experts (SIGALRM).
+        PeerLostError: A worker of another core is lost, and it holds some of the experts (SIGALRM).
     """
     if signal.SIGUSR2 in signals:
         raise EngineError("a worker of this core is lost")
@@ -244,7 +247,11 @@ def _identity(rank: int) -> bytes:
 
 
 def _common_memory(memories: list[WorkerMemory]) -> WorkerMemory:
-    """Return the blocks that every worker can hold, and all cores. Raise EngineError if their groups differ."""
+    """Return the smallest number of blocks and the total number of CPU cores of the workers.
+
+    Raises:
+        EngineError: The KV-cache groups of the workers differ.
+    """
     groups = memories[0].groups
     for memory in memories:
         if memory.groups != groups:

@@ -1,1 +1,1 @@
-"""The event log of a scheduler: recording, dumps, replay and explanations."""
+"""The event log of a scheduler: record it, write it to a file, replay it, and explain what happened to a request."""

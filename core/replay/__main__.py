@@ -1,4 +1,4 @@
-"""The `engine replay FILE` command: run a recorded scheduler again, compare its decisions, explain a request."""
+"""The `engine replay FILE` command: run a recorded scheduler again, compare its decisions, and explain a request."""
 
 from __future__ import annotations
 

@@ -33,18 +33,18 @@ from .events import (
 from .log import EventLog
 
 NO_TRANSFER: Final = -1
-"""Used instead of a transfer id when a call is not about one request."""
+"""The transfer id of calls that do not concern a single request."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_params = msgspec.msgpack.Decoder(dict[str, object] | None).decode
 
 
 class RecordedError(EngineError):
-    """Raised by a replay where a connector raised an error in the recording."""
+    """Raised by a replay where the recorded connector raised an error."""
 
 
 class RecordedKVConnector(KVConnector, ExternalDependency):
-    """A KV connector that calls another one and records its answers and errors."""
+    """A KV connector that forwards each call to another one, and records its answers and errors."""
 
     def __init__(self, connector: KVConnector, log: EventLog) -> None:
         self.connector = connector
@@ -63,7 +63,7 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
         if match is None:
             self._log.add_answer(Matched(request.transfer_id, None))
         else:
-            # Out-of-range numbers are clamped: they are rejected alike, and some are too large to encode.
+            # Clamp out-of-range numbers. The scheduler rejects them in the same way, and some are too large to encode.
             num_tokens = max(-1, min(match.num_tokens, request.num_tokens + 1))
             self._log.add_answer(Matched(request.transfer_id, num_tokens, match.is_async))
         return match
@@ -71,12 +71,12 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """Forward the call and record an error."""
+        """Forward the call. Record an error if it raises one."""
         with _recording_errors(self._log, "update_state_after_alloc", request.transfer_id):
             self.connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> bytes:
-        """Return the connector's metadata for the step, or record an error."""
+        """Return the connector's metadata for the step. Record an error if it raises one."""
         with _recording_errors(self._log, "build_connector_meta", NO_TRANSFER):
             return self.connector.build_connector_meta(scheduler_output)
 
@@ -86,30 +86,30 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
         """Return the connector's decision on a request's blocks and record whether they stay held."""
         with _recording_errors(self._log, "request_finished", request.transfer_id):
             delays_free, params = self.connector.request_finished(request, block_ids, reason)
-            # Parameters that cannot be encoded must fail this request alone, so encode them here.
+            # If its parameters cannot be encoded, only this request may fail, so encode them here.
             params = _decode_params(_encode(params))
         if delays_free:
             self._log.add_answer(DelaysFree(request.transfer_id))
         return RequestEnd(bool(delays_free), params)
 
     def transfer_expired(self, transfer_id: int) -> None:
-        """Forward the call and record an error."""
+        """Forward the call. Record an error if it raises one."""
         with _recording_errors(self._log, "transfer_expired", transfer_id):
             self.connector.transfer_expired(transfer_id)
 
     def needs_step(self) -> bool:
-        """Return and record whether the connector has something to send to the workers."""
+        """Return whether the connector needs a step, and record it if so."""
         needs_step = self.connector.needs_step()
         if needs_step:
             self._log.add_answer(NeedsStep())
         return needs_step
 
     def is_ready(self) -> bool:
-        """Forward the call, which decides nothing."""
+        """Forward the call. The answer is not recorded, because no decision depends on it."""
         return self.connector.is_ready()
 
     def is_flushed(self) -> bool:
-        """Forward the call, which decides nothing."""
+        """Forward the call. The answer is not recorded, because no decision depends on it."""
         return self.connector.is_flushed()
 
     def receive(self, rank: int, data: bytes) -> None:
@@ -130,14 +130,14 @@ class RecordedKVConnector(KVConnector, ExternalDependency):
 
 
 class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
-    """A `BlockConnector` that calls another one and records its answers and errors."""
+    """A `BlockConnector` that forwards each call to another one, and records its answers and errors."""
 
     def __init__(self, connector: BlockConnector, log: EventLog) -> None:
         super().__init__(connector, log)
         self._blocks = connector
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return and record which blocks the connector can load."""
+        """Return a byte per block, 1 if the connector can load it, and record the answer."""
         with _recording_errors(self._log, "find_blocks", request.transfer_id):
             mask = self._blocks.find_blocks(request, keys)
         if mask:
@@ -148,7 +148,7 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
     def load_blocks(
         self, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Forward the call and record an error."""
+        """Forward the call. Record an error if it raises one."""
         with _recording_errors(self._log, "load_blocks", request.transfer_id):
             self._blocks.load_blocks(request, keys, block_ids)
 
@@ -178,21 +178,21 @@ class RecordedBlockConnector(RecordedKVConnector, BlockConnector):
 
 
 def record_connector(connector: KVConnector, log: EventLog) -> RecordedKVConnector:
-    """Return a connector of the same kind that records its answers."""
+    """Return a connector of the same kind that forwards to `connector` and records its answers."""
     if isinstance(connector, BlockConnector):
         return RecordedBlockConnector(connector, log)
     return RecordedKVConnector(connector, log)
 
 
 class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
-    """An encoder-cache connector that calls another one and records its answers and errors."""
+    """An encoder-cache connector that forwards each call to another one, and records its answers and errors."""
 
     def __init__(self, connector: EncoderCacheConnector, log: EventLog) -> None:
         self._connector = connector
         self._log = log
 
     def has_cache_item(self, request: Request, index: int) -> bool:
-        """Return and record whether the connector has the encoder output."""
+        """Return whether the connector has the encoder output, and record the answer."""
         with _recording_errors(self._log, "has_cache_item", request.transfer_id):
             found = bool(self._connector.has_cache_item(request, index))
         self._log.add_answer(CacheItemFound(request.transfer_id, index, found))
@@ -201,7 +201,7 @@ class RecordedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, loads: Sequence[tuple[Request, int]]
     ) -> bytes:
-        """Return the connector's metadata for the step, or record an error."""
+        """Return the connector's metadata for the step. Record an error if it raises one."""
         with _recording_errors(self._log, "encoder build_connector_meta", NO_TRANSFER):
             return self._connector.build_connector_meta(scheduler_output, loads)
 
@@ -216,9 +216,9 @@ def _recording_errors(log: EventLog, call: str, transfer_id: int) -> Iterator[No
 
 
 class ReplayedKVConnector(KVConnector, ExternalDependency):
-    """A KV connector that takes its answers from the front of `answers`.
+    """A KV connector that takes its answers from the front of `answers`, the recorded ones.
 
-    Where nothing was recorded it reports no match and frees blocks at once.
+    Where no answer was recorded, it reports no match and frees blocks immediately.
     """
 
     def __init__(self, answers: deque[Answer], *, polls_workers: bool = True) -> None:
@@ -250,7 +250,7 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
     def request_finished(
         self, request: Request, block_ids: Sequence[int], reason: FinishReason
     ) -> RequestEnd:
-        """Return whether the recorded connector kept the request's blocks."""
+        """Return whether the recorded connector delayed freeing the request's blocks."""
         _raise_recorded_error(self._answers, "request_finished", request.transfer_id)
         delays_free = _pop_if_next(self._answers, DelaysFree(request.transfer_id))
         return RequestEnd(delays_free)
@@ -260,18 +260,18 @@ class ReplayedKVConnector(KVConnector, ExternalDependency):
         _raise_recorded_error(self._answers, "transfer_expired", transfer_id)
 
     def needs_step(self) -> bool:
-        """Return whether a step was needed."""
+        """Return whether the recorded connector needed a step."""
         return _pop_if_next(self._answers, NeedsStep())
 
 
 class ReplayedBlockConnector(ReplayedKVConnector, BlockConnector):
-    """A `BlockConnector` that takes its answers from the front of `answers`.
+    """A `BlockConnector` that takes its answers from the front of `answers`, the recorded ones.
 
-    Where nothing was recorded it has no blocks.
+    Where no answer was recorded, it has no blocks.
     """
 
     def find_blocks(self, request: Request, keys: Sequence[bytes]) -> bytes:
-        """Return the recorded answer, or none."""
+        """Return the recorded answer, or b"" if none was recorded."""
         _raise_recorded_error(self._answers, "find_blocks", request.transfer_id)
         match self._answers:
             case [BlocksFound(request.transfer_id, mask), *_]:
@@ -287,7 +287,7 @@ class ReplayedBlockConnector(ReplayedKVConnector, BlockConnector):
 
 
 class ReplayedEncoderCacheConnector(EncoderCacheConnector, ExternalDependency):
-    """An encoder-cache connector that takes its answers from the front of `answers`."""
+    """An encoder-cache connector that takes its answers from the front of `answers`, the recorded ones."""
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers

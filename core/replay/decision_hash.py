@@ -1,4 +1,4 @@
-"""A running hash over everything a scheduler decides."""
+"""A running hash over a scheduler's decisions, by which a replay detects the first difference."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class DecisionHash:
-    """A running hash over decisions: each value covers one decision and the value before it.
+    """A running hash over decisions: each value covers one decision and the previous value.
 
-    Equal values mean equal decisions since `start`. Tokens, log-probabilities and error texts are not decisions and
-    are left out.
+    Equal values mean that all decisions since `start` were equal. Tokens, log-probabilities and error texts are not
+    decisions and are left out.
     """
 
     def __init__(self, start: bytes = b"") -> None:
@@ -31,7 +31,7 @@ class DecisionHash:
         return self._hasher.digest()
 
     def add_step(self, step: SchedulerOutput | None) -> None:
-        """Add a step, or None for no step. Tokens, drafts and encoder inputs count by their sizes alone."""
+        """Add a step message, or None for no step. Of tokens, drafts and encoder inputs only the sizes are hashed."""
         if step is not None:
             has_content = bool(
                 step.new_requests or step.draft_token_ids or step.encoders or step.lora_loads
@@ -47,7 +47,7 @@ class DecisionHash:
         self._hasher.update(_encode(step))
 
     def add_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> list[ClientReport]:
-        """Add the outputs for clients. Return the reports on requests that ended or had an event."""
+        """Add the outputs for clients. Return the parts of them that concern requests that ended or had an event."""
         covered = []
         rare = []
         for client_index, message in outputs.items():
@@ -110,7 +110,7 @@ def _sizes_of_content(step: SchedulerOutput) -> object:
 
 
 def _without_counts(stats: SchedulerStats) -> SchedulerStats:
-    """Return the statistics without names, and without counts that are kept outside the scheduler."""
+    """Return the statistics without names, and without the counts of objects outside the scheduler."""
     stats = copy(stats)
     stats.num_dropped_frames = 0
     stats.running_loras = stats.waiting_loras = []

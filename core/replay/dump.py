@@ -1,7 +1,7 @@
-"""Writing the event log to a file and reading it back.
+"""Write the event log to a file, and read it back.
 
-A file is zlib-compressed msgpack of one `Dump`, readable by its owner only. It holds no text, no prompt and no output
-(see `redaction`).
+A file is zlib-compressed msgpack of one `Dump`, readable only by its owner. It contains no text, prompt or output (see
+`redaction`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ VERSION: Final = 8
 
 SUFFIX: Final = ".engine-events"
 MAX_FILES: Final = 10
-"""Files kept per core and directory; the oldest are removed."""
+"""Number of files that are kept per core and directory; the oldest are deleted."""
 
 MAX_DUMP_BYTES: Final = 1 << 30
-"""Maximum size of an uncompressed file that is read, in bytes."""
+"""Maximum uncompressed size, in bytes, of a file that is read."""
 
 
 class DumpError(EngineError):
@@ -46,7 +46,7 @@ class DumpError(EngineError):
 
 
 class DumpSegment(msgspec.Struct, array_like=True):
-    """A `Segment` in a file. It can be replayed by itself if `is_whole`."""
+    """A `Segment` as stored in a file. It can be replayed on its own if `is_whole`."""
 
     snapshot: Snapshot | None
     is_whole: bool
@@ -55,7 +55,7 @@ class DumpSegment(msgspec.Struct, array_like=True):
 
 
 class Header(msgspec.Struct, array_like=True):
-    """The beginning of a `Dump`, the same in every version."""
+    """The first fields of a `Dump`, which are the same in every version."""
 
     format: str
     version: int
@@ -64,8 +64,8 @@ class Header(msgspec.Struct, array_like=True):
 class Dump(msgspec.Struct, array_like=True):
     """The content of a file.
 
-    `wall_time` (seconds since 1970) corresponds to `now` (seconds) on the clock of the events. `problem` says why later
-    states could not be captured; it is empty if they could.
+    `wall_time` (seconds since 1970) is the moment of `now` (seconds on the clock of the events). `problem` says why
+    later states could not be captured; it is empty if they could.
     """
 
     format: str
@@ -102,7 +102,7 @@ def write_dump(
 
 
 def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now: float) -> Dump:
-    """Return the redacted log."""
+    """Return the log as a `Dump` without user content."""
     log.flush()
     pseudonyms = Pseudonyms()
     setup = msgspec.structs.replace(
@@ -136,9 +136,9 @@ def make_dump(log: EventLog, setup: Setup, *, reason: str, wall_time: float, now
 
 
 def read_dump(path: str | Path, scheduler_cls: str | None = None) -> Dump:
-    """Read a file.
+    """Read a dump from a file.
 
-    A file must not decide what is imported, so the caller names the scheduler class.
+    The caller names the scheduler class, because a file must not decide what is imported.
 
     Raises:
         DumpError: The file is invalid, or replaying it needs another scheduler class than `scheduler_cls`.
@@ -179,7 +179,7 @@ def default_directory() -> str:
 
 
 def _prepare(directory: str) -> None:
-    """Create the directory if it is missing. Raise DumpError if the default directory is not private to this user."""
+    """Create the directory if it is missing. Raises DumpError if the default directory is accessible to other users."""
     os.makedirs(directory, mode=0o700, exist_ok=True)
     if directory == default_directory():
         status = os.lstat(directory)
@@ -192,7 +192,7 @@ def _prepare(directory: str) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename, so that a file with the final name is always complete."""
+    """Write to a temporary name, then rename, so that a file under the final name is always complete."""
     unfinished = path.with_suffix(".unfinished")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(unfinished, flags, 0o600), "wb") as file:

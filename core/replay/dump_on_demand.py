@@ -1,4 +1,4 @@
-"""Writes the event log of a core to a file, on demand and after errors."""
+"""Write the event log of a core to a file, on SIGUSR1 and after errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 def dump_event_log(
     scheduler: SchedulerInterface, config: EngineConfig, reason: str
 ) -> tuple[bool, str]:
-    """Write the event log of a scheduler. Return whether it worked, and the path or the error, which is also logged."""
+    """Write the event log of a scheduler.
+
+    Return whether it worked, and the path or the error message; both are logged.
+    """
     if not isinstance(scheduler, RecordedScheduler):
         name = config.scheduler.scheduler_cls
         problem = f"--scheduler-cls {name} has no event log: it does not derive from Scheduler"
@@ -31,7 +34,7 @@ def dump_event_log(
             now=time.monotonic(),
         )
     except Exception as error:
-        # An error in the log must not affect requests.
+        # Whatever fails here must not affect requests.
         logger.error("the event log could not be written: %s", error)
         return False, str(error)
     logger.warning("wrote the event log (reason: %s) to %s", reason, path)

@@ -1,7 +1,7 @@
-"""The inputs of a scheduler and its decisions, one struct per call.
+"""The inputs and decisions of a scheduler, as one struct per call.
 
-An event is recorded before the scheduler handles it, so the last event may be the one that made it raise. Events of
-steps also hold the decision and the value of the `DecisionHash` after it, which is empty if the scheduler raised.
+An event is recorded before the scheduler handles it, so the last event may be the one that raised an error. Events of
+steps also hold the decision, and the value of the `DecisionHash` after it, which is empty if the scheduler raised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..state.request import RequestKey
 
 
 class ClientReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The part of a client's outputs that is not tokens: ended requests and request events."""
+    """The part of a client's outputs other than tokens: finished requests and request events."""
 
     client_index: int
     finished: list[FinishedRequest] = []
@@ -46,8 +46,7 @@ class FinishClient(msgspec.Struct, tag=1, array_like=True, gc=False):
 class AddRequest(msgspec.Struct, tag=2, array_like=True, gc=False):
     """A call of `add_request`.
 
-    In a file `message` has no prompt, only the prompt's size `num_prompt_bytes`, and zeros for output and
-    predicted tokens.
+    In a file, `message` has no prompt; `num_prompt_bytes` is its size, and zeros replace output and predicted tokens.
     """
 
     client_index: int
@@ -78,7 +77,10 @@ class ResetPrefixCache(msgspec.Struct, tag=5, array_like=True, gc=False):
 
 
 class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=False):
-    """A call of `schedule`. `step` is its result; in a file, counts replace its tokens (see `redaction`)."""
+    """A call of `schedule` with the step that it returned.
+
+    In a file, counts replace the tokens of `step` (see `redaction`).
+    """
 
     now: float
     step: SchedulerOutput | None = None
@@ -88,7 +90,7 @@ class Schedule(msgspec.Struct, tag=6, array_like=True, omit_defaults=True, gc=Fa
 class Update(msgspec.Struct, tag=7, array_like=True, omit_defaults=True, gc=False):
     """A call of `update_from_output` with `num_tokens` sampled tokens.
 
-    After a flush only tokens at which some request stops are kept: `stops` holds int32 pairs (position, token).
+    After a flush, only the tokens at which some request stops are kept. `stops` holds int32 pairs (position, token).
     """
 
     now: float
@@ -114,20 +116,20 @@ class MakeStats(msgspec.Struct, tag=9, array_like=True, gc=False):
 class Hashed(msgspec.Struct, tag=10, array_like=True, gc=False):
     """The answer of the hash function: the digests of full blocks of output.
 
-    Like every `Answer`, it was given while the scheduler handled the event before it.
+    Every `Answer` was given while the scheduler handled the event before it in the log.
     """
 
     digests: bytes
 
 
 class GrammarRefused(msgspec.Struct, tag=11, array_like=True, gc=False):
-    """The answer of a grammar that did not accept a token."""
+    """The answer of a grammar that refused a token."""
 
     key: RequestKey
 
 
 def without_tokens(drafts: DraftTokenIds) -> DraftTokenIds:
-    """Return drafts whose tokens are replaced by their number, an int32."""
+    """Return drafts with their tokens replaced by the number of tokens, an int32."""
     num_tokens = int32_bytes(len(drafts.token_ids) // 4)
     return msgspec.structs.replace(drafts, token_ids=num_tokens)
 
@@ -140,7 +142,7 @@ class GrammarAccepts(msgspec.Struct, tag=12, array_like=True, gc=False):
 
 
 class GrammarForces(msgspec.Struct, tag=20, array_like=True, gc=False):
-    """The answer of a grammar that left no choice about the next `num_tokens` tokens."""
+    """The answer of a grammar that forced the next `num_tokens` tokens."""
 
     key: RequestKey
     num_tokens: int
@@ -155,13 +157,13 @@ class Matched(msgspec.Struct, tag=14, array_like=True, omit_defaults=True, gc=Fa
 
 
 class DelaysFree(msgspec.Struct, tag=15, array_like=True, gc=False):
-    """The answer of a KV connector that keeps the blocks of an ended request."""
+    """The answer of a KV connector that keeps the blocks of a finished request."""
 
     transfer_id: int
 
 
 class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
-    """The answer of an encoder-cache connector: whether it has the output of an input."""
+    """The answer of an encoder-cache connector: whether it has the output of an encoder input."""
 
     transfer_id: int
     input_index: int
@@ -169,25 +171,25 @@ class CacheItemFound(msgspec.Struct, tag=16, array_like=True, gc=False):
 
 
 class ConnectorRaised(msgspec.Struct, tag=17, array_like=True, gc=False):
-    """An error raised by a connector's method `call`."""
+    """An error that the connector method `call` raised."""
 
     call: str
     transfer_id: int
 
 
 class BlocksFound(msgspec.Struct, tag=25, array_like=True, gc=False):
-    """The answer of a KV connector that finds blocks: for each key 1 if it can load the block, else 0."""
+    """The answer of a `BlockConnector`: a byte for each key, 1 if it can load the block, else 0."""
 
     transfer_id: int
     mask: bytes
 
 
 class NeedsStep(msgspec.Struct, tag=26, array_like=True, gc=False):
-    """The answer of a KV connector that has something to send to the workers."""
+    """The answer of a KV connector that has metadata for the workers."""
 
 
 class ConnectorReport(msgspec.Struct, tag=27, array_like=True, gc=False):
-    """A call of `update_from_connector`, without the data for the connector."""
+    """A call of `update_from_connector`. The data for the connector is not recorded."""
 
     rank: int
     output: KVConnectorOutput

@@ -1,10 +1,10 @@
-"""The state of a scheduler at one moment, captured cheaply and read later.
+"""Capture the state of a scheduler at one moment cheaply, to be read and encoded later.
 
 Mutable objects are copied; immutable ones are only referenced. The graph of objects is walked class by class instead of
-object by object, so that a few calls do most of the work and no garbage-collected object is allocated per object.
-This relies on two rules:
+object by object, so a few calls do most of the work, and no garbage-collected object is allocated per object. This
+relies on two rules:
 
-* All items of a list, all keys or values of a dictionary, and all values of one field of a class have one type, or
+* All items of a list, all keys or values of a dictionary, and all values of one field of a class have the same type, or
   are None.
 * Fields are assigned in `__init__`.
 """
@@ -53,7 +53,7 @@ CONTENT: Final[dict[type, frozenset[str]]] = {
     Slots: frozenset({"_output_token_ids"}),
     TokenLogprobs: frozenset({"token_ids", "logprobs", "ranks"}),
 }
-"""Fields with user content, such as prompts and outputs. Decisions depend only on their sizes."""
+"""By class, the fields with user content, such as prompts and outputs. Decisions depend only on their sizes."""
 
 CONSTANT: Final[dict[type, frozenset[str]]] = {
     Request: frozenset(
@@ -84,7 +84,7 @@ CONSTANT: Final[dict[type, frozenset[str]]] = {
         }
     )
 }
-"""Fields that are assigned once, with an immutable value."""
+"""By class, the fields that are assigned only once, with an immutable value."""
 
 _IMMUTABLE: Final = ATOMS | {
     str,
@@ -95,23 +95,23 @@ _IMMUTABLE: Final = ATOMS | {
     TokenLogprobs,
 }
 _EMPTY: Final[dict[type, Any]] = {list: [], deque: [], set: [], dict: {}, OrderedDict: {}}
-"""Container types, each with the copy that stands for an empty container."""
+"""Container types, each with the object that represents every empty container of that type."""
 
 Freezer: TypeAlias = Callable[["FrozenState", Sequence[Any]], Iterator[Sequence[Any]]]
-"""Copies the mutable parts of objects of one class. Yields columns of the objects that these refer to."""
+"""A function that copies the mutable parts of objects of one class, and yields lists of the objects to visit next."""
 
 
 class Blank(msgspec.Struct, tag=2, array_like=True, gc=False, frozen=True):
-    """Zeros of a shape and dtype; an empty `dtype` means bytes."""
+    """Zeros of a shape and dtype, in place of user content; an empty `dtype` means bytes."""
 
     shape: tuple[int, ...]
     dtype: str = ""
 
 
 class FrozenState:
-    """The values that the objects reachable from `root` had at construction, which takes about 1 µs per live request.
+    """The values of all objects reachable from `root`, captured at construction in about 1 µs per live request.
 
-    The objects themselves change later, so read their values through this class.
+    The objects themselves may change later, so read their values through this class.
     """
 
     def __init__(self, root: object) -> None:
@@ -131,11 +131,11 @@ class FrozenState:
                     columns += freeze(self, alike)
 
     def get_copy(self, container: Any) -> Any:
-        """Return a list, dictionary or array as it was; the object itself if it is immutable."""
+        """Return a list, dictionary or array as it was when captured; the object itself if it is immutable."""
         return self._copies.get(id(container), container)
 
     def get_fields(self, instance: Any) -> dict[str, Any]:
-        """Return the values of an instance's fields, with `Blank` for fields in `CONTENT`."""
+        """Return the captured values of an instance's fields, with `Blank` for the fields in `CONTENT`."""
         kind: type = type(instance)
         row, columns = self._rows[id(instance)], self._columns[kind]
         held = {n: c[row] for n, c in zip(_changing_names(kind), columns, strict=True)}
@@ -153,7 +153,7 @@ class FrozenState:
         return new
 
     def freeze_containers(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy lists, sets and dictionaries."""
+        """Copy lists, sets and dictionaries, and yield their items if these must be visited."""
         new = self._add_new(items)
         empty = _EMPTY[type(items[0])]
         copy = type(empty)
@@ -171,17 +171,17 @@ class FrozenState:
         yield ()
 
     def freeze_values(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy nothing, and yield what tuples and frozen sets have."""
+        """Copy nothing, and yield the items of tuples and frozen sets."""
         yield list(chain.from_iterable(items))
 
     def freeze_constants(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy nothing, and yield the fields of immutable structs."""
+        """Copy nothing, and yield each field of immutable structs."""
         kind: type = type(items[0])
         for name in field_names(kind):
             yield list(map(attrgetter(name), items))
 
     def freeze_rows(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Copy the fields of objects that may change."""
+        """Copy the fields of objects that may change, field by field, and yield those that must be visited."""
         new = self._add_new(items)
         kind: type = type(items[0])
         content = CONTENT.get(kind, frozenset())
@@ -197,9 +197,9 @@ class FrozenState:
 
 
 def is_given(kind: type) -> bool:
-    """Return whether a scheduler gets instances of this class as constructor arguments.
+    """Return whether objects of this class are constructor arguments of a scheduler.
 
-    These are configuration, functions and external dependencies.
+    These are the configuration, functions and external dependencies. They are not captured.
     """
     return issubclass(
         kind, ExternalDependency | FunctionType | BuiltinFunctionType | MethodType
@@ -207,31 +207,31 @@ def is_given(kind: type) -> bool:
 
 
 def is_engine_class(kind: type) -> bool:
-    """Return whether this is a class of `core` or `protocol`, or derives from one."""
+    """Return whether this class, or one of its bases, belongs to `core` or `protocol`."""
     return find_engine_class(kind) is not None
 
 
 @cache
 def find_engine_class(kind: type) -> type | None:
-    """Return the first of a class and its bases that belongs to `core` or `protocol`, or None."""
+    """Return the first among a class and its bases that belongs to `core` or `protocol`, or None."""
     prefixes = (f"{ROOT}.core.", f"{ROOT}.protocol.")
     return next((base for base in kind.__mro__ if base.__module__.startswith(prefixes)), None)
 
 
 def is_record(kind: type) -> bool:
-    """Return whether instances are values: constructed from their fields and compared by them."""
+    """Return whether instances are values: structs or named tuples, which can be constructed from their fields."""
     return issubclass(kind, msgspec.Struct) or (
         issubclass(kind, tuple) and hasattr(kind, "_fields")
     )
 
 
 def is_mutable_record(kind: type) -> bool:
-    """Return whether this is a struct whose fields can be assigned."""
+    """Return whether this is a struct with assignable fields."""
     return issubclass(kind, msgspec.Struct) and not kind.__struct_config__.frozen
 
 
 def blank(value: object) -> Blank | None:
-    """Return a `Blank` of the size of an array or bytes, or None for anything else."""
+    """Return a `Blank` with the size of an array or bytes, or None for anything else."""
     match value:
         case np.ndarray():
             return Blank(value.shape, value.dtype.str)
@@ -242,7 +242,7 @@ def blank(value: object) -> Blank | None:
 
 
 def _may_refer(items: Iterable[Any]) -> bool:
-    """Return whether items of one type (or None) are mutable, or may refer to mutable objects."""
+    """Return whether these items, of one type or None, are mutable or may refer to mutable objects."""
     first = next((item for item in items if item is not None), None)
     kind: type = type(first)
     return _find_freezer(kind) is not None
@@ -250,7 +250,7 @@ def _may_refer(items: Iterable[Any]) -> bool:
 
 @cache
 def _find_freezer(kind: type) -> Freezer | None:
-    """Return the freezer of a class, or None if its instances are immutable and refer to nothing mutable."""
+    """Return the freezer of a class, or None if its instances and everything they refer to are immutable."""
     if kind in _IMMUTABLE or is_given(kind) or issubclass(kind, enum.Enum | np.generic):
         return None
     if kind in _EMPTY:
@@ -270,9 +270,10 @@ def _find_freezer(kind: type) -> Freezer | None:
 
 @cache
 def field_names(kind: type) -> tuple[str, ...]:
-    """Return the fields that every instance has: its slots and the attributes that `__init__` assigns.
+    """Return the fields that every instance of a class has: its slots and the attributes that `__init__` assigns.
 
-    Reading an instance's `__dict__` would make later attribute access slower, so the bytecode of `__init__` is read.
+    The names are read from the bytecode of `__init__`, because reading an instance's `__dict__` would make later
+    attribute access slower.
     """
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__

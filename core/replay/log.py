@@ -1,7 +1,7 @@
-"""The most recent events of a scheduler, always recorded, at little cost.
+"""The most recent events of a scheduler, which are always recorded because it costs little.
 
 Events are kept in segments. Each segment begins with a new scheduler or with a snapshot of one, so it can be replayed
-by itself. Only the last two segments are kept: memory is bounded, and there is always one whole segment.
+on its own. Only the last two segments are kept, so memory is bounded and one segment is always complete.
 """
 
 from __future__ import annotations
@@ -39,39 +39,42 @@ from .events import (
 from .frozen_state import FrozenState
 
 SEGMENT_BYTES: Final = 8 << 20
-"""Approximate memory of a segment's events in bytes, after which the next segment begins."""
+"""Approximate size of a segment's events in bytes, above which the next segment begins."""
 
 MAX_FROZEN_REQUESTS: Final = 10_000
-"""With more live requests than this, freezing the state would delay steps too long, so it waits for fewer."""
+"""Number of live requests above which the state is not captured, because that would delay steps too long."""
 
 DECISION_BYTES: Final = 300
-"""Estimated bytes of a decision in the log, without arrays."""
+"""Estimated bytes of a decision in the log, not counting arrays."""
 
 REQUEST_BYTES: Final = 1000
-"""Estimated bytes of an arrival in the log, without tokens and hashes."""
+"""Estimated bytes of an arrival in the log, not counting tokens and hashes."""
 
 ANSWER_BYTES: Final = 100
-"""Estimated bytes of an answer in the log, without hashes."""
+"""Estimated bytes of an answer in the log, not counting hashes."""
 
 UNFLUSHED_BYTES: Final = 32 << 10
-"""Decisions and outputs are hashed in batches of this many bytes. The core sleeps between steps, so hashing each one
-separately would reload the code into the processor's caches each time. Larger batches would delay a step.
+"""Number of bytes in which decisions and outputs are hashed together.
+
+The core sleeps between steps, so hashing each one separately would reload the code into the CPU caches each time.
+Larger batches would delay a step.
 """
 
 FEW_STOPS: Final = 16
-"""Up to this many stop tokens are each searched for separately."""
+"""Number of distinct stop tokens up to which each is searched for separately."""
 
 FREED_PER_STEP: Final = 250
-"""Events of a dropped segment freed per step; freeing all at once would delay a step."""
+"""Number of events of a dropped segment that are freed per step, because freeing all at once would delay a step."""
 
 MAX_SEGMENT_GROWTH: Final = 4
-"""If the state cannot be frozen, a segment grows up to this multiple of `segment_bytes`; the next one then has no
-state.
+"""Factor by which a segment may exceed `segment_bytes` while the state cannot be captured.
+
+The next segment then has no initial state.
 """
 
 
 class Segment:
-    """Events in order.
+    """A part of the log: consecutive events.
 
     `start` is the state before them. If it is None, they begin with a new scheduler if `is_whole`, else with an unknown
     state. `initial_hash` is the decision hash before them.
@@ -87,7 +90,7 @@ class Segment:
 class EventLog:
     """The recent events of one scheduler.
 
-    `num_bytes` estimates the memory of the last segment's events; whoever appends an event must add to it.
+    `num_bytes` estimates the memory of the last segment's events. Code that appends an event must add its size.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -97,14 +100,14 @@ class EventLog:
         self.events = self.segments[-1].events
         self.num_bytes = 0
         self._ends: set[Collection[int]] = set()
-        """Stop tokens of the requests of this segment."""
+        """Stop tokens of the requests in this segment."""
         self._recent: list[Update] = []
         self._decided: list[tuple[Decided, dict[int, EngineCoreOutputs]]] = []
         """Decisions that are not in the decision hash yet."""
         self._num_recent_bytes = 0
         self._outdated: list[Event] = []
         self.problem = ""
-        """The error that kept later states from being captured. Empty if there was none."""
+        """The error that prevented later states from being captured; empty if there was none."""
 
     def add_request(self, event: AddRequest) -> None:
         """Record an arrival."""
@@ -116,12 +119,12 @@ class EventLog:
         self._ends.add(message.sampling_params.stop_token_ids)
 
     def add_answer(self, event: Answer) -> None:
-        """Record the answer of a grammar, a connector or the hash function to the event before it."""
+        """Record the answer that a grammar, a connector or the hash function gave to the last event."""
         self.events.append(event)
         self.num_bytes += ANSWER_BYTES
 
     def add_update(self, event: Update) -> None:
-        """Record the output of a step. A few events of a dropped segment are freed as well."""
+        """Record the output of a step. Also frees a few events of a dropped segment."""
         self.events.append(event)
         self._recent.append(event)
         self._num_recent_bytes += len(event.result.sampled_token_ids)
@@ -129,23 +132,23 @@ class EventLog:
             del self._outdated[-FREED_PER_STEP:]
 
     def record_step(self, event: Schedule, step: SchedulerOutput | None) -> None:
-        """Record the result of `schedule`. A step must not change after this."""
+        """Record the result of `schedule`. The step must not change afterwards."""
         event.step = step
         self._decide(event, {})
 
     def record_outputs(
         self, event: Update | TakeOutputs, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
-        """Record outputs for clients. The parts that the decision hash covers must not change after this."""
+        """Record outputs for clients. The parts covered by the decision hash must not change afterwards."""
         self._decide(event, outputs)
         for message in outputs.values():
             if message.logprobs or message.prompt_logprobs or message.pooled:
-                # Log-probabilities and vectors may be large, so their messages are not kept until a later flush.
+                # Hash log-probabilities and vectors at once instead of at the next flush, because they may be large.
                 self.flush()
                 return
 
     def record_result(self, result: bool) -> None:
-        """Record the result of the event before it."""
+        """Record the result of the last event."""
         self.flush()
         self.decision_hash.add_result(result)
 
@@ -157,7 +160,7 @@ class EventLog:
             self.flush()
 
     def flush(self) -> None:
-        """Hash recent decisions, and drop their sampled tokens except those at which some request stops."""
+        """Hash the recent decisions, and drop their sampled tokens except those at which some request stops."""
         self._num_recent_bytes = 0
         decision_hash = self.decision_hash
         decided, self._decided = self._decided, []
@@ -200,7 +203,7 @@ class EventLog:
         return is_stop.nonzero()[0]
 
     def roll_over(self, scheduler: Scheduler) -> None:
-        """Begin the next segment with the scheduler's state, unless freezing it would take too long."""
+        """Begin the next segment with the scheduler's current state, unless capturing it would take too long."""
         requests = scheduler.requests
         start = None
         if len(requests) <= MAX_FROZEN_REQUESTS and not self.problem:
@@ -208,7 +211,7 @@ class EventLog:
                 scheduler.slots.flush()
                 start = FrozenState(scheduler)
             except Exception as error:
-                # An error in the log must not affect requests.
+                # Whatever fails here must not affect requests.
                 self.problem = f"{type(error).__name__}: {error}"
         if start is None and self.num_bytes <= MAX_SEGMENT_GROWTH * self.segment_bytes:
             return
@@ -220,14 +223,11 @@ class EventLog:
         self.decision_hash = DecisionHash(initial_hash)
         self.segments.append(Segment(start, start is not None, initial_hash))
         self.events = self.segments[-1].events
-        # A segment without an initial state is short, so that the next one is tried soon.
+        # Keep a segment without an initial state short, so that capturing is tried again soon.
         self.num_bytes = 0 if start is not None else self.segment_bytes
 
     def record_hashes(self, hash_blocks: HashBlocks) -> HashBlocks:
-        """Return a function that calls `hash_blocks` and records its digests.
-
-        A replay has no tokens to hash.
-        """
+        """Return a function that calls `hash_blocks` and records the digests; a replay has no tokens to hash."""
 
         def hash_recorded(
             token_ids: Int32Array, block_size: int, parent: bytes, inputs: Sequence[PlacedInput]
@@ -241,7 +241,7 @@ class EventLog:
 
 
 class RecordedGrammars(ExternalDependency):
-    """A grammar backend that calls another one and records its answers, because a replay has no grammars."""
+    """A grammar backend that forwards to another one and records its answers, because a replay has no grammars."""
 
     def __init__(self, backend: GrammarBackend, log: EventLog) -> None:
         self._log = log
@@ -260,14 +260,14 @@ class RecordedGrammars(ExternalDependency):
         return accepted
 
     def num_acceptable(self, key: RequestKey, token_ids: Sequence[int]) -> int:
-        """Return how many of the tokens the grammar accepts; record the number if it is not all of them."""
+        """Return how many of the tokens the grammar accepts, and record the number unless it accepts all."""
         num_tokens = self._backend.num_acceptable(key, token_ids)
         if num_tokens < len(token_ids):
             self._log.add_answer(GrammarAccepts(key, num_tokens))
         return num_tokens
 
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar forces next; record how many if there are any."""
+        """Return the tokens that the grammar forces next, and record how many there are, if any."""
         forced = self._backend.forced_tokens(key, token_ids)
         if forced:
             self._log.add_answer(GrammarForces(key, len(forced)))

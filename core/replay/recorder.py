@@ -55,7 +55,7 @@ S = TypeVar("S", bound=SchedulerInterface)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The arguments with which a scheduler is constructed."""
+    """The arguments from which a scheduler is constructed, as stored in a dump."""
 
     config: SchedulerConfig
     cache_config: CacheConfig
@@ -95,7 +95,7 @@ class Setup(msgspec.Struct, frozen=True):
         kv_connector: KVConnector | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> Scheduler:
-        """Construct a scheduler of the configured class, or of the given one.
+        """Construct a scheduler of the configured class, or of `scheduler_class` if given.
 
         Raises:
             ConfigError: Limits contradict each other, or the class cannot be recorded.
@@ -126,7 +126,7 @@ class Setup(msgspec.Struct, frozen=True):
         kv_connector: KVConnector | None = None,
         encoder_cache_connector: EncoderCacheConnector | None = None,
     ) -> S:
-        """Call `scheduler_class` with all arguments. Errors it raises are passed on."""
+        """Call `scheduler_class` with all arguments. Errors that it raises are passed on."""
         return scheduler_class(
             self.config,
             self.cache_config,
@@ -146,18 +146,18 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class RecordedScheduler(SchedulerInterface):
-    """A scheduler that forwards each call to the `scheduler` it constructs, and records in `log` what a replay needs.
+    """A scheduler that constructs another one, forwards each call to it, and records in `log` what a replay needs.
 
     Args:
         setup: The arguments of the scheduler.
         structured_output: The grammar backend.
-        log_kv_events: Whether the scheduler collects KV-cache events.
+        log_kv_events: If true, the scheduler collects KV-cache events.
         kv_connector: The KV connector; by default the one that `setup` names.
         encoder_cache_connector: The encoder-cache connector.
         log: The event log; by default a new one.
 
     Raises:
-        ConfigError: As `Setup.make_scheduler` does.
+        ConfigError: See `Setup.make_scheduler`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class RecordedScheduler(SchedulerInterface):
         )
         self.invariant_violations = self.scheduler.invariant_violations
 
-    # inputs
+    # Inputs
 
     def adopt_blocks(self, held: Sequence[HeldRequest]) -> None:
         """Record and forward the call."""
@@ -213,7 +213,7 @@ class RecordedScheduler(SchedulerInterface):
         self.scheduler.finish_client(client_index)
 
     def add_request(self, client_index: int, message: EngineCoreRequest, now: float) -> None:
-        """Record and forward the call; media data is not recorded."""
+        """Record and forward the call; media contents are not recorded."""
         kept = message
         if message.encoder_inputs:
             kept = copy(message)
@@ -255,12 +255,12 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.make_stats()
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
-        """Record and forward the call; of the tokens only the number is recorded."""
+        """Record and forward the call; the number of tokens is recorded in place of the tokens."""
         self.log.events.append(UpdateDrafts(without_tokens(drafts)))
         self.scheduler.update_draft_token_ids(drafts)
 
     def update_from_connector(self, rank: int, output: KVConnectorOutput, now: float) -> None:
-        """Record and forward the call; the data for the connector is not recorded."""
+        """Record and forward the call; the connector's data is not recorded."""
         self.log.events.append(ConnectorReport(rank, _without_data(output), now))
         self.log.num_bytes += 100 + len(output.invalid_block_ids)
         self.scheduler.update_from_connector(rank, output, now)
@@ -274,10 +274,10 @@ class RecordedScheduler(SchedulerInterface):
         """Shut the scheduler down."""
         self.scheduler.shutdown()
 
-    # steps
+    # Steps
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Record and forward the call, and begin a new segment of the log if the last is full."""
+        """Record and forward the call. Begins a new segment of the log if the last one is full."""
         log = self.log
         if log.num_bytes > log.segment_bytes:
             log.roll_over(self.scheduler)
@@ -288,7 +288,7 @@ class RecordedScheduler(SchedulerInterface):
         if step is not None:
             log.num_bytes += len(step.slots or b"") + len(step.kv_connector_metadata)
             for data in step.new_requests:
-                # At the first admission these bytes are the request's own and already counted.
+                # At the first admission these bytes belong to the request, whose arrival counted them.
                 if len(data.token_ids) > 4 * data.num_prompt_tokens:
                     log.num_bytes += len(data.token_ids)
         return step
@@ -322,10 +322,10 @@ class RecordedScheduler(SchedulerInterface):
             self.log.record_outputs(event, outputs)
         return outputs
 
-    # queries, which change nothing and are not recorded
+    # Queries, which change nothing and are not recorded
 
     def get_kv_cache_usage(self) -> float:
-        """Return the used share of KV-cache blocks, 0 to 1."""
+        """Return the fraction of KV-cache blocks in use, from 0 to 1."""
         return self.scheduler.get_kv_cache_usage()
 
     def find_crash_suspects(self) -> CrashSuspects:
@@ -333,15 +333,15 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.find_crash_suspects()
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> bytes:
-        """Return the bitmask of allowed tokens for the step's rows with a grammar."""
+        """Return the token bitmasks of the step's constrained rows."""
         num_events = len(self.log.events)
         bitmask = self.scheduler.get_grammar_bitmask(scheduler_output)
-        # Answers of grammars in this call decide nothing, so a replay does not need them.
+        # No decision depends on the answers of grammars in this call, so they are not recorded.
         del self.log.events[num_events:]
         return bitmask
 
     def get_forced_tokens(self, scheduler_output: SchedulerOutput) -> DraftTokenIds | None:
-        """Return the tokens that grammars force after the step, if there are any."""
+        """Return the tokens that grammars force after the step, or None."""
         return self.scheduler.get_forced_tokens(scheduler_output)
 
     def take_kv_events(self) -> list[KVCacheEvent]:
@@ -349,10 +349,10 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.take_kv_events()
 
     def has_requests(self) -> bool:
-        """Return whether there is anything to compute or to send."""
+        """Return whether there is anything to compute, or to send to the workers."""
         num_events, num_bytes = len(self.log.events), self.log.num_bytes
         has_requests = self.scheduler.has_requests()
-        # Answers of the connector in this call decide nothing, so a replay does not need them.
+        # No decision depends on the answers of the connector in this call, so they are not recorded.
         del self.log.events[num_events:]
         self.log.num_bytes = num_bytes
         return has_requests
@@ -362,7 +362,7 @@ class RecordedScheduler(SchedulerInterface):
         return self.scheduler.get_num_unfinished_requests()
 
     def has_finished_requests(self) -> bool:
-        """Return whether finished requests are still to be reported to workers."""
+        """Return whether slots were freed that no step message has reported to the workers yet."""
         return self.scheduler.has_finished_requests()
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -377,7 +377,7 @@ def _without_data(output: KVConnectorOutput) -> KVConnectorOutput:
 def make_core_scheduler(
     setup: Setup, grammars: GrammarBackend, *, log_kv_events: bool
 ) -> SchedulerInterface:
-    """Construct the scheduler of a core, with an event log if its class supports one.
+    """Construct the scheduler of a core. It is recorded if its class supports that.
 
     Raises:
         ConfigError: Limits contradict each other, or the class cannot be used.

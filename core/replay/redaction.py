@@ -1,7 +1,7 @@
-"""Removes user content from a log in such a way that it still replays exactly.
+"""Remove user content from a log, such that the log still replays exactly.
 
-Block hashes and names become numbers: equal originals get equal numbers. Sampled tokens are replaced unless some
-request stops at them. Fields that are not listed here are left out.
+Numbers replace block hashes, and made-up names replace names; equal originals get equal replacements. Sampled tokens
+are replaced unless some request stops at them. Fields that are not listed in this file are left out.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _NO_PARAMS: Final = SamplingParams()
 _NO_LORA: Final = LoraAdapter("", "", b"")
 
 KEPT_STRINGS: Final = frozenset({"request_id"})
-"""Fields whose strings are kept."""
+"""Fields whose strings are kept as they are."""
 
 
 class Pseudonyms:
-    """Numbers for digests and names for strings: equal ones for equal originals within one dump."""
+    """Replacements for digests and names. Equal originals get equal replacements within one dump."""
 
     def __init__(self) -> None:
         self._digests: dict[bytes, int] = {}
         self._names: dict[str, str] = {"": ""}
 
     def numbers(self, digests: bytes) -> bytes:
-        """Return a number for each of N digests, int32[N]."""
+        """Return the numbers of N digests as int32[N]."""
         numbers = self._digests
         starts = range(0, len(digests), HASH_BYTES)
         pieces = (digests[start : start + HASH_BYTES] for start in starts)
@@ -58,7 +58,7 @@ class Pseudonyms:
 
 
 def redact_config(config: SchedulerConfig, pseudonyms: Pseudonyms) -> SchedulerConfig:
-    """Return the configuration with tenants renamed."""
+    """Return the configuration with the names of tenants replaced."""
     weights = {pseudonyms.name(n): weight for n, weight in config.tenant_weights.items()}
     return msgspec.structs.replace(config, tenant_weights=weights)
 
@@ -73,7 +73,7 @@ def redact_kv_transfer(config: KVTransferConfig) -> KVTransferConfig:
 
 
 def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
-    """Return the snapshot with strings, digests and content replaced."""
+    """Return the snapshot with strings, digests and user content replaced."""
     layouts = snapshot.layouts
 
     def redact(node: Node) -> Node:
@@ -102,7 +102,7 @@ def redact_snapshot(snapshot: Snapshot, pseudonyms: Pseudonyms) -> Snapshot:
 
 
 def redact_events(events: Iterable[Event], pseudonyms: Pseudonyms) -> list[Event]:
-    """Return the events with user content replaced. The log must have been flushed."""
+    """Return the events with user content replaced. The log must have been flushed before."""
     redacted: list[Event] = []
     for event in events:
         match event:
@@ -213,7 +213,7 @@ def _redact_report(report: ClientReport) -> ClientReport:
 
 
 def expand_request(event: AddRequest) -> EngineCoreRequest:
-    """Return the message of a redacted arrival. All its tokens are zeros."""
+    """Return the message of a redacted arrival, with zeros as tokens."""
     message = event.message
     return msgspec.structs.replace(
         message,
@@ -232,7 +232,7 @@ def expand_request(event: AddRequest) -> EngineCoreRequest:
 
 
 def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
-    """Return the message of a redacted output. Every token that stops no request is `neutral_token`."""
+    """Return the message of a redacted output, with `neutral_token` for every token at which no request stops."""
     token_ids: Int32Array = np.full(event.num_tokens, neutral_token, np.int32)
     stops = int32_view(event.stops).reshape(-1, 2)
     token_ids[stops[:, 0]] = stops[:, 1]
@@ -245,6 +245,6 @@ def expand_result(event: Update, neutral_token: int) -> ModelRunnerOutput:
 
 
 def expand_drafts(drafts: DraftTokenIds) -> DraftTokenIds:
-    """Return redacted drafts with as many zeros as there were tokens."""
+    """Return redacted drafts with the original number of tokens, all zeros."""
     num_tokens = int(int32_view(drafts.token_ids)[0])
     return msgspec.structs.replace(drafts, token_ids=bytes(4 * num_tokens))

@@ -1,4 +1,4 @@
-"""Runs a recorded segment again and finds the first decision that differs."""
+"""Run a recorded segment again, and find the first decision that differs."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from .snapshot import expand_digests, restore
 
 
 class Difference(EngineError):
-    """Raised where the scheduler does not decide as the recorded one did; the message says where and how."""
+    """Raised where the scheduler decides something else than was recorded; the message says where and what."""
 
 
 class Moment(NamedTuple):
-    """An event after it was handled again.
+    """The state after an event was handled again.
 
-    `step` is the step it scheduled and `outputs` are the outputs for clients, if it was such an event.
+    `step` is the step that the event scheduled, and `outputs` are its outputs for clients; None if it has none.
     """
 
     event: Event
@@ -71,10 +71,10 @@ class Moment(NamedTuple):
 
 
 class Replayer(ExternalDependency):
-    """Runs a segment's events on a new scheduler.
+    """Runs the events of a segment on a new scheduler.
 
-    `scheduler` is in the state after the last `Moment`. Grammars, connectors and the hash function are replaced by the
-    recorded answers.
+    `scheduler` is in the state after the last `Moment`. The recorded answers replace grammars, connectors and the hash
+    function.
 
     Raises:
         EngineError: The segment has no initial state.
@@ -97,7 +97,7 @@ class Replayer(ExternalDependency):
         self._decision_hash = DecisionHash(segment.initial_hash)
         self.num_decisions = 0
         self.reproduced_error = ""
-        """The traceback of the error that ended the recording, if the replay raised it too."""
+        """The traceback of the error that ended the recording, if the replay raised the same error; else ""."""
         self.scheduler = setup.make_scheduler(
             _ReplayedGrammars(self._answers) if setup.has_grammars else None,
             self._hash_blocks,
@@ -248,7 +248,7 @@ def _replayed_connector(setup: Setup, answers: deque[Answer]) -> KVConnector | N
 
 
 class _ReplayedGrammars(ExternalDependency):
-    """A grammar backend that accepts all tokens and forces none, except where the recording says otherwise."""
+    """A grammar backend that accepts all tokens and forces none, unless the recording has another answer."""
 
     def __init__(self, answers: deque[Answer]) -> None:
         self._answers = answers

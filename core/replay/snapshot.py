@@ -1,9 +1,9 @@
-"""The state of a scheduler as data, and back.
+"""Convert the state of a scheduler to data that can be encoded, and restore a scheduler from it.
 
-The graph of objects is walked generically, so no component needs code for it: instances of the classes of `core` and
-`protocol`, containers, arrays, numbers and strings. Shared objects stay shared. Constructor arguments of a scheduler
-(configuration, functions, `ExternalDependency` objects) are not captured: the scheduler that the state is restored
-into keeps its own. Of tokens only the number is kept.
+The graph of objects is walked generically, so no component needs code for it. It may contain instances of the classes
+of `core` and `protocol`, containers, arrays, numbers and strings. Shared objects stay shared. Constructor arguments of
+a scheduler (configuration, functions, `ExternalDependency` objects) are not captured: a scheduler keeps its own when it
+is restored. Tokens are replaced by zeros of the same size.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _MAPPINGS: Final = (dict, OrderedDict)
 
 
 class SnapshotError(EngineError):
-    """Raised for a state that cannot be captured, or that does not fit a scheduler."""
+    """Raised for a state that cannot be captured, or that does not fit the scheduler to be restored."""
 
 
 class Given(msgspec.Struct, tag=0, array_like=True, gc=False, frozen=True):
-    """Stands for a constructor argument of the scheduler."""
+    """A placeholder for a constructor argument of the scheduler, which is not captured."""
 
 
 class Ref(msgspec.Struct, tag=1, array_like=True, gc=False, frozen=True):
-    """A shared object that occurred before, by its index in the order of first occurrence."""
+    """A reference to a shared object that occurred before, by its index in the order of first occurrence."""
 
     index: int
 
 
 class Digests(msgspec.Struct, tag=3, array_like=True, gc=False, frozen=True):
-    """Block hashes as int32 numbers, equal for equal hashes (see `expand_digests`)."""
+    """Block hashes, replaced by int32 numbers that are equal for equal hashes (see `expand_digests`)."""
 
     numbers: bytes
 
@@ -74,7 +74,7 @@ class GroupKey(msgspec.Struct, tag=10, array_like=True, gc=False, frozen=True):
 
 
 class Array(msgspec.Struct, tag=4, array_like=True, gc=False, frozen=True):
-    """A numpy array."""
+    """A numpy array: its dtype, shape and raw bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,14 +82,14 @@ class Array(msgspec.Struct, tag=4, array_like=True, gc=False, frozen=True):
 
 
 class Sequence(msgspec.Struct, tag=5, array_like=True, gc=False):
-    """A list, tuple, deque or set; `kind` is an index of `_SEQUENCES`."""
+    """A list, tuple, deque or set. `kind` is an index into `_SEQUENCES`, the table of their types."""
 
     kind: int
     items: list[Node]
 
 
 class Mapping(msgspec.Struct, tag=6, array_like=True, gc=False):
-    """A dictionary; `kind` is an index of `_MAPPINGS`."""
+    """A dictionary. `kind` is an index into `_MAPPINGS`, the table of dictionary types."""
 
     kind: int
     keys: list[Node]
@@ -97,21 +97,24 @@ class Mapping(msgspec.Struct, tag=6, array_like=True, gc=False):
 
 
 class Member(msgspec.Struct, tag=7, array_like=True, gc=False, frozen=True):
-    """A member of an enumeration."""
+    """A member of an enumeration: the "module:name" of its class, and its value."""
 
     name: str
     value: int | str
 
 
 class Instance(msgspec.Struct, tag=8, array_like=True, gc=False):
-    """An object; `layout` is an index of `Snapshot.layouts`, and `fields` are in its order."""
+    """An object of a class of this package.
+
+    `layout` is an index into `Snapshot.layouts`, whose order `fields` follow.
+    """
 
     layout: int
     fields: list[Node]
 
 
 class Text(msgspec.Struct, tag=9, array_like=True, gc=False, frozen=True):
-    """A string."""
+    """A string, marked as such so that it is not confused with bytes."""
 
     value: str
 
@@ -137,14 +140,17 @@ Node: TypeAlias = (
 
 
 class Layout(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A class, as "module:name" within this package, and the names of its fields."""
+    """The class of captured objects and the names of their fields in order, stored only once per class.
+
+    `name` is "module:name" within this package.
+    """
 
     name: str
     fields: tuple[str, ...]
 
 
 class Snapshot(msgspec.Struct, array_like=True, gc=False):
-    """The captured state: a tree of nodes and the classes it refers to."""
+    """The captured state: a tree of nodes, and the layouts of the classes that occur in it."""
 
     layouts: list[Layout]
     root: Node
@@ -155,7 +161,7 @@ decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 
 def describe(state: FrozenState) -> Snapshot:
-    """Return a frozen state as data, in about 10 µs per live request and 50 ns per block.
+    """Convert a frozen state to data, in about 10 µs per live request and 50 ns per block.
 
     Raises:
         SnapshotError: Some object cannot be captured.
@@ -166,7 +172,7 @@ def describe(state: FrozenState) -> Snapshot:
 
 
 def restore(snapshot: Snapshot, scheduler: object) -> None:
-    """Put a state into a scheduler that was constructed with the same arguments.
+    """Put a captured state into a scheduler that was constructed with the same arguments.
 
     Raises:
         SnapshotError: The state does not fit the classes of this version.
@@ -175,13 +181,13 @@ def restore(snapshot: Snapshot, scheduler: object) -> None:
 
 
 def expand_digests(numbers: bytes) -> bytes:
-    """Return placeholder digests for their numbers, int32[N]: equal ones for equal numbers."""
+    """Return placeholder digests for int32[N] numbers; equal numbers get equal digests."""
     ids = np.frombuffer(numbers, np.uint8).reshape(-1, 4)
     return np.pad(ids, ((0, 0), (0, HASH_BYTES - 4))).tobytes()
 
 
 def without_content(params: SamplingParams) -> SamplingParams:
-    """Return only the sampling parameters that the scheduler reads."""
+    """Return the sampling parameters that the scheduler reads; the others get their defaults."""
     grammar = params.structured_output
     return SamplingParams(
         max_tokens=params.max_tokens,
@@ -284,7 +290,10 @@ class _Describer:
         return node
 
     def _record(self, value: Any) -> Node:
-        """Read a mutable record from the frozen state, and an immutable one directly."""
+        """Return the field values of a record.
+
+        Mutable records are read from the frozen state, immutable ones directly.
+        """
         kind: Any = type(value)
         if is_mutable_record(kind) and kind is not SamplingParams:
             fields = self._state.get_fields(value)
@@ -315,7 +324,7 @@ class _Describer:
         return index
 
     def _class_name(self, kind: type) -> str:
-        # For a class from elsewhere, the scheduler that is restored already has an instance.
+        # The restored scheduler already has an instance of a class from outside the package.
         known = find_engine_class(kind) or kind
         name = f"{known.__module__.removeprefix(f'{ROOT}.')}:{known.__qualname__}"
         if not _CLASS_NAME.fullmatch(name):
@@ -325,7 +334,7 @@ class _Describer:
 
 @cache
 def _cached_names(kind: type) -> frozenset[str]:
-    """Return the names of cached properties, which are computed again when they are missing."""
+    """Return the names of cached properties. They are not captured, because they are computed again when needed."""
     return frozenset(
         n for n, v in inspect.getmembers_static(kind) if isinstance(v, cached_property)
     )
@@ -334,7 +343,7 @@ def _cached_names(kind: type) -> frozenset[str]:
 class _Restorer:
     """Builds objects from nodes.
 
-    `given` is the object that is in the place of the one to build, or None. It is reused if possible, because other
+    `given` is the object that is now in the place of the one to build, or None. It is reused if possible, because other
     objects may refer to it.
     """
 
@@ -422,7 +431,7 @@ class _Restorer:
         return target
 
     def _container(self, kind: Any, given: Any) -> Any:
-        """Return an empty container; reuse `given` if it has the right type."""
+        """Return an empty container of the type `kind`. `given` is emptied and reused if it has that type."""
         if type(given) is not kind or not self._may_use(given):
             return self._register(kind())
         given.clear()

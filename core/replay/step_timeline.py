@@ -1,4 +1,4 @@
-"""Records when the steps of a replayed log were sent and how long each took."""
+"""Record when the steps of a replayed log were sent, and how long each took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .replayer import Moment
 
 
 class TimedStep(msgspec.Struct):
-    """A step with the time it was sent and its size. `seconds` is None until its output has arrived."""
+    """A step, the time when it was sent in seconds, and its size. `seconds` is None until its output has arrived."""
 
     number: int
     sent_at: float
@@ -21,14 +21,14 @@ class TimedStep(msgspec.Struct):
 
 
 class StepTimeline:
-    """Tracks the steps of a replay. `in_flight` are the steps without an output yet, oldest first."""
+    """Tracks the steps of a replay. `in_flight` lists the steps without an output, oldest first."""
 
     def __init__(self) -> None:
         self.in_flight: list[TimedStep] = []
         self._last_end = 0.0
 
     def apply_moment(self, moment: Moment, counts: Sequence[int] | None) -> TimedStep | None:
-        """Apply a moment.
+        """Process an event that was replayed.
 
         Args:
             moment: The event and its results.
@@ -45,7 +45,7 @@ class StepTimeline:
                 return step
             case Update(now, result):
                 began, self._last_end = self._last_end, now
-                # A step that was sent before the log begins is not in the list.
+                # A step that was sent before the log begins is unknown here.
                 for step in self.in_flight:
                     if step.number == result.step:
                         self.in_flight.remove(step)

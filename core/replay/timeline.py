@@ -1,4 +1,4 @@
-"""Explains in words what happened to one request and why it waited."""
+"""Explain in words what happened to one request and why it waited (`engine replay --why`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PREEMPTED: Final = (
     RequestStatus.PREEMPTED_IN_FLIGHT,
     RequestStatus.WAITING_FOR_GRAMMAR,
 )
-"""Statuses that a running request can have right after a preemption."""
+"""Statuses that a request can have right after it was preempted."""
 
 REASONS: Final[dict[WaitReason | AdmissionStop, str]] = {
     AdmissionStop.NONE_LEFT: "it came after the step was planned",
@@ -61,7 +61,7 @@ WHY_FIRST: Final = {
     SchedulingPolicy.FAIR: "the fair policy puts tenants first that were served less",
     SchedulingPolicy.DEADLINE: "the deadline policy puts earlier deadlines first",
 }
-"""For each policy, why it admits requests before one that came earlier."""
+"""For each policy, why it admits a request before one that arrived earlier."""
 
 
 def find_requests(dump: Dump, name: str) -> list[RequestKey]:
@@ -82,9 +82,9 @@ def find_requests(dump: Dump, name: str) -> list[RequestKey]:
 
 
 class RequestTimeline:
-    """Follows one request through a replay.
+    """Follows one request through a replay, and describes it in text.
 
-    `lines` describe the events so far, one a line; `summary` says where the time went.
+    `lines` describe the events so far, one per line. `summary` says how the request's time was spent.
     """
 
     def __init__(self, key: RequestKey, policy: SchedulingPolicy) -> None:
@@ -113,7 +113,7 @@ class RequestTimeline:
         self._running_since = self._last_look = self._end = 0.0
 
     def begin(self, scheduler: Scheduler) -> None:
-        """Start a segment, with the scheduler in the state that the segment begins with."""
+        """Start with a segment, with the scheduler in the initial state of the segment."""
         self._rows = StepRows(scheduler.last_slots)
         self._steps = StepTimeline()
         self._request = scheduler.requests.get(self.key)
@@ -125,7 +125,7 @@ class RequestTimeline:
             self._cause = "what was before the log"
 
     def apply_moment(self, moment: Moment, scheduler: Scheduler) -> None:
-        """Apply a moment; `scheduler` is in the state after it."""
+        """Process a replayed event, with the scheduler in the state after it."""
         event = moment.event
         counts: list[int] | None = None
         if moment.step is not None:
@@ -226,7 +226,7 @@ class RequestTimeline:
             self._num_beside += len(counts) - 1
 
     def _wait(self, scheduler: Scheduler) -> None:
-        """Add the time since the last step to its cause, and find the new cause."""
+        """Add the time since the last step to the current cause of waiting, and determine the new cause."""
         assert self._request is not None
         if self._waiting_since is None:
             self._waiting_since = self._now
@@ -237,7 +237,7 @@ class RequestTimeline:
             self._cause = _find_cause(self._request, scheduler)
 
     def _record_overtakers(self, scheduler: Scheduler, moment: Moment) -> None:
-        """Note later requests that are in the step while this one still waits."""
+        """Record requests that arrived later and are in the step, while this request still waits."""
         request = self._request
         assert request is not None
         if moment.step is None or request.status not in IN_QUEUE:
@@ -280,7 +280,7 @@ class RequestTimeline:
         self._waiting_since, self._cause = None, ""
 
     def _describe_steps(self) -> str:
-        """Describe the steps in flight at the arrival: the next one is scheduled when one of them ends."""
+        """Describe the steps in flight when the request arrived. The next step is scheduled when one of them ends."""
         steps = self._steps_at_arrival
         done = [(step.seconds, step) for step in steps if step.seconds is not None]
         if not done:
@@ -336,7 +336,7 @@ class RequestTimeline:
             self._chunks = []
 
     def _close_steps(self) -> None:
-        """Add lines about the steps since the last line."""
+        """Add lines that summarize the steps since the last line."""
         self._close_chunks()
         if self._num_decodes:
             beside = self._num_beside / self._num_decodes
@@ -398,7 +398,7 @@ def _find_cause(request: Request, scheduler: Scheduler) -> str:
 
 
 def _name_keys(keys: list[RequestKey]) -> str:
-    """Return the number of requests and the names of the first few."""
+    """Return text with the number of requests and the names of the first few."""
     names = ", ".join(f"{client}/{index}" for client, index in keys[:MAX_OVERTAKERS_SHOWN])
     more = ", …" if len(keys) > MAX_OVERTAKERS_SHOWN else ""
     return f"{len(keys)} request{'s' if len(keys) > 1 else ''} ({names}{more})"

@@ -1,1 +1,1 @@
-"""The state of requests and steps that the scheduler works on."""
+"""The state of requests, slots and steps on which the scheduler works."""

@@ -14,7 +14,7 @@ from .slots import SlotArray, Slots
 
 
 class ClientRows(NamedTuple):
-    """The rows of one client: their positions, and their request indices as int32 bytes."""
+    """The rows of one client in a batch: their positions, and their request indices as int32 bytes."""
 
     client_index: int
     positions: SlotArray | slice
@@ -22,9 +22,9 @@ class ClientRows(NamedTuple):
 
 
 class Batch:
-    """The rows of a step and the requests in them. Consecutive steps with the same rows share one object.
+    """The rows of a step, and the requests in them. Consecutive steps with the same rows share one object.
 
-    All rows still belong to their requests while `num_vacated` equals that of `Slots`.
+    While `num_vacated` equals `Slots.num_vacated`, every row still belongs to its request.
     """
 
     def __init__(self, slots: SlotArray, state: Slots) -> None:
@@ -43,12 +43,12 @@ class Batch:
         return alive
 
     def find_row(self, slot: int, generation: int) -> int:
-        """Return the position of the scheduled row of a slot and generation, or -1 if there is none."""
+        """Return the position of the row of a slot and generation, or -1 if there is none."""
         rows = ((self.slots == slot) & (self._generations == generation)).nonzero()[0]
         return int(rows[0]) if len(rows) else -1
 
     def select(self, positions: SlotArray | BoolArray) -> Batch:
-        """Return a batch of some of the rows, as they were when this batch was made."""
+        """Return a batch of the rows at `positions`, as they were when this batch was made."""
         rows = object.__new__(Batch)
         rows.slots = self.slots[positions]
         rows.num_vacated = self.num_vacated
@@ -85,9 +85,9 @@ class Batch:
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
-    """A request between one admission and the loss of its slot, with the drafts that a step verifies.
+    """A request during one of its stays in a slot, with the drafts that a step verifies.
 
-    `draft_token_ids` is None while only the workers have the drafts.
+    `draft_token_ids` is None if only the workers have the drafts so far.
     """
 
     request: Request
@@ -97,13 +97,13 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_alive(self) -> bool:
-        """True if the request still has the slot of that admission."""
+        """True if the request is still in that slot, without a preemption in between."""
         request = self.request
         return request.slot >= 0 and request.num_admissions == self.num_admissions
 
     @property
     def is_awaited(self) -> bool:
-        """True if the row's tokens are still needed: it is alive, or preempted and waits for them."""
+        """True if the row's tokens are still needed, because it is alive or was preempted and waits for them."""
         request = self.request
         return request.num_admissions == self.num_admissions and (
             request.slot >= 0 or request.status is RequestStatus.PREEMPTED_IN_FLIGHT
@@ -111,12 +111,12 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepInFlight(msgspec.Struct, frozen=True, gc=False):
-    """A step sent to the workers whose output has not arrived.
+    """A step that was sent to the workers and whose output has not arrived.
 
-    `sampling` are the rows that sample, in batch order. `prefilled` are the requests that get their
-    first token since their admission. `constrained` are those of the step's `grammar_slots`.
-    `loading` are those for which a KV connector loads blocks in this step. `num_drafts` is the
-    number of drafts of each row that samples, None if there are no drafts.
+    `sampling` are the rows that sample a token, in batch order. `prefilled` are the requests that get their first token
+    since their admission. `constrained` are the rows of the step's `grammar_slots`. `loading` are the rows for which a
+    KV connector loads blocks in this step. `num_drafts` is the number of drafts of each row that samples; None if there
+    are no drafts.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Mark objects that the scheduler uses but that are not part of its state."""
+"""Mark objects that the scheduler uses but that are not part of its state, such as connectors and grammar backends."""
 
 from __future__ import annotations
 

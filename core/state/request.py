@@ -1,4 +1,4 @@
-"""A request in the scheduler: its identity, and the state that must survive while it has no slot.
+"""A request in the scheduler: its identity, and the state that it keeps while it has no slot.
 
 State that changes in every step is in the arrays of `Slots`.
 """
@@ -25,11 +25,11 @@ _UNPACK = [Struct(f"{HASH_BYTES}s" * count).unpack for count in range(17)]
 _DIGEST = np.dtype((np.void, HASH_BYTES))
 
 TOKENS_PER_EMBEDDING: Final = 1 << 12
-"""The number of tokens with as many bytes as the pixels of which an encoder makes one embedding have at most."""
+"""Number of tokens whose int32 ids take as many bytes as the pixels behind one embedding can take at most."""
 
 
 class RequestStatus(enum.IntEnum):
-    """Statuses from FINISHED_STOPPED on are final, in the order of `FinishReason`."""
+    """The status of a request. FINISHED_STOPPED and all later ones are final, in the order of `FinishReason`."""
 
     WAITING = 0
     WAITING_FOR_GRAMMAR = 1
@@ -37,7 +37,7 @@ class RequestStatus(enum.IntEnum):
     RUNNING = 3
     PREEMPTED = 4
     PREEMPTED_IN_FLIGHT = 5
-    """Preempted, and requeued when its tokens in flight have arrived."""
+    """Preempted; it returns to the queue when its tokens in flight have arrived."""
     FINISHED_STOPPED = 6
     FINISHED_LENGTH = 7
     FINISHED_ABORTED = 8
@@ -60,16 +60,16 @@ RUNNING: Final = RequestStatus.RUNNING
 class Request:
     """An unfinished request.
 
-    `arrival` numbers requests in the order in which they arrived; `rank` is the policy's sort key
-    before that. While the request has a slot (`slot` >= 0), its output tokens are in `Slots`.
-    Otherwise they are in `output_token_ids`, and `num_tokens` counts prompt and output.
-    `num_cached_tokens` is -1 until the first admission; a KV connector loaded `num_loaded_tokens` of
-    them while the request waited. The computed blocks of the first
-    `num_reserved_tokens` tokens are held while the request waits. With `computes_locally`, no more
-    blocks are loaded for it. Untrusted blocks may hold wrong content and must not be cached. The
-    tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar` is set
-    once the grammar is compiled; `awaits_mask` is set while an isolated grammar computes the mask of
-    the next token.
+    `arrival` numbers requests in the order in which they arrived. `rank` is the policy's sort key, which takes
+    precedence over `arrival`. While the request has a slot (`slot` >= 0), its output tokens are in `Slots`. Otherwise
+    they are in `output_token_ids`, and `num_tokens` counts prompt and output.
+
+    `num_cached_tokens` is -1 until the first admission. A KV connector loaded `num_loaded_tokens` of them while the
+    request waited. The blocks of the first `num_reserved_tokens` tokens are held while the request waits. If
+    `computes_locally`, no more blocks are loaded for it. If `has_untrusted_blocks`, its blocks may have wrong contents
+    and must not be cached. Its tenant has already been charged for the first `num_charged_tokens` tokens. `has_grammar`
+    is set once the grammar is compiled. `awaits_mask` is set while an isolated grammar computes the bitmask of the next
+    token.
     """
 
     __slots__ = (
@@ -173,20 +173,20 @@ class Request:
 
     @property
     def computes_whole_prompt(self) -> bool:
-        """True if the result needs every token's hidden state: no cached or loaded prefix may be used."""
+        """True if the result needs the hidden state of every token, so that no cached or loaded prefix may be used."""
         if self.pooling_params is not None:
             return self.pooling_params.computes_whole_prompt
         return self.params.prompt_logprobs is not None and not self.has_sampled
 
     @property
     def num_sent_tokens(self) -> int:
-        """The number of tokens with as many bytes as the request has in a step's message."""
+        """Number of tokens whose int32 ids take as many bytes as the request takes in a step message."""
         size = sum(item.size for item in self.encoder_inputs)
         return self.num_tokens + TOKENS_PER_EMBEDDING * size
 
     @property
     def token_ids(self) -> bytes:
-        """Prompt and output as int32 bytes; valid only while the request has no slot."""
+        """Prompt and output as int32 bytes. Valid only while the request has no slot."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
@@ -202,7 +202,7 @@ class Request:
         return hashes[index] if index < len(hashes) else None
 
     def stops_at(self, token_id: int, num_output_tokens: int) -> bool:
-        """Return whether the request stops if this is its output token number `num_output_tokens`."""
+        """Return whether the request stops if this is its output token number `num_output_tokens`, counted from 1."""
         return token_id in self.stop_token_ids and num_output_tokens >= self.params.min_tokens
 
     def hash_output_blocks(

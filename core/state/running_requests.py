@@ -13,9 +13,9 @@ from .slots import SlotArray, Slots, as_array
 
 
 class RunningRequests:
-    """Tracks the order of `slots`, which requests are prefilling, and which slots the workers must clear.
+    """Tracks the admission order of `slots`, which requests are prefilling, and which slots the workers must clear.
 
-    `prefilling` maps a slot to the number of tokens that its request was admitted with.
+    `prefilling` maps a slot to the number of tokens that its request had when it was admitted.
     """
 
     def __init__(self, slots: Slots, max_num_seqs: int) -> None:
@@ -23,7 +23,7 @@ class RunningRequests:
         self.prefilling: dict[int, int] = {}
         self.num_constrained = 0
         self.awaiting_masks: set[int] = set()
-        """Slots that sample, or have sampled, a token after which their isolated grammar must compute a mask."""
+        """Slots whose request has an isolated grammar that must compute a mask after the token that they sample."""
         self.loras: dict[LoraAdapter, int] = {}
         """Number of running requests per LoRA adapter in use."""
         self._removed: list[int] = []
@@ -42,12 +42,12 @@ class RunningRequests:
 
     @property
     def has_removed(self) -> bool:
-        """True if slots were vacated that no step has reported to the workers."""
+        """True if slots were freed that no step message has reported to the workers yet."""
         return bool(self._removed)
 
     @property
     def order(self) -> SlotArray:
-        """A view of the slots in order of admission, valid until the next slot is vacated."""
+        """A view of the slots in order of admission. Valid until the next slot is freed."""
         order = self._order[: self._num_ordered]
         if self._num_ordered != len(self):
             kept = order[self.slots.is_running[order]]
@@ -62,10 +62,10 @@ class RunningRequests:
         num_computed_tokens: list[int],
         max_output_tokens: list[int],
     ) -> None:
-        """Give requests slots, at the end of the order.
+        """Give requests slots, at the end of the order of admission.
 
-        A step that computes all tokens of a request also samples one more. `max_output_tokens`
-        includes the output tokens that the requests already have.
+        A step that computes all tokens of a request also samples one more token. `max_output_tokens` includes the
+        output tokens that the requests already have.
         """
         num_tokens = as_array([request.num_tokens for request in requests])
         num_computed = as_array(num_computed_tokens)
@@ -86,7 +86,7 @@ class RunningRequests:
                 self.prefilling[request.slot] = request.num_tokens
 
     def remove_requests(self, requests: Sequence[Request]) -> None:
-        """Vacate the slots of requests."""
+        """Free the slots of requests."""
         for request in requests:
             self._removed.append(request.slot)
             if self.prefilling:
@@ -106,11 +106,11 @@ class RunningRequests:
         self._completed_prefills.append(ScheduledRow(request, request.num_admissions))
 
     def take_removed(self) -> list[int]:
-        """Return the slots vacated since the last call."""
+        """Return the slots freed since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
     def take_completed_prefills(self) -> list[ScheduledRow]:
-        """Return the requests whose prefill was completed since the last call."""
+        """Return the requests that completed their prefill since the last call."""
         completed, self._completed_prefills = self._completed_prefills, []
         return completed

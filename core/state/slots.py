@@ -1,9 +1,9 @@
-"""The state of running requests that changes every step, as arrays indexed by slot.
+"""The state of running requests that changes in every step, as arrays indexed by slot.
 
-A slot is the row of a running request here and in every worker's persistent batch. Tokens are
-counted twice: `num_expected_tokens` counts those that the workers will have when every step sent so
-far has run, `num_output_tokens` those that they have reported. The difference, less the prompt, is
-in flight.
+A slot is the row of a running request, here and in the persistent batch of every worker. Tokens are counted twice.
+`num_expected_tokens` counts the tokens that the workers will have when every step sent so far has run.
+`num_output_tokens` counts the output tokens that they have reported. The difference between the first and the prompt
+plus the second is in flight.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Float64Array: TypeAlias = npt.NDArray[np.float64]
 _INITIAL_OUTPUT_CAPACITY = 256
 
 _FEW_STOPS: Final = 8
-"""Up to this many distinct stop tokens are searched for one by one."""
+"""Number of distinct stop tokens up to which each is searched for separately."""
 
 _MAX_DEFERRED: Final = 64
-"""Maximum number of steps whose output tokens are deferred."""
+"""Maximum number of steps whose output tokens are collected before they are appended."""
 
 
 def as_array(values: list[int]) -> Int64Array:
@@ -39,9 +39,9 @@ def as_array(values: list[int]) -> Int64Array:
 class Slots:
     """The arrays of all slots.
 
-    `max_computed_tokens` limits `num_computed_tokens`: the last token of a request is never
-    computed. `num_computed_tokens` and its neighbors apply deferred changes before they return an
-    array.
+    `max_computed_tokens` limits `num_computed_tokens`, because the last token of a request is never computed. The
+    properties `num_computed_tokens`, `num_expected_tokens` and `num_output_tokens` apply deferred changes before they
+    return an array.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -56,13 +56,13 @@ class Slots:
         self._num_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_output_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_vacated = 0
-        """Increases with every vacated slot; equal values mean that every slot kept its request."""
+        """Increases with every freed slot, so equal values mean that every slot has kept its request."""
         self._deferred_slots: SlotArray = np.zeros(0, np.intp)
         self._num_deferred_steps = 0
         self._deferred_tokens: list[bytes] = []
-        """Output tokens of each step that `flush` must append to `_deferred_slots`."""
+        """Output tokens, one array per step, that `flush` must append to `_deferred_slots`."""
         self._num_until_limit = 0
-        """Tokens that every request can still get before a length or memory limit; 0 if not computed."""
+        """Number of tokens that every request can still get before a length or memory limit; 0 if not computed yet."""
         self._output_capacity = _INITIAL_OUTPUT_CAPACITY
         self._output_token_ids: Int32Array = np.zeros(
             max_num_seqs * self._output_capacity, np.int32
@@ -78,24 +78,27 @@ class Slots:
 
     @property
     def num_computed_tokens(self) -> Int64Array:
-        """Tokens of each slot whose keys and values are computed once the sent steps have run."""
+        """Number of tokens per slot whose keys and values are computed once the steps sent so far have run."""
         self.flush()
         return self._num_computed_tokens
 
     @property
     def num_expected_tokens(self) -> Int64Array:
-        """Tokens of each slot that exist once the sent steps have run."""
+        """Number of tokens per slot, prompt and output, once the steps sent so far have run."""
         self.flush()
         return self._num_expected_tokens
 
     @property
     def num_output_tokens(self) -> Int64Array:
-        """Output tokens of each slot that the workers have reported."""
+        """Number of output tokens per slot that the workers have reported."""
         self.flush()
         return self._num_output_tokens
 
     def flush(self) -> None:
-        """Apply the changes that were deferred because the same slots did the same in many steps."""
+        """Apply deferred changes.
+
+        They are collected while the same slots compute and sample one token in many steps.
+        """
         slots = self._deferred_slots
         if self._num_deferred_steps:
             self._num_computed_tokens[slots] += self._num_deferred_steps
@@ -111,7 +114,7 @@ class Slots:
             self._num_output_tokens[slots] = num_output + length
 
     def advance_deferred(self, slots: SlotArray) -> None:
-        """Record that each of `slots` computes one token and samples one."""
+        """Record that each of `slots` computes one token and samples one. The arrays are updated later, by `flush`."""
         if slots is not self._deferred_slots:
             self.flush()
             self._deferred_slots = slots
@@ -185,7 +188,7 @@ class Slots:
                     self._stops.remove(token_id)
 
     def num_known_tokens(self, slots: SlotArray) -> Int64Array:
-        """Return the numbers of prompt tokens plus reported output tokens."""
+        """Return, for each of `slots`, the number of its prompt tokens plus reported output tokens."""
         num_prompt = self.max_computed_tokens[slots] + 1 - self.max_output_tokens[slots]
         known: Int64Array = num_prompt + self.num_output_tokens[slots]
         return known
@@ -198,7 +201,7 @@ class Slots:
     def append_deferred(self, slots: SlotArray, frame: bytes) -> bool:
         """Append one int32 token of `frame` to each of `slots`, unless a request may have finished.
 
-        Return whether the tokens were appended.
+        Return whether the tokens were appended. If not, use `append_output`.
         """
         if slots is not self._deferred_slots:
             return False
@@ -209,7 +212,7 @@ class Slots:
         if self._num_until_limit <= 0 or len(self._stops) > _FEW_STOPS:
             return False
         for token_id in self._stops:
-            # Bytes of two adjacent tokens may match too, which only costs the fast path.
+            # The bytes of two adjacent tokens may match too. That only means that the slower path is taken.
             if token_id.to_bytes(4, "little") in frame:
                 return False
         self._num_until_limit -= 1
@@ -221,8 +224,8 @@ class Slots:
     def append_output(self, slots: SlotArray, token_ids: Int32Array) -> SlotArray:
         """Append one token to each of `slots`.
 
-        Return the positions in `slots` of requests that may have finished: at their length limit,
-        or with a token that some running request stops at.
+        Return the positions in `slots` of requests that may have finished, because they are at their length limit or
+        their token is a stop token of some running request.
         """
         num_output = self.num_output_tokens[slots]
         self._reserve_output(int(num_output.max()) + 1)
@@ -237,7 +240,10 @@ class Slots:
     def append_outputs(
         self, slots: SlotArray, counts: Int64Array, token_ids: Int32Array
     ) -> SlotArray:
-        """Append `counts[i]` tokens to `slots[i]`. Return the same as `append_output`."""
+        """Append `counts[i]` tokens to `slots[i]`.
+
+        Return the positions that may have finished, as `append_output` does.
+        """
         before = self.num_output_tokens[slots]
         num_output = before + counts
         self._reserve_output(int(num_output.max()) + 1)
@@ -250,7 +256,7 @@ class Slots:
         return may_end.nonzero()[0]
 
     def may_stop(self, token_ids: Int32Array) -> BoolArray:
-        """Return which of these tokens some running request stops at."""
+        """Return which of these tokens are stop tokens of some running request, as a boolean per token."""
         may_stop: BoolArray = self._num_stopped_by.take(token_ids, mode="clip") > 0
         return may_stop
 

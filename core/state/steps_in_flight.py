@@ -17,9 +17,9 @@ from .request import Request
 class PreemptedRow(NamedTuple):
     """A preempted request with tokens in flight up to step `last_step`.
 
-    `slot` and `generation` identify its rows. `blocks` are those it had, in case a KV connector
-    reports bad ones. `drafts` int32 are the last ones proposed for it, which a later step in flight
-    may verify.
+    `slot` and `generation` identify its rows in the steps. `blocks` are the blocks that it had, in case a KV connector
+    reports that some are invalid. `drafts` (int32) are the last ones proposed for it, which a later step in flight may
+    verify.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class PreemptedRow(NamedTuple):
 
 
 class StepsInFlight:
-    """The steps in flight in the order in which they were sent, and the requests preempted meanwhile."""
+    """The steps in flight in the order in which they were sent, and the requests that were preempted meanwhile."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
@@ -48,7 +48,7 @@ class StepsInFlight:
         return next((s.step for s in steps if s.sampling.find_row(slot, generation) >= 0), 0)
 
     def find_preempted_rows(self, batch: Batch) -> list[tuple[int, Request]]:
-        """Return (position in a batch, request) of preempted requests that wait for it."""
+        """Return (position in the batch, request) for preempted requests that wait for the tokens of this batch."""
         rows = [(batch.find_row(row.slot, row.generation), row.request) for row in self.preempted]
         return [(position, request) for position, request in rows if position >= 0]
 
@@ -57,7 +57,7 @@ class StepsInFlight:
         return next((row.drafts for row in self.preempted if row.request is request), b"")
 
     def store_drafts(self, sampling: Batch, drafts: DraftTokenIds | None) -> None:
-        """Store the drafts proposed after a step for the preempted requests that sampled in it."""
+        """For preempted requests that sampled in a step, store the drafts that were proposed after it."""
         proposed: dict[int, bytes] = {}
         if drafts is not None:
             token_ids = int32_view(drafts.token_ids)
@@ -73,7 +73,7 @@ class StepsInFlight:
         ]
 
     def has_earlier_preempted(self, request: Request) -> bool:
-        """Return whether a preempted request that waits for tokens comes before this one."""
+        """Return whether a preempted request that still waits for tokens precedes `request` in the queue's order."""
         place = request.rank, request.arrival
         return any((row.request.rank, row.request.arrival) < place for row in self.preempted)
 

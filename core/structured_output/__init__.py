@@ -1,1 +1,1 @@
-"""Grammars of constrained requests."""
+"""Compile and run the grammars of constrained requests."""

@@ -1,4 +1,4 @@
-"""Expensive grammars, each of which runs in its own process, outside the core's loop."""
+"""Run expensive grammars in processes of their own, so that they do not delay the core's loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ...protocol.isolation.messages import LENGTH_BYTES, Exited, frame
 from ...protocol.sampling_params import StructuredOutput
 
 MAX_ISOLATED: Final = 4
-"""Maximum number of grammar processes at the same time; further requests wait."""
+"""Maximum number of grammar processes at the same time. Requests beyond it wait."""
 
 
 class IsolatedGrammar:
-    """The grammar of one request, which a thread runs through its own process.
+    """The grammar of one request, which runs in a process of its own and is served by a thread.
 
     `mask` is None while it is being computed. `error` says why no mask will follow. `report` is called after each
     answer of the process, but not after `close`.
@@ -53,13 +53,13 @@ class IsolatedGrammar:
         self._lock = threading.Lock()
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Start to compute the mask that follows these tokens. Return False if the grammar has failed."""
+        """Start to compute the mask after these tokens. Return False if the grammar has failed."""
         self.mask = None
         self._messages.put(Advance(list(token_ids)))
         return not self.error
 
     def close(self) -> None:
-        """Stop the process and the thread, even in the middle of their work."""
+        """Stop the process and the thread, even while they compute."""
         with self._lock:
             self.is_closed = True
             if self._process is not None:
@@ -114,7 +114,7 @@ class IsolatedGrammars:
     def start(
         self, structured_output: StructuredOutput, report: Callable[[IsolatedGrammar], None]
     ) -> IsolatedGrammar:
-        """Return a grammar that is compiled as soon as a process is available."""
+        """Return a grammar, which is compiled as soon as a process is available."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_ISOLATED, thread_name_prefix="isolated grammar")
         grammar = IsolatedGrammar(structured_output, self._processes, report)
@@ -122,14 +122,14 @@ class IsolatedGrammars:
         return grammar
 
     def close(self) -> None:
-        """End every process. Grammars in use must be closed as well."""
+        """Stop all processes that are not in use. Grammars in use must be closed as well."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
 
 def _receive(process: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, or none if the process has ended."""
+    """Return `size` bytes from the process, or b"" if it has exited."""
     received = b""
     while len(received) < size and (piece := process.recv(size - len(received))):
         received += piece

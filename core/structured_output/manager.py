@@ -40,7 +40,7 @@ _State: TypeAlias = GrammarState | IsolatedGrammar
 
 
 class StructuredOutputManager:
-    """Grammars by request.
+    """Compiles the grammars of requests, advances them, and computes their token bitmasks.
 
     Args:
         tokenizer_path: A tokenizer.json, a directory that contains one, or a function that returns such a path. It is
@@ -63,7 +63,7 @@ class StructuredOutputManager:
         self._tokenizer_lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
-        # Compiled grammars in their initial state; a request works on a copy.
+        # Compiled grammars in their initial state. Each request advances a copy.
         self._cache: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         self._cache_lock = threading.Lock()
         self._compiling: dict[RequestKey, object] = {}
@@ -81,7 +81,7 @@ class StructuredOutputManager:
         return bool(self._compiling or self._advancing)
 
     def compile(self, key: RequestKey, structured_output: StructuredOutput) -> None:
-        """Start to compile in the background; `poll` reports the end. The key must not be in use."""
+        """Start to compile a grammar in the background; `poll` reports the end. The key must not be in use."""
         if structured_output.is_isolated:
             self._compiling[key] = self._isolated.start(
                 structured_output, lambda grammar: self._compiled.append((key, grammar, grammar))
@@ -93,7 +93,7 @@ class StructuredOutputManager:
         self._pool.submit(self._compile, key, ticket, structured_output)
 
     def poll(self) -> list[tuple[RequestKey, str | None]]:
-        """Return the keys with a newly compiled grammar or isolated mask, each with an error or None.
+        """Return the keys whose grammar was compiled or whose isolated mask has arrived, each with an error or None.
 
         A key whose grammar cannot be compiled is released.
         """
@@ -109,11 +109,11 @@ class StructuredOutputManager:
             elif self._states.get(key) is ticket:
                 self._advancing.discard(key)
                 events.append((key, error or None))
-            # Any other result is for a key that was released in the meantime.
+            # A result whose key is not found is for a request that has ended in the meantime.
         return events
 
     def accept_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> bool:
-        """Advance by these tokens. Return False if the grammar forbids them; it then accepts nothing anymore.
+        """Advance the grammar by these tokens. Return False if it forbids one; it then accepts no more tokens.
 
         For an isolated grammar, `poll` reports the result later.
         """
@@ -130,26 +130,26 @@ class StructuredOutputManager:
     def forced_tokens(self, key: RequestKey, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that must follow these, without advancing; none if the grammar is isolated.
 
-        A grammar that forbids the given tokens accepts nothing anymore.
+        A grammar that forbids one of the given tokens accepts no more tokens.
         """
         state = self._states[key]
         return [] if isinstance(state, IsolatedGrammar) else state.forced_tokens(token_ids)
 
     def rollback(self, key: RequestKey, num_tokens: int) -> bool:
-        """Undo the last accepted tokens.
+        """Undo the last `num_tokens` accepted tokens.
 
-        Return False if that is impossible; the grammar then accepts nothing anymore.
+        Return False if that is impossible; the grammar then accepts no more tokens.
         """
         state = self._states[key]
         return isinstance(state, GrammarState) and state.rollback(num_tokens)
 
     def find_error(self, key: RequestKey) -> str:
-        """Return why the request's grammar accepts nothing anymore, or "" if the reason is unknown."""
+        """Return why the request's grammar accepts no more tokens, or "" if the reason is unknown."""
         state = self._states.get(key)
         return "" if state is None else state.error
 
     def fill_bitmask(self, keys: Sequence[RequestKey]) -> I32:
-        """Return the tokens that each request may produce next, int32[len(keys), ceil(vocab_size / 32)].
+        """Return a bitmask of allowed next tokens per request, int32[len(keys), ceil(vocab_size / 32)].
 
         A finished grammar allows only end-of-sequence tokens.
         """
@@ -161,7 +161,7 @@ class StructuredOutputManager:
             if isinstance(state, GrammarState):
                 states[row] = state
             elif state.mask is not None:
-                # The library's masks have one more word if the vocabulary fills the last word.
+                # If the vocabulary fills the last word, llguidance's masks have one word more.
                 bitmask[row] = np.frombuffer(state.mask, np.int32)[: self._num_words]
         if len(states) == 1:
             [(row, only)] = states.items()
@@ -176,7 +176,7 @@ class StructuredOutputManager:
         return bitmask.tobytes()
 
     def release(self, key: RequestKey) -> None:
-        """Remove an ended request, whatever its grammar is doing. Unknown keys are ignored."""
+        """Release the grammar of a request, even while it is being compiled. Unknown keys are ignored."""
         compiling, state = self._compiling.pop(key, None), self._states.pop(key, None)
         for grammar in (compiling, state):
             if isinstance(grammar, IsolatedGrammar):
@@ -184,7 +184,7 @@ class StructuredOutputManager:
         self._advancing.discard(key)
 
     def close(self) -> None:
-        """Stop the threads and processes, and drop pending compilations."""
+        """Stop the threads and processes, and cancel pending compilations."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for key in {*self._compiling, *self._states}:
@@ -195,7 +195,7 @@ class StructuredOutputManager:
         self, key: RequestKey, ticket: object, structured_output: StructuredOutput
     ) -> None:
         if self._compiling.get(key) is not ticket:
-            return  # released while it waited for a thread
+            return  # The request ended while its grammar waited for a thread.
         result: _State | str
         try:
             matcher = self._matcher(structured_output)
@@ -204,7 +204,7 @@ class StructuredOutputManager:
         except EngineError as error:
             result = str(error)
         except BaseException as error:
-            # llguidance and tokenizers raise bare exceptions, and a Rust panic is not an Exception.
+            # llguidance and tokenizers raise plain exceptions, and a Rust panic is not even an Exception.
             result = shorten_error(f"the grammar cannot be compiled: {error}")
         self._compiled.append((key, ticket, result))
 
@@ -214,7 +214,7 @@ class StructuredOutputManager:
             if cached is not None:
                 self._cache.move_to_end(structured_output)
                 return cached.deep_copy()
-        # Compiling computes the first mask too, so that the core's loop does not.
+        # Compiling also computes the first mask, so that the core's loop does not have to.
         matcher = compile_grammar(self._load_tokenizer(), structured_output, shared_limits())
         with self._cache_lock:
             self._cache[structured_output] = matcher
@@ -242,7 +242,7 @@ class StructuredOutputManager:
 
 
 def _start_threads() -> ThreadPoolExecutor:
-    """Start threads whose stack is large enough for every grammar within the length limit."""
+    """Start the compiler threads, with a stack large enough for every grammar within the length limit."""
     size = threading.stack_size(SHARED_STACK_BYTES)
     try:
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
