@@ -1,6 +1,6 @@
-"""Integer and float arrays as raw little-endian bytes inside messages.
+"""Convert integer and float arrays to and from the raw little-endian bytes that messages carry.
 
-Messages carry arrays as `bytes`; these functions are the only conversions. Decoding returns a read-only view.
+Messages declare arrays as `bytes`; these functions are the only conversions. Decoding returns a read-only view.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def int32_view(data: bytes | memoryview) -> Int32Array:
 
 
 def int32_list(data: bytes) -> list[int]:
-    """Return the numbers of a flat int32 array. Raise ValueError if the length is not a multiple of 4.
+    """Decode a flat int32 array to a list. Raise ValueError if the length is not a multiple of 4.
 
     This is faster than a view if the numbers are needed one by one.
     """

@@ -1,9 +1,9 @@
 """Content hashes of full KV-cache blocks.
 
 A block's hash covers its parent's hash, its tokens and everything else that determines its content (cache salt, LoRA,
-multimodal inputs). Equal hashes therefore mean equal KV entries of the whole prefix. The chain is that of vLLM's
-automatic prefix caching. The default, sha256, prevents tenants from forging collisions. xxh3 takes half the time, for
-servers whose users are all trusted.
+multimodal inputs). Equal hashes therefore mean equal keys and values for the whole prefix. The chain is the same as in
+vLLM's automatic prefix caching. The default, sha256, prevents tenants from forging collisions. xxh3 takes half the
+time, for servers whose users are all trusted.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .arrays import Int32Array, uint64_view
 from .config import PrefixHash
 
 HASH_BYTES: Final = 32
-"""Size of a hash in bytes for every algorithm; shorter digests end in zeros."""
+"""Size of a hash in bytes, for every algorithm. Shorter digests are padded with zeros."""
 
 PlacedInput: TypeAlias = tuple[int, int, bytes]
-"""(position, number of tokens, content hash) of a multimodal input; it may begin before position 0."""
+"""(position, number of tokens, content hash) of a multimodal input. The position is negative if it began earlier."""
 
 HashBlocks: TypeAlias = Callable[[Int32Array, int, bytes, Sequence[PlacedInput]], bytes]
-"""`hash_blocks` with an algorithm, or its replacement where there are no tokens."""
+"""`hash_blocks` with its algorithm fixed, or a replacement for it in a replay, which has no tokens."""
 
 ROOT_HASH: Final = sha256(b"engine.block.v1").digest()
-"""The parent of every first block."""
+"""The parent hash of every first block of a prompt without a cache salt, LoRA adapter or owner."""
 
 
 def root_hash(
     *, cache_salt: str | None = None, lora_version: bytes | None = None, owner: bytes = b""
 ) -> bytes:
-    """Return the parent hash of a request's first block. Requests with different keys never share a block.
+    """Return the parent hash of a request's first block. Requests with different root hashes never share a block.
 
-    With an `owner`, blocks are not shared with other owners, even for equal salts.
+    With an `owner`, blocks are shared only among requests of the same owner, even if the salts are equal.
     """
     if owner:
         return sha256(
@@ -58,7 +58,7 @@ def hash_blocks(
     """Return the concatenated digests, `HASH_BYTES` each, of all full blocks of `token_ids`.
 
     Args:
-        token_ids: int32[T]; T // block_size blocks are full.
+        token_ids: int32[T]; the first T // block_size blocks are full.
         block_size: Tokens per block.
         parent: The hash of the block before the first one.
         inputs: Multimodal inputs that replace some of the tokens.
@@ -80,12 +80,12 @@ def hash_blocks(
 
 
 def adapter_key(version: bytes) -> int:
-    """Return the key of a LoRA adapter with this hash of its files, for choosing replicas."""
+    """Return a short key for a LoRA adapter, given the hash of its files; used to route requests to replicas."""
     return int.from_bytes(version[:8], "little")
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the first 8 bytes of each of the concatenated `hashes` as little-endian integers: short keys of blocks."""
+    """Return a short key for each of the concatenated `hashes`: its first 8 bytes as a little-endian integer."""
     keys: list[int] = uint64_view(hashes)[:: HASH_BYTES // 8].tolist()
     return keys
 
@@ -113,15 +113,16 @@ def _hash_function(algorithm: PrefixHash) -> Callable[[bytes], _Hash]:
         case PrefixHash.SHA256:
             return sha256
         case PrefixHash.XXH3:
-            from xxhash import xxh3_128  # an optional dependency
+            from xxhash import xxh3_128  # An optional dependency
 
             return xxh3_128
 
 
 def _input_keys(block_size: int, inputs: Iterable[PlacedInput]) -> dict[int, bytes]:
-    """Return, for each block with inputs, what is added to its hash: content, length and offset of each input.
+    """Return, for each block with inputs, the bytes that its hash covers: content, length and offset of each input.
 
-    All tokens depend on an input of no tokens, that of an encoder-decoder model, so it belongs to the first block.
+    An input of zero tokens belongs to an encoder-decoder model. All tokens depend on it, so it is hashed with the first
+    block.
     """
     keys: dict[int, bytes] = {}
     for position, num_tokens, content_hash in inputs:

@@ -1,4 +1,4 @@
-"""The directory for files that are expensive to create or download again."""
+"""Locate the directory for files that are expensive to create or download again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_directory(kind: str) -> Path:
-    """Return the directory `kind` in `$ENGINE_CACHE`, by default in `engine` in the user's cache directory."""
+    """Return `$ENGINE_CACHE/KIND`, by default `engine/KIND` in the user's cache directory."""
     if configured := os.environ.get("ENGINE_CACHE"):
         return Path(configured).expanduser() / kind
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,7 +1,7 @@
-"""Keys that authenticate the machines of one engine to each other.
+"""Keys by which the machines of one engine authenticate each other.
 
-Sockets that other machines can reach are encrypted and authenticated by CURVE (https://rfc.zeromq.org/spec/26/). A
-client needs the server's public key to connect and the engine's client key to be admitted.
+Sockets that other machines can reach are encrypted and authenticated by CURVE (https://rfc.zeromq.org/spec/26/). To
+connect, a client needs the server's public key. To be admitted, it needs the engine's client key.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ClusterKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """Admit only clients with this key where `socket` binds from now on. Its context needs `admit_clients`."""
+        """From the next bind on, let `socket` admit only clients with this key. Its context needs `admit_clients`."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.server_secret.encode())
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """Use this key wherever `socket` connects from now on."""
+        """From the next connect on, let `socket` use this key."""
         socket.set(zmq.CURVE_SERVERKEY, self.server_public.encode())
         socket.set(zmq.CURVE_PUBLICKEY, self.client_public.encode())
         socket.set(zmq.CURVE_SECRETKEY, self.client_secret.encode())
@@ -98,7 +98,7 @@ def load_cluster_key(path: str) -> ClusterKey:
 
 
 def cluster_key_of(config: EngineConfig) -> ClusterKey | None:
-    """Return the key of an engine on several machines.
+    """Return the key of an engine that spans several machines.
 
     Return None for an engine on one machine, whose sockets are in a private directory.
     """
@@ -112,7 +112,8 @@ def admit_clients(context: zmq.Context[Any], key: ClusterKey) -> None:
     A thread answers libzmq's authentication requests (ZAP, https://rfc.zeromq.org/spec/27/) until the context is
     terminated.
     """
-    # Only the thread may close this socket, so it belongs to a shadow context, which does not close it.
+    # Only the thread may close this socket. It belongs to a shadow context, because terminating that one does not close
+    # it.
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.bind("inproc://zeromq.zap.01")
     admitted = z85.decode(key.client_public)

@@ -7,18 +7,18 @@ POISON_REQUEST: Final = (
     "this request was running when a process of the engine crashed, and alone when another one crashed; "
     "it is not retried"
 )
-"""Error message of a poison request."""
+"""Error message that the client of a poison request gets."""
 
 
 class EngineError(Exception):
-    """Base class of errors raised on purpose; the message is meant for users."""
+    """Base class of the errors that Engine raises on purpose. The message is meant for users."""
 
     exit_code: ClassVar = 1
     """Exit code of a process that ends with this error."""
 
 
 class PeerLostError(EngineError):
-    """Raised if the connection to another worker is lost, which is the cause of this process's end."""
+    """Raised if a process must exit because it lost the connection to another worker."""
 
     exit_code: ClassVar = 4
 
@@ -34,7 +34,7 @@ class CheckpointError(EngineError, ValueError):
 
 
 class ConfigError(EngineError, ValueError):
-    """Raised for a configuration with which the engine cannot start; the message ends with the remedy."""
+    """Raised for a configuration with which the engine cannot start. The message ends with the remedy."""
 
 
 class RunDirectoryError(ConfigError):

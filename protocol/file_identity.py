@@ -1,4 +1,4 @@
-"""The identities of files, so that a process that reads them later gets the same content, and of LoRA adapters."""
+"""Detect changes of files that several processes read, and identify LoRA adapters by the content of their files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import msgspec
 from .errors import CheckpointError
 
 HEAD_BYTES: Final = 1 << 20
-"""Bytes at the beginning of a file that are hashed; they contain the header of a safetensors or GGUF file."""
+"""Number of bytes at the beginning of a file that are hashed. They contain the header of a safetensors or GGUF file."""
 
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of an adapter in PEFT's format."""
+"""The files of an adapter in the format of PEFT."""
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
 class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """Size in bytes, modification time, and hash of the first `HEAD_BYTES` of a file.
+    """Size in bytes, modification time, and hash of the first `HEAD_BYTES` bytes of a file.
 
-    `modified_ns` 0 matches any time, because the time of a copy on another machine is meaningless.
+    `modified_ns` is 0 if any modification time is accepted, because the file is a copy on another machine.
     """
 
     path: str
@@ -45,7 +45,7 @@ def identify_files(paths: Iterable[str | PathLike[str]]) -> tuple[FileIdentity, 
 def identify_copies(
     paths: Sequence[str | PathLike[str]], originals: Sequence[FileIdentity]
 ) -> tuple[FileIdentity, ...]:
-    """Return the current identities of files that must be copies of `originals`, in the same order.
+    """Return the current identities of files, which must be copies of `originals` in the same order.
 
     Raises:
         CheckpointError: A file cannot be read, or is not a copy.
@@ -99,10 +99,10 @@ def _identify(path: Path) -> FileIdentity:
 
 
 class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The files of a LoRA adapter, and the name that clients use.
+    """A LoRA adapter: the name that clients use, and the identity of its files.
 
-    `path` is their directory and `version` the hash of their content, 32 bytes. A name may be given another version
-    later; requests keep the one that they started with.
+    `path` is their directory, and `version` the hash of their content, 32 bytes. A name may get another version later;
+    running requests keep the version with which they started.
     """
 
     name: str
@@ -111,7 +111,7 @@ class LoraAdapter(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     @classmethod
     def read(cls, name: str, path: Path) -> LoraAdapter:
-        """Return the adapter in a directory, whose files are read whole.
+        """Read the files in a directory completely, and return the adapter.
 
         Raises:
             CheckpointError: A file is missing or cannot be read.

@@ -1,1 +1,1 @@
-"""Reading the headers and configuration of a checkpoint, without torch."""
+"""Read the headers and configuration of a checkpoint, without torch."""

@@ -1,4 +1,4 @@
-"""Reads the audio tower of a checkpoint: what turns a sound into embeddings for the decoder."""
+"""Read the config of a checkpoint's audio tower, which turns sounds into embeddings for the decoder."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .config_fields import ConfigFields
 MAX_POSITIONS: Final = 1 << 16
 
 FRAMES_AFTER: Final = 2
-"""Frames after the rows of a sound that the convolutions of the last row read."""
+"""Frames after the last computed row of a sound that the convolutions still read."""
 
 
 @dataclass(frozen=True)
 class AudioTowerSpec:
-    """Whisper's encoder (arXiv 2212.04356) and a projection into the decoder's hidden size.
+    """Whisper's encoder (arXiv 2212.04356), followed by a projection to the decoder's hidden size.
 
-    It reads windows of log-mel features; two convolutions make one row of two frames. Neighboring rows then become one
-    output: with the join "mean" (Qwen2-Audio, arXiv 2407.10759) their mean, which is normed and projected by a matrix
-    with a bias; with "stack" (Voxtral, arXiv 2507.13264) they are normed, put side by side, and projected by two
-    matrices with `projection_activation` between them.
+    It reads windows of log-mel features. Two convolutions turn every two frames into one row. After the encoder's
+    layers, `rows_per_output` neighboring rows become one output. If `join` is "mean" (Qwen2-Audio, arXiv 2407.10759),
+    their mean is normed and projected by a matrix with a bias. If it is "stack" (Voxtral, arXiv 2507.13264), they are
+    normed, concatenated and projected by two matrices, with `projection_activation` in between.
 
-    With `is_filled` a window always has `num_frames`. Else it ends with the sound and `FRAMES_AFTER`, of which only the
-    convolutions read something: the rows of silence after the sound are not computed.
+    If `is_filled`, a window always has `num_frames` frames, padded with silence. Otherwise it ends with the sound and
+    `FRAMES_AFTER` more frames, which only the convolutions read, so no rows are computed for silence.
     """
 
     num_mel_bins: int
@@ -41,23 +41,23 @@ class AudioTowerSpec:
 
     @property
     def num_frames(self) -> int:
-        """The frames of a whole window."""
+        """The number of frames of a full window."""
         return 2 * self.num_positions
 
     @property
     def frames_after(self) -> int:
-        """The frames at the end of a window that make no row."""
+        """The number of frames at the end of a window for which no row is computed."""
         return 0 if self.is_filled else FRAMES_AFTER
 
 
 def has_audio_tower(fields: ConfigFields) -> bool:
-    """Return whether a model with this config has an audio tower that Engine computes."""
+    """Return whether a model with this config has an audio tower that Engine supports."""
     is_known = fields.text("model_type", "") in ("qwen2_audio", "voxtral")
     return is_known and fields.section("audio_config") is not None
 
 
 def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
-    """Return the audio tower of a model with this config, which `has_audio_tower`.
+    """Return the audio tower of a model for which `has_audio_tower` is true.
 
     Args:
         fields: The content of a config.json.
@@ -70,7 +70,7 @@ def audio_tower_spec(fields: ConfigFields, output_size: int) -> AudioTowerSpec:
     audio = fields.required_section("audio_config")
 
     def size(name: str, other: str, default: int, maximum: int = MAX_POSITIONS) -> int:
-        """Return a number, which configs have under one of two names."""
+        """Return a size, which configs have under one of two names."""
         found = name if audio.get(name) is not None else other
         return audio.integer(found, default, maximum=maximum)
 

@@ -1,4 +1,4 @@
-"""Reads the classes of a checkpoint with a classification head, and what turns their scores into probabilities."""
+"""Read the classes of a checkpoint with a classification head, and how scores become probabilities."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from ..config.model import Activation, ClassifierConfig
 from .config_fields import ConfigFields
 
 CLASSIFIER_SUFFIX: Final = "ForSequenceClassification"
-"""The end of the architecture of every model with a classification head."""
+"""The suffix of the architecture name of every model with a classification head."""
 
 TOKENS: Final = "classifier_from_token"
-"""The field with the tokens whose logits after the prompt are the scores of a model that was trained as a decoder."""
+"""The config field with the tokens, such as "no" and "yes", by which a decoder classifies.
+
+The logits of these tokens after the prompt are the scores of the classes.
+"""
 TOKEN_IDS: Final = "classifier_token_ids"
-"""The field with the ids of these tokens."""
+"""The config field with the ids of these tokens."""
 
 MAX_LABELS: Final = 1 << 16
 _DEFAULT_NUM_LABELS: Final = 2
@@ -24,13 +27,13 @@ _PROBLEM_TYPES: Final = {
 
 
 def is_classifier(fields: ConfigFields) -> bool:
-    """Return whether a config is that of a model with a classification head."""
+    """Return whether a model with this config has a classification head."""
     names = fields.texts("architectures")
     return TOKENS in fields.config or any(name.endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
 def read_num_labels(fields: ConfigFields) -> int:
-    """Return the number of classes. Two tokens that stand for no and yes are one class."""
+    """Return the number of classes. Two tokens that mean no and yes are a single class."""
     if tokens := fields.texts(TOKENS):
         return 1 if len(tokens) == 2 else len(tokens)
     labels = fields.section("id2label")
@@ -39,7 +42,7 @@ def read_num_labels(fields: ConfigFields) -> int:
 
 
 def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
-    """Return the classes of a model; None for a model without a classification head."""
+    """Return the classes of a model, or None if it has no classification head."""
     if not is_classifier(fields):
         return None
     labels = None if fields.texts(TOKENS) else fields.section("id2label")
@@ -51,7 +54,7 @@ def read_classifier(fields: ConfigFields) -> ClassifierConfig | None:
 
 
 def _activation(fields: ConfigFields, num_labels: int) -> Activation:
-    """Return the activation for the problem, or that of sentence-transformers; else that for the number of classes."""
+    """Return the activation that the config names, else the usual one for this number of classes."""
     problem = fields.text("problem_type", "")
     if problem in _PROBLEM_TYPES:
         return _PROBLEM_TYPES[problem]

@@ -1,4 +1,4 @@
-"""Typed access to a JSON file of a checkpoint, with errors that name the file, the field and its value."""
+"""Read a checkpoint's JSON files by typed fields, with errors that name the file, the field and its value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 10_000
 """Upper bound of layer counts. Each layer needs memory, so a wrong number must not exhaust it."""
 MAX_NUMBER = 1e15
-"""Upper bound of numbers, so that values computed from them fit into a float32."""
+"""Upper bound of all other numbers, so that values computed from them fit into a float32."""
 
 
 class ConfigFields:
-    """The fields of one object in the file `path`. Every error is a `CheckpointError`.
+    """The fields of one object in the JSON file `path`. Every error is a `CheckpointError`.
 
-    `prefix` is put before field names in errors. A null field counts as absent, as in transformers.
+    Errors show a field's name after `prefix`. A field that is null counts as absent, as in transformers.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class ConfigFields:
         return cls.read(path) if path.is_file() else cls({}, path)
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigFields:
-        """Return these fields with some values replaced."""
+        """Return a copy of the fields with some values replaced."""
         return ConfigFields({**self.config, **values}, self.path, self.prefix)
 
     def with_defaults(self, **defaults: Any) -> ConfigFields:
-        """Return these fields with defaults for those that are not mentioned at all."""
+        """Return a copy of the fields with defaults for names that the file does not contain at all."""
         return ConfigFields({**defaults, **self.config}, self.path, self.prefix)
 
     def error(self, problem: str) -> CheckpointError:
-        """Return an error about this file."""
+        """Return a CheckpointError about this file."""
         return CheckpointError(self.path, problem)
 
     def wrong(self, name: str, needed: str, value: Any) -> CheckpointError:
-        """Return an error about a field that is not as `needed`."""
+        """Return a CheckpointError that says what a field must be, and what it is."""
         return self.error(f"{self.prefix}{name} must be {needed}, got {value!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -83,7 +83,7 @@ class ConfigFields:
         minimum: int = 1,
         maximum: int = MAX_INTEGER,
     ) -> int:
-        """Return an integer field within bounds."""
+        """Return an integer field, checked to be from `minimum` to `maximum`."""
         value = self._required(name, default)
         if not _is_integer(value) or not minimum <= value <= maximum:
             needed = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
@@ -93,7 +93,7 @@ class ConfigFields:
         return int(value)
 
     def layer_count(self, name: str) -> int:
-        """Return a number of layers."""
+        """Return a field with a number of layers, checked to be reasonable."""
         return self.integer(name, maximum=MAX_LAYERS)
 
     def optional_integer(self, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint embeds text: from sentence-transformers' files, or by the family of the model."""
+"""Read how a checkpoint embeds text, from the files of sentence-transformers or by the family of the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENCODERS: Final = frozenset(
 """The `model_type` of every family whose attention is always bidirectional."""
 
 OFFSET_POSITIONS: Final = frozenset({"mpnet", "roberta", "xlm-roberta"})
-"""The `model_type` of every family whose table of positions starts with unused rows."""
+"""The `model_type` of every family whose table of position embeddings starts with unused rows."""
 
 _KINDS: Final = {
     "pooling_mode_cls_token": PoolingKind.CLS,
@@ -50,32 +50,32 @@ class _Module(msgspec.Struct):
 
 
 class EmbeddingFiles(msgspec.Struct, frozen=True):
-    """The pooler, and the maximum length of a text in tokens; None for that of the model."""
+    """The pooler of a checkpoint, and the maximum length of a text in tokens; None if only the model limits it."""
 
     pooler: PoolerConfig
     max_length: int | None = None
 
 
 def is_encoder(fields: ConfigFields) -> bool:
-    """Return whether the attention of a model is bidirectional."""
+    """Return whether a model with this config attends bidirectionally."""
     if fields.text("model_type", "") in _ENCODERS:
         return True
     return fields.get("use_bidirectional_attention") is True or fields.get("is_causal") is False
 
 
 def has_head(fields: ConfigFields) -> bool:
-    """Return whether a checkpoint has an output projection: it was saved as more than a base model."""
+    """Return whether a checkpoint has an output projection, that is, was not saved as a base model."""
     names = fields.texts("architectures")
     return not any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
 
 
 def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
-    """Return how the checkpoint in `path` embeds text. `config` is that of the language model.
+    """Return how the checkpoint in `path` embeds text. `config` are the fields of the language model.
 
     Raises:
         CheckpointError: A file is invalid, or a module is not supported.
     """
-    # The worker rejects a config without a size.
+    # A config without a hidden size is rejected later, by the worker.
     hidden_size = config.optional_integer("hidden_size") or 0
     lengths = _lengths(config)
     if is_classifier(config) or not (path / "modules.json").is_file():
@@ -121,19 +121,19 @@ def read_embedding_files(path: Path, config: ConfigFields) -> EmbeddingFiles:
 
 
 def _lengths(config: ConfigFields) -> tuple[int, ...]:
-    """Return the lengths that a model was trained for (Matryoshka), as far as its config says so."""
+    """Return the vector lengths that a Matryoshka model was trained for; empty if the config does not list them."""
     lengths = config.get("matryoshka_dimensions")
     if lengths is None and config.boolean("is_matryoshka", True):
         return ()
     lengths = lengths or []
     if not isinstance(lengths, list) or not all(type(each) is int and each > 0 for each in lengths):
         raise config.wrong("matryoshka_dimensions", "a list of positive integers", lengths)
-    # The vector itself is always one of them.
+    # The full vector is always allowed.
     return tuple(sorted(lengths)) or (config.optional_integer("hidden_size") or 1,)
 
 
 def _dense_of_gguf(path: Path, config: ConfigFields) -> tuple[DenseConfig, ...]:
-    """Return the dense layers that a GGUF file has beside the model."""
+    """Return the dense layers that a GGUF file contains in addition to the model."""
     shapes = config.get("dense_modules") if path.suffix == ".gguf" else None
     return tuple(
         DenseConfig(str(path), columns, rows, False, DenseActivation.IDENTITY, name)
@@ -149,7 +149,7 @@ def _modules(path: Path) -> list[_Module]:
 
 
 def _dense(path: Path, size: int) -> DenseConfig:
-    """Return the dense layer in `path`, which reads vectors of `size` elements."""
+    """Return the dense layer in the directory `path`, which must read vectors of `size` elements."""
     fields = ConfigFields.read(path / "config.json")
     if fields.integer("in_features") != size:
         raise fields.error(f"in_features {fields.get('in_features')} must be {size} here")

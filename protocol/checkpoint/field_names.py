@@ -1,4 +1,4 @@
-"""One name for each config field that families name differently."""
+"""Give config fields that families name differently one common name, which is Llama's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OTHER_NAMES: Final = {
 
 
 def with_common_names(fields: ConfigFields) -> ConfigFields:
-    """Return the fields with those that have another family's name also under Llama's name."""
+    """Return the fields, adding Llama's name for each field that has another name in this family."""
     found = {}
     for name, others in _OTHER_NAMES.items():
-        # A Cohere 2 MoE without an epsilon of root-mean-square norms has layer norms.
+        # A Cohere 2 MoE config without an epsilon for RMS norms describes a model with layer norms.
         is_absent = name == "rms_norm_eps" and fields.get("model_type") == "cohere2_moe"
         if fields.get(name) is None and not is_absent:
             value = next(
@@ -61,18 +61,18 @@ _NESTED_DEFAULTS: Final[dict[str, dict[str, int]]] = {
         "max_position_embeddings": 32_768,
     },
 }
-"""Defaults of transformers by model type.
+"""Defaults by model type, as in transformers.
 
-Configs of models with images or sounds omit fields of the decoder that have them.
+Configs of models that read images or sounds omit decoder fields that have these values.
 """
 
 
 def read_text_config(fields: ConfigFields) -> ConfigFields | None:
-    """Return the fields of the text decoder, if it has a section of its own, with the defaults that it omits."""
+    """Return the fields of a nested text decoder, completed with defaults; None if the decoder is not nested."""
     text = fields.section("text_config")
     if text is None:
         return None
     if fields.get("model_type") == "paligemma":
-        # It says that the tokens of a prompt see each other. Those after the prompt are causal.
+        # The field says that prompt tokens attend to later prompt tokens. Output tokens attend causally.
         text = text.with_values({"use_bidirectional_attention": None})
     return text.with_defaults(**_NESTED_DEFAULTS.get(text.text("model_type", ""), {}))

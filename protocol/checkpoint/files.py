@@ -1,4 +1,4 @@
-"""The files of a checkpoint that processes read each time they start."""
+"""List the files of a checkpoint that processes read at each start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES: Final = (
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """Return the files that a worker reads of the checkpoint at `path`, a directory or a `.gguf` file."""
+    """Return the files that a worker reads from the checkpoint at `path`, a directory or a `.gguf` file."""
     if path.is_dir():
         names = [path / "config.json", *path.glob("*.safetensors*")]
         return sorted(name for name in names if name.is_file())

@@ -1,7 +1,7 @@
 """A memory-mapped reader of GGUF files (versions 2 and 3, little-endian, split or whole).
 
-Opening a file takes one pass over its header. Arrays of strings, above all the vocabulary, are skipped and decoded when
-first looked up. Tensor data is never read.
+Opening a file takes one pass over its header. Arrays of strings, mainly the vocabulary, are decoded when they are first
+accessed. Tensor data is not read.
 """
 
 import math
@@ -105,7 +105,7 @@ BLOCK_SIZES: Mapping[GGMLQuantizationType, tuple[int, int]] = {
     _T.NVFP4: (64, 36),
     _T.Q1_0: (128, 18),
 }
-"""For each type (elements per block, bytes per block). Blocks run along a tensor's last dimension."""
+"""For each type, (elements per block, bytes per block). Blocks run along a tensor's last dimension."""
 
 
 class _ValueType(IntEnum):
@@ -144,16 +144,16 @@ _u64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """The location of one tensor. ``shape`` is in torch order (GGUF's own order reversed)."""
+    """The type, shape and location of one tensor. ``shape`` is in torch order, the reverse of GGUF's own."""
 
     name: str
     shape: tuple[int, ...]
     ggml_type: GGMLQuantizationType
     offset: int
-    """First byte, counted from the start of the file."""
+    """Offset of the first byte from the start of the file."""
     n_bytes: int
     file_index: int = 0
-    """Index of the file of a split checkpoint that contains the tensor."""
+    """Index of the file that contains the tensor, if the checkpoint is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _UndecodedStrings:
 
 
 class GGUFMetadata(Mapping[str, Any]):
-    """The key-value pairs of a file: Python scalars and strings, ``list[str]``, numpy arrays."""
+    """The key-value pairs of a file. Values are Python scalars and strings, ``list[str]``, or numpy arrays."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -270,7 +270,7 @@ class _HeaderParser:
         return self.numbers(_SCALAR_DTYPES[kind], count, what)
 
     def counts(self) -> tuple[int, int]:
-        """Check the preamble. Return the numbers of tensors and of key-value pairs."""
+        """Check the magic number and the version. Return the numbers of tensors and of key-value pairs."""
         if self.buffer[:4] != MAGIC:
             raise self.fail(f"not a GGUF file: it starts with {self.buffer[:4]!r}, not {MAGIC!r}")
         self.position = 4
@@ -322,7 +322,7 @@ class _HeaderParser:
         return [self.placed(tensor, data_start) for tensor in found]
 
     def placed(self, tensor: GGUFTensor, data_start: int) -> GGUFTensor:
-        """Return the tensor with its offset counted from the start of the file."""
+        """Return the tensor with its offset counted from the start of the file instead of the tensor data."""
         start = data_start + tensor.offset
         stop = start + tensor.n_bytes
         if stop > len(self.buffer):
@@ -337,8 +337,8 @@ class _HeaderParser:
 class GGUFFile:
     """An open GGUF checkpoint.
 
-    ``metadata`` holds the key-value pairs and ``tensors`` the tensors by name. For a split checkpoint
-    (``…-00001-of-0000N.gguf``) any of its files may be given. All of them are opened, and the metadata is that of the
+    ``metadata`` holds the key-value pairs, and ``tensors`` the tensors by name. For a split checkpoint
+    (``…-00001-of-0000N.gguf``), any of its files may be given. All of them are opened, and the metadata comes from the
     first.
 
     Raises:

@@ -10,11 +10,11 @@ from ..config import ParallelConfig
 from ..errors import ConfigError
 
 DEFAULTS_OF_GEMMA3: Final = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
-"""Defaults of transformers for fields that a Gemma 3 config may omit."""
+"""Defaults in transformers for the fields that a Gemma 3 config may omit."""
 
 
 class ModelDimensions(msgspec.Struct, frozen=True):
-    """Sizes of a model. None means that the model's family determines the size.
+    """Sizes of a model. None means that the config does not say, so that the model's family determines the size.
 
     `num_recurrent_units` is the number of parts into which a recurrent layer can be divided; 0 without such layers.
     """
@@ -29,14 +29,14 @@ class ModelDimensions(msgspec.Struct, frozen=True):
 
 
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The names that families give to the number of a layer's experts."""
+"""The names that families use for the number of a layer's experts."""
 
 
 def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
     """Check that the model can be divided as configured.
 
     Raises:
-        ConfigError: It cannot; the message has the numbers.
+        ConfigError: It cannot; the message has the sizes and the values that are possible.
     """
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if stages > model.num_layers:
@@ -73,7 +73,7 @@ def check_parallel(model: ModelDimensions, parallel: ParallelConfig) -> None:
 
 
 def _sizes(model: ModelDimensions) -> str:
-    """Return the tensor-parallel sizes that the model allows, as text."""
+    """Return text that lists the tensor-parallel sizes that the model allows."""
     kv_heads = model.num_kv_heads or model.num_heads
     sizes = [
         str(size)

@@ -1,4 +1,4 @@
-"""Reads the recurrent layers of a model from its config."""
+"""Read the recurrent layers of a model from its config."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .recurrent_layers import (
 )
 
 DEFAULT_LENGTH: Final = 8192
-"""The context length of models in which no layer attends and whose config names none, as most."""
+"""Context length of models without attention whose config does not set one. Most do not."""
 
 
 def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
-    """Return the recurrent layers of a model, which are all alike; None if it has none.
+    """Return the sizes of a model's recurrent layers, which are all alike, or None if it has none.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -65,10 +65,10 @@ def read_recurrent_layer(fields: ConfigFields) -> RecurrentLayer | None:
 
 
 def _require_silu(fields: ConfigFields, name: str = "hidden_act") -> None:
-    """Check the activation of the convolution and of the gate.
+    """Check that the convolution and the gate use SiLU.
 
     Raises:
-        CheckpointError: It is another one.
+        CheckpointError: The activation is another one.
     """
     activation = fields.text(name, "silu")
     if activation not in ("silu", "swish"):
@@ -128,7 +128,7 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     limits = fields.get("time_step_limit", [0.0, math.inf])
     if not isinstance(limits, list | tuple) or len(limits) != 2:
         raise fields.wrong("time_step_limit", "a list of 2 numbers", limits)
-    # Transformers writes an infinite number as an object.
+    # transformers writes infinity as an object.
     least, most = (math.inf if isinstance(each, dict) else each for each in limits)
     if not all(type(each) in (int, float) for each in (least, most)):
         raise fields.wrong("time_step_limit", "a list of 2 numbers", limits)
@@ -164,10 +164,10 @@ def _read_mamba2(fields: ConfigFields) -> Mamba2:
 
 
 def read_factors(fields: ConfigFields, name: str, count: int) -> list[float]:
-    """Return a field with `count` numbers, by default ones.
+    """Return a field with `count` numbers. The default is ones.
 
     Raises:
-        CheckpointError: The field is something else.
+        CheckpointError: The field has another length or type.
     """
     factors = fields.get(name, [1.0] * count)
     is_list = isinstance(factors, list | tuple) and len(factors) == count
@@ -270,22 +270,23 @@ def _olmo_hybrid_with_defaults(fields: ConfigFields) -> ConfigFields:
 
 
 def is_purely_recurrent(fields: ConfigFields) -> bool:
-    """Return whether no layer of the model attends."""
+    """Return whether no layer of the model has attention."""
     return fields.text("model_type", "") in ("mamba", "falcon_mamba", "mamba2")
 
 
 def nominal_heads(layer: RecurrentLayer) -> tuple[int, int]:
-    """Return key/value heads and their size for a model in which no layer attends.
+    """Return a number of key/value heads and a head size for a model without attention.
 
-    Only the size of a block follows from them: it is that of their keys and values.
+    They only determine the size of a KV-cache block, in which the recurrent state is stored.
     """
     return math.gcd(layer.num_units, 64), 64
 
 
 class RecurrentModel(msgspec.Struct, frozen=True):
-    """The recurrent layers of a model, and the key/value heads of its other layers.
+    """The recurrent layers of a model, and the key/value heads of its attention layers.
 
-    With `values_are_keys` (latent attention) the cache has no values. A model without other layers has nominal heads.
+    If `values_are_keys` (latent attention), the cache has no separate values. A model without attention has nominal
+    heads.
     """
 
     layer: RecurrentLayer
@@ -295,7 +296,7 @@ class RecurrentModel(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, fields: ConfigFields) -> Self | None:
-        """Return the layers that a config describes; None if it has no recurrent ones.
+        """Return the layers that a config describes, or None if it has no recurrent ones.
 
         Raises:
             CheckpointError: A field is missing or invalid.
@@ -313,12 +314,12 @@ class RecurrentModel(msgspec.Struct, frozen=True):
         return cls(layer, fields.integer("num_key_value_heads", num_heads), head_dim)
 
     def smallest_block_size(self, ranks: int, input_bytes: int, kv_bytes: int) -> int:
-        """Return the fewest tokens whose keys and values take as much memory as a state.
+        """Return the smallest block size, in tokens, whose keys and values take as much memory as one state.
 
         Args:
             ranks: The tensor-parallel size.
-            input_bytes: Bytes of a number of the model's dtype.
-            kv_bytes: Bytes of a number in the KV cache.
+            input_bytes: Bytes per element of the model's dtype.
+            kv_bytes: Bytes per element of the KV cache.
         """
         parts = 1 if self.values_are_keys else 2
         token_bytes = parts * max(1, self.num_kv_heads // ranks) * self.head_dim * kv_bytes

@@ -1,16 +1,17 @@
-"""Layers with a recurrent state: their sizes, read from a checkpoint's config without torch.
+"""The sizes of layers with a recurrent state, read from a checkpoint's config without torch.
 
-Such a layer reads a state of fixed size instead of keys and values. The state has a recurrent part in float32, and the
-layer's inputs of the last few tokens in the dtype of the model.
+Such a layer reads a state of fixed size instead of keys and values. The state has two parts: the recurrent part in
+float32, and the layer's inputs for the last few tokens in the model's dtype.
 
-A layer is computed in segments of tokens at fixed positions, `SEGMENT` tokens if it has a recurrence. The recurrent
-part is the state at the start of the last segment. The inputs are those since then, and before it as many as the
-convolution reads. So a token is always computed by the same operations, however a prompt is divided into steps.
+A layer is computed in segments of tokens at fixed positions. With a recurrence, a segment has `SEGMENT` tokens. The
+recurrent part is the state at the start of the last segment. The stored inputs are those since that start, plus as many
+before it as the convolution reads. A token is therefore always computed by the same operations, however a prompt is
+divided into steps.
 
-Of such a state, only the first inputs are read by a token that comes before its end in the segment. So a step can end
-with tokens that may be rejected, if they do not complete a segment (`KVCacheGroup.limit_drafts`). Nothing has to be
-undone when they are: the next step reads the same state, and overwrites their inputs. Code that computes a layer must
-therefore read the inputs of a state by position, up to the first token of the step, and not by their number.
+A token in the middle of a segment reads only the stored inputs before it. A step can therefore end with tokens that may
+be rejected, if they do not complete a segment (`KVCacheGroup.limit_drafts`). A rejection needs no undo: the next step
+reads the same state and overwrites the inputs of the rejected tokens. Code that computes a layer must therefore read
+the stored inputs by position, up to the first token of the step, and not by their number.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from typing import Final, TypeAlias
 import msgspec
 
 SEGMENT: Final = 16
-"""Tokens of a segment."""
+"""Number of tokens in a segment."""
 
 
 class StateSize(msgspec.Struct, frozen=True):
-    """The state of one layer in one worker: `num_recurrent` numbers, and `num_inputs` inputs of `channels` numbers."""
+    """The state of one layer in one worker.
+
+    It has `num_recurrent` float32 numbers, and `num_inputs` stored inputs of `channels` elements each.
+    """
 
     num_recurrent: int
     num_inputs: int
     channels: int
 
     def num_bytes(self, input_bytes: int) -> int:
-        """Return the bytes of the state, if a number of an input has `input_bytes`."""
+        """Return the size of the state in bytes, if one element of an input takes `input_bytes`."""
         return 4 * self.num_recurrent + self.num_inputs * self.channels * input_bytes
 
 
@@ -44,16 +48,16 @@ class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment.
+        """Number of tokens in a segment.
 
-        There is no recurrent part, so the length matters for drafts only. The inputs of a longer one would make blocks
-        large.
+        There is no recurrent part, so the length matters only for drafts. Storing the inputs of a longer segment would
+        make blocks large.
         """
         return 8
 
     @property
     def num_units(self) -> int:
-        """The number of parts that ranks can divide equally."""
+        """Number of parts that can be divided equally among ranks."""
         return self.channels
 
     def state_size(self, ranks: int) -> StateSize:
@@ -64,8 +68,8 @@ class ShortConvolution(msgspec.Struct, frozen=True, tag=True):
 class Mamba1(msgspec.Struct, frozen=True, tag=True):
     """A Mamba layer (Gu and Dao, 2023, arXiv 2312.00752).
 
-    Each channel has a state of `state_size_per_channel` elements. Steps are products of a vector of `step_rank`
-    elements. With `norm_eps` that vector, B and C are normed.
+    Each channel has a state of `state_size_per_channel` elements. The time step is a product of a vector of `step_rank`
+    elements. If `norm_eps` is set, that vector, B and C are normed.
     """
 
     channels: int
@@ -79,16 +83,16 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment.
+        """Number of tokens in a segment.
 
-        A token's step, B and C are products of its convolved input. A longer segment would compute those of the tokens
-        before it again.
+        The time step, B and C of a token are products of its convolved input. A longer segment would compute the
+        products of its earlier tokens again.
         """
         return 1
 
     @property
     def num_units(self) -> int:
-        """The number of parts that ranks can divide equally."""
+        """Number of parts that can be divided equally among ranks."""
         return self.channels
 
     def state_size(self, ranks: int) -> StateSize:
@@ -100,9 +104,9 @@ class Mamba1(msgspec.Struct, frozen=True, tag=True):
 class Mamba2(msgspec.Struct, frozen=True, tag=True):
     """A Mamba-2 layer (Dao and Gu, 2024, arXiv 2405.21060).
 
-    Groups of heads share B and C of `state_size_per_head` elements. The output is normed in `norm_groups` groups after
-    the gate is applied, or not at all if that is 0. The size of a step is limited to `min_step` .. `max_step`.
-    `multipliers` are factors on the projections to the gate, x, B, C and the step.
+    Groups of heads share B and C, of `state_size_per_head` elements. After the gate, the output is normed in
+    `norm_groups` groups, or not at all if that is 0. Time steps are limited to the range `min_step` to `max_step`.
+    `multipliers` are factors on the projections to the gate, x, B, C and the time step.
     """
 
     num_heads: int
@@ -121,12 +125,12 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment."""
+        """Number of tokens in a segment."""
         return SEGMENT
 
     @property
     def num_units(self) -> int:
-        """The number of parts that ranks can divide equally."""
+        """Number of parts that can be divided equally among ranks."""
         return self.num_heads if self.num_groups == 1 else self.num_groups
 
     def state_size(self, ranks: int) -> StateSize:
@@ -143,10 +147,10 @@ class Mamba2(msgspec.Struct, frozen=True, tag=True):
 class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
     """A gated delta net (Yang et al., 2024, arXiv 2412.06464).
 
-    Several value heads share one key head. Keys have `key_dim` elements and values `value_dim`. `is_interleaved` says
-    that the projections to queries, keys, values and gates are stored key head by key head, and `has_interleaved_steps`
-    that those to strengths and steps are. With `has_tiled_heads` value head i shares key head i modulo their number,
-    otherwise value heads that follow each other share one.
+    Several value heads share one key head. Keys have `key_dim` elements and values `value_dim`. If `is_interleaved`,
+    the projections to queries, keys, values and gates are stored key head by key head. `has_interleaved_steps` says the
+    same about the projections to strengths and time steps. If `has_tiled_heads`, value head i uses key head i modulo
+    their number; otherwise consecutive value heads share one.
     """
 
     num_key_heads: int
@@ -162,12 +166,12 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment."""
+        """Number of tokens in a segment."""
         return SEGMENT
 
     @property
     def num_units(self) -> int:
-        """The number of parts that ranks can divide equally."""
+        """Number of parts that can be divided equally among ranks."""
         return self.num_key_heads
 
     def state_size(self, ranks: int) -> StateSize:
@@ -181,7 +185,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, tag=True):
 
 
 class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
-    """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692): a delta rule with a decay per key element.
+    """Kimi delta attention (Kimi Linear, 2025, arXiv 2510.26692), a delta rule with one decay per element of the keys.
 
     Keys and values of a head have `head_dim` elements.
     """
@@ -192,12 +196,12 @@ class KimiDeltaAttention(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def segment(self) -> int:
-        """Tokens of a segment."""
+        """Number of tokens in a segment."""
         return SEGMENT
 
     @property
     def num_units(self) -> int:
-        """The number of parts that ranks can divide equally."""
+        """Number of parts that can be divided equally among ranks."""
         return self.num_heads
 
     def state_size(self, ranks: int) -> StateSize:

@@ -1,4 +1,4 @@
-"""Reads how an encoder-decoder model reads sounds or a source text, from the files of transformers."""
+"""Read how an encoder-decoder model processes sounds or a source text, from the files of transformers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ _SPEECH: Final = frozenset({"whisper", "moonshine"})
 _SOURCE_TEXT: Final = frozenset({"bart", "mbart", "t5"})
 
 MAX_SOURCE_TOKENS: Final = 512
-"""Default maximum length of a source and of an output of T5, which was trained with this length but has no limit."""
+"""Default maximum length of a T5 source and of its output, in tokens.
+
+T5 has no limit, but was trained with this one.
+"""
 
 _MOONSHINE_SECONDS: Final = 30.0
 _MOONSHINE_TOKENS_PER_SECOND: Final = 6.5
-"""The authors' limit, because the model repeats itself after short sounds."""
+"""Maximum output tokens per second of sound. Moonshine's authors set it to stop repetitions after short sounds."""
 
 _MAX_ALIGNMENT_HEADS: Final = 1024
 
 
 def is_encoder_decoder(fields: ConfigFields) -> bool:
-    """Return whether a model has an encoder whose outputs its decoder reads by cross attention."""
+    """Return whether the model has an encoder whose outputs its decoder reads by cross attention."""
     return fields.text("model_type", "") in _SPEECH | _SOURCE_TEXT
 
 
 def with_decoder_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the config of an encoder-decoder model with the decoder's fields under Llama's names.
+    """Return the config of an encoder-decoder model, adding the decoder's fields under Llama's names.
 
     Configs of other models are returned unchanged.
     """
@@ -76,7 +79,7 @@ _DECODER_FIELDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 
 
 def max_source_positions(fields: ConfigFields) -> int:
-    """Return the maximum number of the encoder's outputs.
+    """Return the maximum number of encoder outputs.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -90,7 +93,7 @@ def max_source_positions(fields: ConfigFields) -> int:
 def read_audio_processor(
     path: Path, config: ConfigFields, generation: ConfigFields
 ) -> AudioProcessorConfig | None:
-    """Return how the model reads sounds; None if it reads none.
+    """Return how the model processes sounds, or None if it reads none.
 
     Args:
         path: The checkpoint.
@@ -103,7 +106,7 @@ def read_audio_processor(
     if config.text("model_type", "") not in _SPEECH:
         return None
     processor = ConfigFields.read_if_present(path / "preprocessor_config.json")
-    # Processors of transformers 5 are in one file.
+    # transformers 5 stores all processors in one file.
     joined = ConfigFields.read_if_present(path / "processor_config.json")
     processor = processor if processor.config else joined.first_section("feature_extractor")
     return read_audio(processor, config, generation)
@@ -112,14 +115,14 @@ def read_audio_processor(
 def read_audio(
     processor: ConfigFields, config: ConfigFields, generation: ConfigFields | None = None
 ) -> AudioProcessorConfig:
-    """Return how a speech model reads sounds, from the fields of its files."""
+    """Return how a speech model processes sounds, from the fields of its files."""
     kind = SpeechKind(config.text("model_type"))
     read = _whisper if kind is SpeechKind.WHISPER else _moonshine
     return read(processor, config, generation or ConfigFields({}, config.path))
 
 
 def read_source_text(config: ConfigFields, generation: ConfigFields) -> SourceTextConfig | None:
-    """Return how the model reads a source text; None unless it is an encoder-decoder model of text.
+    """Return how the model processes a source text, or None if it is not an encoder-decoder model of text.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -177,7 +180,7 @@ def _whisper(
         transcribe_token_id=tasks.get("transcribe", -1),
         translate_token_id=tasks.get("translate", -1),
         no_timestamps_token_id=no_timestamps,
-        # In all of Whisper's vocabularies these two tokens are before that one.
+        # In every Whisper vocabulary, these two tokens precede that one.
         previous_token_id=_token(
             generation, "prev_sot_token_id", max(no_timestamps - 2, -1), config
         ),
@@ -215,7 +218,7 @@ def _moonshine(
 
 
 def _token(fields: ConfigFields, name: str, default: int, other: ConfigFields | None = None) -> int:
-    """Return a token id from the first file that has it."""
+    """Return a token id from the first of two files that contains it."""
     if fields.get(name) is None and other is not None:
         fields = other
     value = fields.get(name, default)
@@ -235,7 +238,7 @@ def _tokens_by_name(fields: ConfigFields, name: str, config: ConfigFields) -> di
 
 
 def _suppressed(generation: ConfigFields, config: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return suppressed tokens that are in the vocabulary."""
+    """Return the suppressed tokens that exist in the vocabulary."""
     fields = generation if generation.get(name) is not None else config
     vocab_size = config.integer("vocab_size", MAX_INTEGER)
     return tuple(token for token in fields.token_ids(name) if 0 <= token < vocab_size)

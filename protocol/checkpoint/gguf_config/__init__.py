@@ -1,1 +1,1 @@
-"""Translates GGUF metadata into Hugging Face configs."""
+"""Translate GGUF metadata into Hugging Face configs, one file per kind of architecture."""

@@ -1,7 +1,7 @@
-"""Translates a GGUF file's metadata into a Hugging Face ``config.json``.
+"""Translate a GGUF file's metadata into a Hugging Face ``config.json``.
 
-GGUF has its own names for hyper-parameters and omits those that are constants of an architecture. Numbers are returned
-as the shortest decimal with the same float32, which is what the model's author wrote (1e-05, not
+GGUF has its own names for hyper-parameters, and omits those that are constants of an architecture. Numbers are returned
+as the shortest decimal with the same float32 value, which is what the model's author wrote (1e-05, not
 9.999999747378752e-06).
 """
 
@@ -21,9 +21,9 @@ from .recurrent import RECURRENT
 
 ARCHITECTURES: Final[dict[str, Translate]] = {**DENSE, **ENCODERS, **GEMMA, **MIXTURES, **RECURRENT}
 
-# Their metadata has lists with the sizes of each layer.
+# Architectures whose metadata lists the sizes of each layer.
 _VARIED = (*RECURRENT, "gemma3n", "gemma4", "mimo2")
-# Token types of GGUF. Only tokens that are not ordinary text can end a generation.
+# GGUF's token types. Only tokens that are not ordinary text can end a generation.
 _CONTROL, _USER_DEFINED = 3, 4
 _END_OF_GENERATION_TEXTS = (
     "<|eot_id|>",

@@ -1,4 +1,4 @@
-"""Translates the metadata of models whose layers all have attention and one MLP."""
+"""Translate the metadata of models in which every layer has attention and one MLP."""
 
 from typing import Any
 
@@ -212,7 +212,7 @@ def _apertus(fields: ModelFields) -> dict[str, Any]:
         "apertus",
         "ApertusForCausalLM",
         hidden_act="xielu",
-        # A scaling without effect, because the family's default is another one.
+        # "default" scales nothing. Without it, the family's own scaling would apply.
         rope_scaling=rope_scaling(fields) or {"rope_type": "default"},
     )
 
@@ -246,7 +246,7 @@ def _minicpm3(fields: ModelFields) -> dict[str, Any]:
     return {
         "model_type": "minicpm3",
         "architectures": ["MiniCPM3ForCausalLM"],
-        # Constants of the one published model.
+        # Constants of the only published model of this architecture.
         "scale_emb": 12.0,
         "scale_depth": 1.4,
         "dim_model_base": 256,

@@ -1,4 +1,4 @@
-"""Translates the metadata of encoders, which embed text."""
+"""Translate the metadata of text encoders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .parts import CLS, read_pooling
 
 
 def _encoder(fields: ModelFields) -> dict[str, Any]:
-    """Return what all encoders with token types have."""
+    """Return the fields that all encoders with token types have in common."""
     types = fields.gguf.tensors.get("token_types.weight")
     if types is None or fields.boolean("attention.causal", False):
         raise CheckpointError(fields.path, "not an encoder with token types; convert it again")

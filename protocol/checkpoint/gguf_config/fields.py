@@ -1,4 +1,4 @@
-"""Reads the keys of a GGUF file's metadata."""
+"""Read the keys of a GGUF file's metadata by type."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ class GGUFFields(ConfigFields):
     """The keys of a GGUF file's metadata that begin with `prefix`."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value. A list of equal numbers, one for each layer, becomes that number."""
+        """Return a value. A list with an equal number for each layer is returned as that number."""
         value = self.config.get(self.prefix + name)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
@@ -24,16 +24,16 @@ class GGUFFields(ConfigFields):
         return default if value is None else value
 
     def optional_integer(self, name: str) -> int | None:
-        """Return an integer, or None if the key is absent or 0."""
+        """Return an integer, or None if the key is absent or its value is 0."""
         return self.integer(name, 0, minimum=0) or None
 
     def optional_positive(self, name: str) -> float | None:
-        """Return a number, or None if the key is absent or 0."""
+        """Return a number, or None if the key is absent or its value is 0."""
         return self.number(name, 0) or None
 
 
 class ModelFields(GGUFFields):
-    """The metadata keys of one architecture, and the tensors."""
+    """The metadata keys of one architecture, with access to the file's tensors."""
 
     def __init__(self, gguf: GGUFFile, architecture: str) -> None:
         super().__init__(gguf.metadata, gguf.path, f"{architecture}.")
@@ -44,11 +44,11 @@ class ModelFields(GGUFFields):
         return name in self.gguf.tensors
 
     def has_tensor_of_a_layer(self, name: str) -> bool:
-        """Return whether some layer has a tensor of this name."""
+        """Return whether at least one layer has a tensor of this name."""
         return any(self.has_tensor(f"blk.{i}.{name}") for i in range(self.num_layers))
 
     def floats(self, tensor_name: str) -> list[float]:
-        """Return the numbers of a float32 tensor.
+        """Return the elements of a float32 tensor.
 
         Raises:
             CheckpointError: There is no such tensor.
@@ -60,11 +60,11 @@ class ModelFields(GGUFFields):
 
     @property
     def num_layers(self) -> int:
-        """The number of layers, with those that predict several tokens ahead."""
+        """The number of layers, including those for multi-token prediction."""
         return self.layer_count("block_count")
 
     def of_layers(self, name: str) -> list[int]:
-        """Return an integer for each layer; the file has a list of them, or one for all."""
+        """Return an integer for each layer. The file has either a list of them or one value for all."""
         values = self.config.get(self.prefix + name)
         if isinstance(values, np.ndarray) and values.size in (max(values.size, 2), self.num_layers):
             if values.dtype.kind not in "iub" or len(values) != self.num_layers:
@@ -73,7 +73,7 @@ class ModelFields(GGUFFields):
         return [self.integer(name, minimum=0)] * self.num_layers
 
     def largest(self, name: str, default: int | None = None) -> int:
-        """Return the largest integer of any layer, which must be positive."""
+        """Return the maximum of an integer over all layers, which must be positive."""
         if default is not None and self.get(name) is None:
             return default
         values = self.of_layers(name)
@@ -83,18 +83,18 @@ class ModelFields(GGUFFields):
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads, or of those of a Mamba-2, in which no layer attends."""
+        """The number of query heads. For Mamba-2 models without attention, the number of Mamba heads."""
         name = "ssm.time_step_rank" if self.is_purely_recurrent else "attention.head_count"
         return self.integer(name)
 
     @property
     def is_purely_recurrent(self) -> bool:
-        """True if no layer attends or has an MLP, whose sizes are 0."""
+        """True if no layer has attention or an MLP, so that their sizes are 0 in the file."""
         return self.prefix == "mamba2."
 
     @property
     def head_dim(self) -> int:
-        """The width of a query head."""
+        """The number of elements of a query head."""
         head_dim = self.integer(
             "attention.key_length", self.integer("embedding_length") // self.num_heads
         )
@@ -107,4 +107,4 @@ class ModelFields(GGUFFields):
 
 
 Translate: TypeAlias = Callable[[ModelFields], dict[str, Any]]
-"""Returns the fields that an architecture adds to the common ones, or has instead of them."""
+"""A function that returns the config fields that an architecture adds to the common ones, or overrides."""

@@ -1,4 +1,4 @@
-"""Translates the metadata of the Gemma family."""
+"""Translate the metadata of the Gemma family."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from ...errors import CheckpointError
 from .fields import ModelFields, Translate
 from .parts import MEAN, family, layer_types, read_pooling
 
-# Frequencies divided by so much are 0.
+# A divisor from which on a rotary frequency is effectively 0.
 _NO_ROTATION = 1e20
 
 
@@ -18,8 +18,7 @@ def _gemma1(fields: ModelFields) -> dict[str, Any]:
 
 
 def _gemma(fields: ModelFields, num_layers_27b: int) -> dict[str, Any]:
-    # The 27B models scale attention by hidden_size / num_heads, the others by the query head's width. The metadata
-    # does not say which.
+    # The 27B models use hidden_size / num_heads, the others the size of a query head. The metadata does not say which.
     is_27b = fields.num_layers == num_layers_27b
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -87,7 +86,7 @@ def _gemma4(fields: ModelFields) -> dict[str, Any]:
         "num_global_key_value_heads": num_global,
         "head_dim": fields.integer("attention.key_length_swa", fields.head_dim),
         "global_head_dim": fields.head_dim,
-        # Global layers without values use their keys.
+        # Global layers without value weights use their keys as values.
         "attention_k_eq_v": any(
             not fields.has_tensor(f"blk.{i}.attn_v.weight") for i in range(max(num_own, 0))
         ),
@@ -98,7 +97,7 @@ def _gemma4(fields: ModelFields) -> dict[str, Any]:
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
-                # The other pairs of a head have divisors so large that they do not rotate.
+                # The remaining pairs of a head have such large divisors that they do not rotate.
                 "partial_rotary_factor": sum(x < _NO_ROTATION for x in divisors) / len(divisors),
                 "rope_theta": fields.positive("rope.freq_base", 1_000_000.0),
             },
@@ -123,7 +122,7 @@ def _gemma3n(fields: ModelFields) -> dict[str, Any]:
     laurel = fields.gguf.tensors.get("blk.0.laurel_l.weight")
     if laurel is None:
         raise CheckpointError(fields.gguf.path, "there is no matrix 'blk.0.laurel_l.weight'")
-    # The file has the quantiles of a normal distribution, to which the sparsities belong.
+    # The file has quantiles of the normal distribution. Convert them to sparsities.
     key = "activation_sparsity_scale"
     quantiles = fields.config.get(fields.prefix + key, np.full(fields.num_layers, -np.inf))
     if not isinstance(quantiles, np.ndarray) or quantiles.dtype.kind != "f":
@@ -140,7 +139,7 @@ def _gemma3n(fields: ModelFields) -> dict[str, Any]:
         "altup_num_inputs": fields.integer("altup.num_inputs", 4),
         "altup_active_idx": fields.integer("altup.active_idx", 0, minimum=0),
         "laurel_rank": laurel.shape[0],
-        # Files without a soft cap are of the published models, which have this one.
+        # Files without a soft cap come from the published models, which all have this one.
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0) or None,
         "sliding_window": fields.integer("attention.sliding_window"),
         "layer_types": layer_types(fields, default_period=5),

@@ -1,4 +1,4 @@
-"""Translates the metadata of mixtures of experts."""
+"""Translate the metadata of mixture-of-experts models."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .parts import (
     yarn_weight,
 )
 
-# The scores of experts are sigmoids of the router's logits.
+# The value of the metadata key that means: scores are sigmoids of the router's logits.
 _SIGMOID = 2
 
 
@@ -85,7 +85,7 @@ def _hunyuan_moe(fields: ModelFields) -> dict[str, Any]:
 
 def _gpt_oss(fields: ModelFields) -> dict[str, Any]:
     size = expert_fields(fields)["moe_intermediate_size"]
-    # Without one, the family's own scaling would apply.
+    # Without this factor, the default scaling of the family would apply.
     scaling = rope_scaling(fields) or {"rope_type": "default"}
     scaling["truncate"] = False
     return mixture(
@@ -121,7 +121,7 @@ def _llama4(fields: ModelFields) -> dict[str, Any]:
         intermediate_size_mlp=fields.integer("feed_forward_length"),
         interleave_moe_layer_step=step,
         attention_chunk_size=fields.integer("attention.chunk_size", 8192),
-        # Of the two published models the one with 128 experts has no norms of queries and keys.
+        # Of the two published models, the one with 128 experts does not norm queries and keys.
         use_qk_norm=fields.integer("expert_count") != 128,
     )
 
@@ -133,7 +133,7 @@ def _deepseek2(fields: ModelFields) -> dict[str, Any]:
     if scaling is not None and (weight := yarn_weight(fields, 0.1)):
         scaling |= {"mscale": weight, "mscale_all_dim": weight}
     has_correction = f"blk.{counts['num_hidden_layers'] - 1}.exp_probs_b.bias"
-    # Older files do not say how logits become scores.
+    # Older files do not say which function turns the router's logits into scores.
     scoring = fields.integer("expert_gating_func", 2 if fields.has_tensor(has_correction) else 1)
     differences = latent_attention(fields) | counts | {"rope_scaling": scaling}
     if scoring == _SIGMOID:
@@ -159,7 +159,7 @@ def _mistral4(fields: ModelFields) -> dict[str, Any]:
 
 
 def _sparse_latent(fields: ModelFields, architecture: str, model_type: str) -> dict[str, Any]:
-    """Return the fields of latent attention with indexers, which not every layer has."""
+    """Return the fields of sparse latent attention, in which only some layers have an indexer."""
     config = _deepseek2(fields)
     indexers = [
         fields.has_tensor(f"blk.{i}.indexer.attn_k.weight")
@@ -226,11 +226,11 @@ def _mimo2(fields: ModelFields) -> dict[str, Any]:
             for i in range(fields.num_layers)
         ],
         v_head_dim=fields.integer("attention.value_length", fields.head_dim),
-        # The file has the number of tokens before a token's own, as the published configs.
+        # The file counts the tokens before the current one, as the published configs do.
         sliding_window_size=fields.integer("attention.sliding_window"),
         swa_rope_theta=fields.positive("rope.freq_base_swa", 10_000.0),
         norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        # Converters leave the factor of the published models out.
+        # Converters omit the factor of the published models.
         attention_value_scale=fields.positive("attention.value_scale", 0.707),
         **partial_rotary(fields),
     )

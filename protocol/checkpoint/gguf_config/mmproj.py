@@ -1,6 +1,6 @@
-"""Translates the metadata of an mmproj file, the vision tower beside a GGUF model, into Hugging Face's fields.
+"""Translate the metadata of an mmproj file, which holds the vision tower of a GGUF model, to Hugging Face's fields.
 
-Such files are written by llama.cpp's converter. Their architecture is "clip".
+llama.cpp's converter writes such files. Their architecture is "clip".
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .fields import GGUFFields
 
 
 class Mmproj(NamedTuple):
-    """The config of the model that reads images, and the fields of its image processor.
+    """The config of a model that reads images, and the fields of its image processor.
 
-    `tokens` are the texts of special tokens by their names in tokenizer_config.json.
+    `tokens` maps names of special tokens, as in tokenizer_config.json, to their texts.
     """
 
     config: dict[str, Any]
@@ -26,7 +26,7 @@ class Mmproj(NamedTuple):
 
 
 class _Vision(GGUFFields):
-    """The keys of a vision tower, and the decoder that reads its outputs."""
+    """The metadata keys of a vision tower, with access to the decoder that reads its outputs."""
 
     def __init__(self, gguf: GGUFFile, decoder: GGUFFile) -> None:
         super().__init__(gguf.metadata, gguf.path, "clip.vision.")
@@ -38,10 +38,10 @@ class _Vision(GGUFFields):
         return name in self.gguf.tensors
 
     def token_id(self, text: str) -> int:
-        """Return the id of a token of the decoder.
+        """Return the id of a token in the decoder's vocabulary.
 
         Raises:
-            CheckpointError: It has no such token.
+            CheckpointError: There is no such token.
         """
         tokens = self._decoder.metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, list) or text not in tokens:
@@ -52,14 +52,14 @@ class _Vision(GGUFFields):
         return tokens.index(text)
 
     def activation(self, gelu: str) -> str:
-        """Return the activation, which is `gelu` if the file says that it is some GELU."""
+        """Return the name of the activation. `gelu` names the variant that is used if the file only says GELU."""
         metadata = self.gguf.metadata
         if metadata.get("clip.use_gelu"):
             return gelu
         return "silu" if metadata.get("clip.use_silu") else "quick_gelu"
 
     def tower(self, gelu: str) -> dict[str, Any]:
-        """Return the fields that all towers have."""
+        """Return the config fields that all vision towers have in common."""
         return {
             "hidden_size": self.integer("embedding_length"),
             "intermediate_size": self.integer("feed_forward_length"),
@@ -72,7 +72,7 @@ class _Vision(GGUFFields):
         }
 
     def pixels(self, side: Any) -> dict[str, Any]:
-        """Return the fields that all image processors have."""
+        """Return the fields that all image processors have in common; images have `side` x `side` pixels."""
         values = {name: self.gguf.metadata.get(f"clip.vision.{name}") for name in _STATISTICS}
         found = {
             name: [float(x) for x in value] for name, value in values.items() if value is not None
@@ -84,7 +84,7 @@ _STATISTICS: Final = ("image_mean", "image_std")
 
 
 def read_mmproj(gguf: GGUFFile, decoder: GGUFFile, text: Mapping[str, Any]) -> Mmproj:
-    """Return what an mmproj file says.
+    """Return the config and the image processor that an mmproj file describes.
 
     Args:
         gguf: The mmproj file.
@@ -189,7 +189,7 @@ def _llava(vision: _Vision) -> Mmproj:
             "vision_config": tower
             | {"model_type": "clip_vision_model" if is_clip else "siglip_vision_model"},
             "multimodal_projector_bias": vision.has_tensor("mm.0.bias"),
-            # The file has no layers after the one whose outputs are the features.
+            # The file omits the layers after the one whose outputs are the features.
             "vision_feature_layer": tower["num_hidden_layers"],
             "vision_feature_select_strategy": "default" if is_clip else "full",
             "image_token_index": vision.token_id("<image>"),

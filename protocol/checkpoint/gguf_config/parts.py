@@ -1,4 +1,4 @@
-"""Translates what several architectures share."""
+"""Translate the parts of the metadata that several architectures have in common."""
 
 from typing import Any, Final
 
@@ -10,11 +10,11 @@ from .fields import ModelFields
 MEAN: Final = 1
 CLS: Final = 2
 _POOLING: Final = {MEAN: "mean", CLS: "cls"}
-"""The numbers of llama.cpp's kinds of pooling."""
+"""llama.cpp's numbers for the kinds of pooling."""
 
 
 def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
-    """Return `rope_scaling`, None for plain frequencies.
+    """Return `rope_scaling`, or None if frequencies are not scaled.
 
     Raises:
         CheckpointError: The type of scaling is unknown.
@@ -66,7 +66,7 @@ def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
 
 
 def yarn_weight(fields: ModelFields, unit: float) -> float | None:
-    """Return the weight of the logarithm of the factor in the scale of scores, which is stored in this unit."""
+    """Return YaRN's `mscale_all_dim`, by which log(factor) is weighted in the attention scale; stored times `unit`."""
     weight = fields.optional_positive("rope.scaling.yarn_log_multiplier")
     return None if weight is None else float(str(np.float32(weight / unit)))
 
@@ -86,7 +86,7 @@ def layer_types(fields: ModelFields, default_period: int) -> list[str]:
 def family(
     fields: ModelFields, model_type: str, architecture: str, **differences: Any
 ) -> dict[str, Any]:
-    """Return the fields of a family without its own keys. Its rotary embedding may cover a part of a head."""
+    """Return the config fields of a model type, without those named after it. Only part of a head may be rotated."""
     rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     has_biases = fields.has_tensor("blk.0.attn_output.bias")
     return {
@@ -101,7 +101,7 @@ def family(
 
 
 def expert_fields(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of a mixture of experts, which most families name alike."""
+    """Return the fields of a mixture of experts, which have the same names in most families."""
     size = fields.optional_integer("expert_feed_forward_length")
     if size is None:
         size = fields.integer("feed_forward_length")
@@ -123,7 +123,7 @@ def expert_fields(fields: ModelFields) -> dict[str, Any]:
 
 
 def layer_counts(fields: ModelFields) -> dict[str, int]:
-    """Return the number of layers, and of those after them that predict further tokens."""
+    """Return the number of decoder layers, and of the multi-token-prediction layers after them."""
     num_further = fields.integer("nextn_predict_layers", 0, minimum=0)
     return {
         "num_hidden_layers": fields.num_layers - num_further,
@@ -132,7 +132,7 @@ def layer_counts(fields: ModelFields) -> dict[str, int]:
 
 
 def partial_rotary(fields: ModelFields) -> dict[str, float]:
-    """Return the share of a head's elements that are rotated."""
+    """Return the fraction of a head's elements that are rotated."""
     rotary_dim = fields.integer("rope.dimension_count", fields.head_dim)
     return {"partial_rotary_factor": rotary_dim / fields.head_dim}
 
@@ -140,15 +140,15 @@ def partial_rotary(fields: ModelFields) -> dict[str, float]:
 def mixture(
     fields: ModelFields, architecture: str, model_type: str, **differences: Any
 ) -> dict[str, Any]:
-    """Return the fields of a family with experts."""
+    """Return the config fields of a mixture-of-experts model type."""
     names = {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]}
     return expert_fields(fields) | names | differences
 
 
 def latent_attention(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of latent attention."""
+    """Return the fields of multi-head latent attention (DeepSeek-V2)."""
     rotary_dim = fields.integer("rope.dimension_count")
-    # In files of the later form, the plain keys are those of the latent vector that all heads share.
+    # In newer files, the plain keys describe the latent vector that all heads share.
     key_length = fields.integer(
         "attention.key_length_mla", fields.integer("attention.key_length"), minimum=rotary_dim + 1
     )
@@ -165,7 +165,7 @@ def latent_attention(fields: ModelFields) -> dict[str, Any]:
 
 
 def granite(fields: ModelFields) -> dict[str, Any]:
-    """Return the fields of dense Granite models, which the others also have."""
+    """Return the fields of dense Granite models. The other Granite models have them too."""
     return {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],
@@ -177,7 +177,7 @@ def granite(fields: ModelFields) -> dict[str, Any]:
 
 
 def read_pooling(fields: ModelFields, default: int) -> str:
-    """Return the pooling of an encoder, "mean" or "cls"; `default` is its number in llama.cpp."""
+    """Return the pooling of an encoder, "mean" or "cls". `default` is llama.cpp's number for it."""
     pooling = fields.integer("pooling_type", default, minimum=0)
     if pooling not in _POOLING:
         raise fields.wrong("pooling_type", "1 (mean) or 2 (cls)", pooling)

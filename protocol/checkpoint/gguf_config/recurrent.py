@@ -1,4 +1,4 @@
-"""Translates the metadata of models with recurrent layers."""
+"""Translate the metadata of models with recurrent layers."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def _pure_mamba2(fields: ModelFields) -> dict[str, Any]:
         "conv_kernel": layers["mamba_d_conv"],
         "use_conv_bias": layers["mamba_conv_bias"],
         "use_bias": layers["mamba_proj_bias"],
-        # The file says a million, for want of a limit.
+        # The file says a million because the model has no limit.
         "max_position_embeddings": None,
     }
 
@@ -114,7 +114,7 @@ def _granite_hybrid(fields: ModelFields) -> dict[str, Any]:
 
 
 def _falcon_h1(fields: ModelFields) -> dict[str, Any]:
-    # The multipliers are in the weights.
+    # The converter has applied the multipliers to the weights.
     return _mamba2(fields) | {
         "model_type": "falcon_h1",
         "architectures": ["FalconH1ForCausalLM"],
@@ -183,7 +183,7 @@ def _kimi_linear(fields: ModelFields) -> dict[str, Any]:
         **latent_attention(fields),
         layer_types=["full_attention" if x else "linear_attention" for x in attends],
         norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        # The file has one number of heads for layers of both kinds.
+        # The file has a single head count for layers of both kinds.
         linear_num_heads=fields.num_heads,
         linear_head_dim=fields.integer("kda.head_dim"),
         linear_conv_kernel_dim=fields.integer("ssm.conv_kernel"),

@@ -1,1 +1,1 @@
-"""Reads the vision towers of checkpoints from their configs."""
+"""Read the vision towers of checkpoints from their configs, one file per group of families."""

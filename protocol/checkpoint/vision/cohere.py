@@ -1,4 +1,4 @@
-"""The vision towers of Aya Vision and Command A Vision."""
+"""Read the vision towers of Aya Vision and Command A Vision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def aya_vision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
 
 
 def cohere2_vision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of Command A Vision, whose last layer's output is normed."""
+    """Return the tower of Command A Vision, which norms the output of its last layer."""
     spec = siglip(vision, output_size, projection="gated mlp")
     inner = fields.integer("alignment_intermediate_size", 36864)
     return replace(spec, **_gated_mlp(fields, spec, inner))

@@ -1,4 +1,4 @@
-"""Reads the config fields that vision towers have in common."""
+"""Read the config fields that vision towers have in common."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from .spec import MAX_SIDE
 
 
 def feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple[int, ...]:
-    """Return the layers whose outputs are the features, counted from 1."""
+    """Return the layers, counted from 1, whose outputs are the features."""
     chosen = fields.get("vision_feature_layer", default)
     layers = tuple(chosen) if isinstance(chosen, list) else (chosen,)
-    # Like indices of a list of the hidden states, of which the first is before the layers.
+    # The config indexes a list of hidden states, the first of which is the input of the first layer.
     if not layers or not all(
         type(i) is int and -num_layers <= i <= num_layers and i for i in layers
     ):
@@ -19,16 +19,16 @@ def feature_layers(fields: ConfigFields, num_layers: int, default: int) -> tuple
 
 
 def check_factor(fields: ConfigFields, name: str, factor: int, num_patches: int) -> None:
-    """Raise CheckpointError unless squares of `factor` patches fill an image."""
+    """Raise CheckpointError unless squares of `factor` x `factor` patches tile an image."""
     if factor < 1 or num_patches % factor:
         raise fields.error(f"{name} {factor} does not divide the {num_patches} patches of a side")
 
 
 def image_and_patch_size(vision: ConfigFields, image_size: int, patch_size: int) -> tuple[int, int]:
-    """Return the sides of an image and of a patch."""
+    """Return the side of an image and of a patch in pixels."""
     if vision.integer("num_channels", 3) != 3:
         raise vision.wrong("num_channels", "3", vision.get("num_channels"))
-    # A side may be given for both directions.
+    # The config may give the side once, or for both directions.
     sides = {
         name: value[0]
         for name in ("image_size", "patch_size")
@@ -40,7 +40,7 @@ def image_and_patch_size(vision: ConfigFields, image_size: int, patch_size: int)
 
 
 def head_count(vision: ConfigFields, size: int, default: int) -> int:
-    """Return the number of attention heads, which divides the hidden size (by default `size`)."""
+    """Return the number of attention heads, checked to divide the hidden size (by default `size`)."""
     num_heads, size = (
         vision.integer("num_attention_heads", default),
         vision.integer("hidden_size", size),

@@ -1,4 +1,4 @@
-"""The vision towers of PaliGemma and Gemma."""
+"""Read the vision towers of PaliGemma and Gemma."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .fields import head_count, image_and_patch_size
 from .spec import VisionSpec
 
 MAX_OUTPUTS: Final = 280
-"""The embeddings of an image that Gemma 4 reads by default."""
+"""Default number of embeddings per image in Gemma 4."""
 
 
 def paligemma(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of PaliGemma (arXiv 2407.07726), whose prompts are read as a whole."""
+    """Return the tower of PaliGemma (arXiv 2407.07726), whose prompt tokens all attend to each other."""
     return siglip(
         vision,
         output_size,
@@ -44,7 +44,7 @@ def gemma3(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
 
 
 def siglip(vision: ConfigFields, output_size: int, **differences: object) -> VisionSpec:
-    """Return a SigLIP tower with the norm after its last layer, with `differences`."""
+    """Return a SigLIP tower with a norm after its last layer, and the other fields as given in `differences`."""
     image_size, patch_size = image_and_patch_size(vision, 224, 16)
     num_layers = vision.with_defaults(num_hidden_layers=12).layer_count("num_hidden_layers")
     return VisionSpec(

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen-VL and GLM, which read images of any size."""
+"""Read the vision towers of Qwen-VL and GLM, which process images of any size."""
 
 from __future__ import annotations
 
@@ -12,36 +12,45 @@ from .spec import MAX_SIDE
 
 @dataclass(frozen=True)
 class GridVisionSpec:
-    """A vision transformer that reads images of any size, and its projection into the decoder's hidden size.
+    """A vision transformer that reads images of any size, and its projection to the decoder's hidden size.
 
-    A patch has `patch_size` pixels in both directions of `frames_per_patch` frames, which are equal for an image. Half
-    of each head is rotated by the patch's row and half by its column (Qwen2-VL, arXiv 2409.12191). A square of
-    `merge_size` patches becomes one output: they are normed, put side by side and projected by two matrices.
+    A patch covers `patch_size` x `patch_size` pixels in `frames_per_patch` frames, which are equal for an image. Half
+    of each head is rotated by the patch's row and half by its column (Qwen2-VL, arXiv 2409.12191). The projection
+    merges a square of `merge_size` x `merge_size` patches into one output: their rows are normed, concatenated and
+    multiplied by two matrices.
 
-    With a `position_side` patches also have learned positions, which are a square table of this side, interpolated to
-    the image's grid: "corners" bilinearly, with those of the image at those of the table, or from and to the centers of
-    patches, bicubically ("centers"), bilinearly ("bilinear centers") or, where that shrinks it, with the mean of all
-    positions between ("antialiased"). With `has_square_positions` the table is stored with three dimensions. With a
-    `has_patch_norm` patches are normed before that. With a `window_size` patches attend within squares of this many
-    pixels (Qwen2.5-VL, arXiv 2502.13923), except in `full_layers`. Each of `deepstack_layers`, counted from 1, has a
-    projection of its own. The decoder adds their outputs after its first layers, in the order of the tower's layers.
-
-    With a `merger_size` (GLM-4.1V, arXiv 2507.01006) a square is projected by one matrix, and its output by another, a
-    norm and a gated MLP of this many intermediate elements. Without `has_biases` products of layers have none. With
-    `has_head_norms` queries and keys of each head are normed (GLM-OCR).
-
-    With `has_final_norm` all patches are normed before they are merged, and then once more, with `merger_eps` if that
-    is not 0. Without `has_joined_qkv` queries, keys and values have a matrix each. With `num_kv_heads`, if that is not
-    0, several heads share keys and values. The `rotary` angles of a head are those of rows and then of columns
-    ("joined"), or they alternate, beginning with a column, and rotate neighbors ("alternating"), or None. Without
-    `has_axes` the decoder's positions have one coordinate. With `has_flat_patches` the tensor for patches has two
-    dimensions, and its columns are stored pixel by pixel.
-
-    The projection norms the patches of a square one by one or together (`merger_norm`), or not at all. Between its
-    matrices there are `merger_inner` elements, if that is not 0, and the matrices may be without `has_merger_biases`.
-
-    `tensor_names` translates the checkpoint's tensor names, as in `ModelSpec`. The decoder is causal, so there is no
-    `span_kind`.
+    Attributes:
+        norm_kind: The kind of every norm.
+        has_gate: True if MLPs are gated.
+        has_patch_norm: True if patch embeddings are normed before learned positions are added.
+        has_biases: True if the matrices of the layers have biases.
+        has_head_norms: True if the queries and keys of each head are normed (GLM-OCR).
+        merger_size: If not 0 (GLM-4.1V, arXiv 2507.01006), one matrix projects a square, and its output passes through
+            another matrix, a norm and a gated MLP with this many intermediate elements.
+        position_side: If not 0, patches also have learned positions: a square table with this side, interpolated to the
+            patches of the image.
+        has_square_positions: True if the checkpoint stores that table with three dimensions.
+        interpolation: How the table is interpolated. "corners" is bilinear and aligns the corners of the image and the
+            table. The others align the centers of patches: "centers" is bicubic, "bilinear centers" bilinear, and
+            "antialiased" averages over all positions in between where the image has fewer patches.
+        has_final_norm: True if all patches are normed before they are merged, in addition to the projection's norm.
+        merger_eps: The epsilon of the projection's norm, if not 0 and different from `norm_eps`.
+        has_joined_qkv: True if queries, keys and values have one matrix together.
+        num_kv_heads: If not 0, several query heads share keys and values, of which there are this many heads.
+        rotary: The order of a head's angles: those of the row before those of the column ("joined"), or alternating,
+            beginning with the column, where neighboring elements are rotated together ("alternating"). None if there is
+            no rotation.
+        has_axes: True if the decoder's positions have three coordinates, else one.
+        has_flat_patches: True if the checkpoint stores the patch projection with two dimensions, pixel by pixel.
+        merger_norm: Whether the projection norms each patch or each square of patches; None if neither.
+        merger_inner: If not 0, the number of elements between the two matrices of the projection.
+        has_merger_biases: True if the matrices of the projection have biases.
+        window_size: If not 0, patches attend within squares with this side in pixels (Qwen2.5-VL, arXiv 2502.13923),
+            except in `full_layers`.
+        deepstack_layers: Layers, counted from 1, whose outputs have their own projections. The decoder adds these to
+            its hidden states after its first layers, in the order of the tower's layers.
+        span_kind: Always None, because the decoder is causal.
+        tensor_names: Translates the checkpoint's tensor names, as in `ModelSpec`.
     """
 
     patch_size: int
@@ -83,7 +92,7 @@ class GridVisionSpec:
 
     @property
     def unit(self) -> int:
-        """The side of the square of pixels that becomes one output."""
+        """The side in pixels of the square that becomes one output."""
         return self.patch_size * self.merge_size
 
 
@@ -122,7 +131,7 @@ def qwen2_5_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> 
 
 
 def exaone4_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of EXAONE 4.5, which is that of Qwen2.5-VL with shared keys and values."""
+    """Return the tower of EXAONE 4.5, which is like Qwen2.5-VL's but shares keys and values among heads."""
     spec = qwen2_5_vl(fields, vision, output_size)
     num_kv_heads = vision.integer("num_key_value_heads", 8)
     if spec.num_heads % num_kv_heads:
@@ -153,7 +162,7 @@ def qwen3_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gr
 
 
 def qwen3_5(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Qwen3.5, which is that of Qwen3-VL without DeepStack."""
+    """Return the tower of Qwen3.5, which is like Qwen3-VL's without DeepStack."""
     without = vision.with_values({"deepstack_visual_indexes": []})
     return qwen3_vl(fields, without, output_size)
 
@@ -224,7 +233,7 @@ def _sizes(vision: ConfigFields, size: int, patch_size: int) -> dict[str, Any]:
         if vision.integer(name, 3) != 3:
             raise vision.wrong(name, "3", vision.get(name))
     num_heads = vision.integer("num_heads", 16)
-    # Half of a head is rotated by the row and half by the column, in pairs.
+    # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
     if size % (4 * num_heads):
         raise vision.error(
             f"the hidden size {size} of the vision tower must be a multiple of 4 times num_heads {num_heads}"
@@ -250,7 +259,7 @@ def _check_output_size(vision: ConfigFields, name: str, output_size: int) -> Non
 def _layers(
     vision: ConfigFields, name: str, num_layers: int, default: list[int]
 ) -> tuple[int, ...]:
-    """Return layers that a config counts from 0, counted from 1."""
+    """Return a config's list of layers, which counts from 0, as layers counted from 1."""
     found = vision.get(name, default)
     if not isinstance(found, list) or not all(
         type(index) is int and 0 <= index < num_layers for index in found

@@ -1,4 +1,4 @@
-"""The vision towers of Idefics3 and SmolVLM."""
+"""Read the vision towers of Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 

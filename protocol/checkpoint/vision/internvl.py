@@ -1,4 +1,4 @@
-"""The vision tower of InternVL."""
+"""Read the vision tower of InternVL."""
 
 from __future__ import annotations
 

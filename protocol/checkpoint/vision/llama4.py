@@ -1,4 +1,4 @@
-"""The vision tower of Llama 4."""
+"""Read the vision tower of Llama 4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .spec import VisionSpec
 
 
 def llama4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of Llama 4, which reads a grid of tiles one by one."""
+    """Return the tower of Llama 4, which reads each tile of a grid as an image."""
     image_size, patch_size = image_and_patch_size(vision, 448, 14)
     ratio = vision.positive("pixel_shuffle_ratio", 0.5)
     factor = round(1 / ratio)
@@ -20,7 +20,7 @@ def llama4(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visi
     size = vision.integer("hidden_size", 768)
     merged = vision.integer("intermediate_size", 5632)
     if merged != size * factor**2:
-        # The projection has this size in place of the one that it reads.
+        # Llama 4's config uses this name for the size of merged patches, which the projection reads.
         raise vision.wrong("intermediate_size", f"{size * factor**2}", merged)
     adapter = vision.integer("projector_output_dim", 4096)
     for name in ("projector_input_dim", "vision_output_dim"):

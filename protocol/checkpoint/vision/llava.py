@@ -1,4 +1,4 @@
-"""The vision towers of LLaVA."""
+"""Read the vision towers of the LLaVA models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .spec import VisionSpec
 
 
 def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of LLaVA, or of Pixtral, which has the same name."""
+    """Return the tower of LLaVA, or of Pixtral, which uses the same model type."""
     if vision.get("model_type") == "pixtral":
         return pixtral(fields, vision, output_size)
     is_clip = vision.text("model_type", "clip_vision_model") == "clip_vision_model"
@@ -51,12 +51,12 @@ def llava(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Visio
 
 
 def llava_next(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of LLaVA-NeXT, which reads a grid of tiles."""
+    """Return the tower of LLaVA-NeXT, which reads an image as a grid of tiles."""
     return replace(llava(fields, vision, output_size), has_newlines=True)
 
 
 def llava_onevision(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of LLaVA-OneVision, which reads a grid of tiles and reduces it."""
+    """Return the tower of LLaVA-OneVision, which reads an image as a grid of tiles and then reduces the patches."""
     fields = fields.with_defaults(
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",

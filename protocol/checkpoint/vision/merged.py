@@ -1,4 +1,4 @@
-"""The vision towers of PaddleOCR-VL, Kimi K2.5 and LFM2-VL, which norm all patches before they merge them."""
+"""Read the vision towers of PaddleOCR-VL, Kimi K2.5 and LFM2-VL, which norm all patches before merging them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def paddleocr_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -
 
 
 def kimi_k25(fields: ConfigFields, vision: ConfigFields, output_size: int) -> GridVisionSpec:
-    """Return the tower of Kimi K2.5, as far as it reads images."""
+    """Return the tower of Kimi K2.5 for images. Videos are not supported."""
     vision = vision.with_defaults(
         **{
             name: vision.get(old_name)
@@ -93,7 +93,7 @@ def lfm2_vl(fields: ConfigFields, vision: ConfigFields, output_size: int) -> Gri
 
 def _sizes(vision: ConfigFields, patch_size: int) -> dict[str, Any]:
     size, num_heads = vision.integer("hidden_size", 1152), head_count(vision, 1152, 16)
-    # Half of a head is rotated by the row and half by the column, in pairs.
+    # Half of a head is rotated by the row and half by the column, and elements are rotated in pairs.
     if size % (4 * num_heads):
         raise vision.error(
             f"the hidden size {size} of the vision tower must be a multiple of 4 times num_attention_heads {num_heads}"
@@ -120,7 +120,7 @@ _KIMI_FIELDS: Final = {
     "pos_emb_height": "init_pos_emb_height",
     "pos_emb_width": "init_pos_emb_width",
 }
-"""The names of fields in published configs, by those of transformers."""
+"""The names of fields in published configs, by their names in transformers."""
 
 _KIMI_NAMES: Final = (
     (r"vision_tower\.encoder\.", "vision_tower."),

@@ -1,4 +1,4 @@
-"""The vision towers of Pixtral, Mistral 3 and LightOnOCR, which read images of any size."""
+"""Read the vision towers of Pixtral, Mistral 3 and LightOnOCR, which process images of any size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .spec import VisionSpec
 
 
 def pixtral(fields: ConfigFields, vision: ConfigFields, output_size: int) -> VisionSpec:
-    """Return the tower of Pixtral, or of Mistral 3 or LightOnOCR, which have another projection."""
+    """Return the tower of Pixtral, or of Mistral 3 or LightOnOCR, which differ in the projection."""
     merges = fields.text("model_type") in ("mistral3", "lighton_ocr")
     image_size, patch_size = image_and_patch_size(vision, 1024, 16)
     num_layers = vision.with_defaults(num_hidden_layers=24).layer_count("num_hidden_layers")

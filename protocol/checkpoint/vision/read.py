@@ -1,4 +1,4 @@
-"""Finds the reader of a model's vision tower."""
+"""Choose the function that reads a model's vision tower."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ AnyVisionSpec: TypeAlias = VisionSpec | GridVisionSpec
 
 
 def has_vision(fields: ConfigFields) -> bool:
-    """Return whether a model with this config has a vision tower that Engine computes."""
+    """Return whether a model with this config has a vision tower that Engine supports."""
     return fields.text("model_type", "") in _READERS and fields.section("vision_config") is not None
 
 
 def vision_spec(fields: ConfigFields, output_size: int) -> AnyVisionSpec:
-    """Return the vision tower of a model with this config, which `has_vision`.
+    """Return the vision tower of a model for which `has_vision` is true.
 
     Args:
         fields: The content of a config.json.

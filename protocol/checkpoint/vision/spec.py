@@ -1,4 +1,4 @@
-"""The vision tower of a model: what turns an image into embeddings for the decoder."""
+"""The description of a model's vision tower, which turns images into embeddings for the decoder."""
 
 from __future__ import annotations
 
@@ -8,53 +8,67 @@ from typing import Final, Literal
 from ...config.images import SpanKind
 
 MAX_SIDE: Final = 4096
-"""Upper bound of the side of an image that a tower reads, in pixels."""
+"""Maximum side, in pixels, of the images that a tower reads."""
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """A vision transformer (arXiv 2010.11929) and its projection into the decoder's hidden size.
+    """A vision transformer (arXiv 2010.11929) and its projection to the decoder's hidden size.
 
-    It reads square images of `image_size` pixels in patches of `patch_size`, each side by itself. With `max_outputs` it
-    reads images of any size whose sides are multiples of `side_factor`, with up to as many embeddings. The pixels of a
-    patch are stored channel by channel, or pixel by pixel with `has_channels_last`; `has_flat_patches` says that the
-    tensor has two dimensions. With `normalizes_in_bfloat16` pixels are scaled and normalized in that precision.
+    It reads square images of `image_size` x `image_size` pixels, divided into patches of `patch_size` x `patch_size`.
 
-    The features are the hidden states after each of `feature_layers`, side by side; later layers are not computed. CLIP
-    (arXiv 2103.00020) has a class token, whose position is stored last with `has_class_last`, and a norm before the
-    layers; SigLIP (arXiv 2303.15343) has a norm after them and a bias on patches. `positions` are learned for each
-    patch ("patches"), or for each column and row ("axes"), or none. With `rope_theta` queries and keys are rotated by
-    the column and the row: with alternating frequencies ("mixed", Pixtral, arXiv 2410.07073), or one half of a head by
-    each, where elements are rotated with those a quarter of a head behind them ("halves", Gemma 4) or with their
-    neighbors ("pairs", Llama 4). Beside a class token, which is not rotated, rows and columns are counted from 1.
+    Attributes:
+        feature_layers: Layers, counted from 1, whose hidden states are concatenated as the features. Later layers are
+            not computed.
+        projection: How features become embeddings; see below.
+        max_outputs: If not 0, images may have any size whose sides are multiples of `side_factor`, up to this many
+            embeddings.
+        merge_factor: Squares of this side, in patches, are first merged into one row, concatenated or as their mean.
+        projection_activation: The activation of the projection "mlp".
+        has_projection_norm: True if "mlp" and "gated mlp" norm the merged rows first.
+        adapter_size: The intermediate size of "gated mlp" and the output size of "adapter".
+        normalizes_in_bfloat16: True if pixels are scaled and normalized in bfloat16.
+        standardizes: True if the projection "standardized mean" subtracts a stored mean and multiplies by stored
+            factors.
+        has_class_token: True if there is a class token, as in CLIP (arXiv 2103.00020). With one, rows and columns are
+            counted from 1, and the class token is not rotated.
+        has_class_last: True if the position of the class token is stored last.
+        has_flat_patches: True if the checkpoint stores the patch projection with two dimensions.
+        has_channels_last: True if the pixels of a patch are stored pixel by pixel, else channel by channel.
+        positions: Positions are learned for each patch, or for each row and column ("axes"); None if they are not
+            learned.
+        rope_theta: If not 0, queries and keys are rotated by column and row.
+        rotary: How heads are rotated. "mixed" alternates frequencies of both (Pixtral, arXiv 2410.07073). Otherwise
+            half of a head is rotated by each. An element is rotated with the one a quarter of a head later ("halves",
+            Gemma 4) or with its neighbor ("pairs", Llama 4).
+        has_pre_norm: True if there is a norm before the layers, as in CLIP.
+        has_post_norm: True if there is a norm after the layers, as in SigLIP (arXiv 2303.15343).
+        has_layer_scales: True if stored factors multiply the output of each block (InternVL, arXiv 2504.10479).
+        qk_norm: Queries and keys are normed over all heads together ("full") or per head ("head"); None if not at all.
+        has_value_norm: True if values are divided by their root mean square.
+        has_output_norms: True if the outputs of blocks are normed.
+        has_gate: True if MLPs compute down(activation(gate(x)) * up(x)).
+        clips_products: True if the inputs and outputs of products are clipped to stored bounds.
+        has_newlines: True if an image may be a grid of tiles (`AnyresGrid`), each row of which ends with a stored
+            embedding.
+        max_tiles: The maximum number of tiles to whose patches such a grid is reduced (LLaVA-OneVision, arXiv
+            2408.03326).
+        span_kind: Which of the decoder's tokens attend to later tokens.
+        layer_token_id: The token whose per-layer inputs are used for images, in models with inputs for every layer.
+        tensor_names: Translates the checkpoint's tensor names to CLIP's, as in `ModelSpec`.
 
-    InternVL (arXiv 2504.10479) has stored factors on the output of each block. Norms of queries and keys are over all
-    heads together ("full") or over each head ("head"). With `has_value_norm` values are divided by their root mean
-    square. With `has_output_norms` the outputs of blocks are normed. With `has_gate` MLPs compute
-    down(activation(gate(x)) * up(x)). With `clips_products` the inputs and outputs of products have stored bounds.
-
-    First `merge_factor` squared neighboring patches become one row, side by side or as their mean. Then the projection
-    is one of these:
+    The projections are:
 
     * "matrix": one product (Idefics3, arXiv 2408.12637)
-    * "mlp": two, with `projection_activation` between them (LLaVA, arXiv 2310.03744), after a norm of the merged rows
-      with `has_projection_norm`
+    * "mlp": two products with an activation in between (LLaVA, arXiv 2310.03744)
     * "gated mlp": a product with 2 * `adapter_size` outputs, of which the first half is multiplied by the SiLU of the
-      second, then another product; after the same norm if there is one (Aya Vision)
-    * "merged mlp": the same after a norm of the patches and a product with the merged rows (Mistral 3)
+      second, then another product (Aya Vision)
+    * "merged mlp": a norm of the patches and a product with the merged rows, then as "mlp" (Mistral 3)
     * "mean": a norm of the means, then one product (Gemma 3, arXiv 2503.19786)
-    * "adapter": two products of `adapter_size` outputs without biases, each with an activation behind it, then a matrix
+    * "standardized mean": as "mean", but the means are first scaled by the square root of the hidden size and possibly
+      standardized, and the norm has no weights (Gemma 4)
+    * "adapter": two products with `adapter_size` outputs and no biases, each followed by an activation, then a matrix
       (Llama 4)
-    * "standardized mean": as before, but the means are first scaled by the root of the hidden size and, with
-      `standardizes`, by stored factors after the subtraction of a stored mean; the norm has no weights (Gemma 4)
-
-    With `has_newlines` an image may be a grid of tiles (`AnyresGrid`), whose rows end with a stored embedding; with
-    `max_tiles` it is reduced (LLaVA-OneVision, arXiv 2408.03326).
-
-    `span_kind` says which of the decoder's tokens see those behind them. Models with inputs of every layer read those
-    of the token `layer_token_id` for images.
-
-    `tensor_names` translates the checkpoint's tensor names to those of CLIP, as in `ModelSpec`.
     """
 
     image_size: int
@@ -109,12 +123,12 @@ class VisionSpec:
 
     @property
     def size_of_heads(self) -> int:
-        """The size of a head."""
+        """The number of elements of a head."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def side_factor(self) -> int:
-        """The sides of an image of any size are multiples of this."""
+        """The number of pixels of which the sides of an image of any size must be multiples."""
         return self.patch_size * self.merge_factor
 
     @property
@@ -124,7 +138,7 @@ class VisionSpec:
 
     @property
     def num_outputs(self) -> int:
-        """The number of embeddings of an image, of which each takes the place of a token, or the most."""
+        """The number of embeddings of an image, each of which replaces one token; a maximum if sizes vary."""
         if self.max_outputs:
             return self.max_outputs
         return self.num_patches // self.merge_factor**2 + self.keeps_class_token
