@@ -1,4 +1,4 @@
-"""Heartbeats from a separate thread, for processes that spend a long time in one call."""
+"""Send heartbeats from a separate thread, for processes whose main thread may spend a long time in one call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ BEAT_INTERVAL_S: Final = 0.5
 
 
 class Pulse:
-    """Sends heartbeats until the process ends.
+    """Sends heartbeats to the supervisor until the process exits.
 
-    The main thread calls `begin_step` and `end_step`, and may set `count_dropped_frames`.
+    The main thread calls `begin_step` and `end_step`. It may set `count_dropped_frames`, a function whose result is
+    reported.
     """
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig, process: str) -> None:

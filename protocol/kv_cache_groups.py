@@ -1,8 +1,8 @@
 """KV-cache groups: layers that share a block table because they need the same part of a sequence.
 
-A model's layers are divided into groups of equal size, so that a block of any group takes the same memory and all
-groups share one pool. A state larger than a block, or five windowed layers for each full one, becomes several groups
-and thereby several blocks.
+A model's layers are divided into groups of equal size, so that a block takes the same memory in every group and all
+groups share one pool. A recurrent state that is larger than a block is divided among several groups, and so are five
+sliding-window layers per full-attention layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Position = TypeVar("Position", int, "Int64Array")
 
 
 class AttentionKind(enum.IntEnum):
-    """The part of a sequence that a layer needs."""
+    """The part of a sequence whose keys and values, or state, a layer needs."""
 
     FULL = 0
     SLIDING_WINDOW = 1
@@ -32,11 +32,12 @@ class AttentionKind(enum.IntEnum):
 class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
     """Layers that read the same blocks.
 
-    `size` is in tokens. For a sliding window it is the number of tokens that a token sees, itself included. For chunked
-    attention it is the length of a chunk, whose tokens see only each other. For cross attention it is the maximum
-    length of the encoder's output. A state-space layer sees its state after the previous token; a block holds the state
-    after the last computed of its tokens. Its size is the length of a segment: a state also serves as that of the
-    earlier tokens of its segment.
+    The meaning of `size`, in tokens, depends on the kind. Sliding window: the number of tokens that a token attends to,
+    itself included. Chunked attention: the length of a chunk, whose tokens attend only to each other. Cross attention:
+    the maximum length of the encoder's output. State space: the length of a segment.
+
+    A state-space layer needs the state after the previous token. A block stores the state after the last computed of
+    its tokens, which also serves as the state of the earlier tokens of its segment.
     """
 
     kind: AttentionKind = AttentionKind.FULL
@@ -59,8 +60,8 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
     ) -> Int32Array:
         """Return how many drafts after the first `num_tokens` tokens a step may compute, at most `num_drafts`.
 
-        A state cannot be computed backward. So drafts do not complete a segment, and do not enter another block than
-        the last certain token: the state after them then serves as that after any of them, or after none.
+        A state cannot be computed backward. Drafts must therefore neither complete a segment nor enter another block
+        than the last certain token. The stored state then serves whether all, some or none of the drafts are accepted.
         """
         if self.kind is not AttentionKind.STATE_SPACE:
             return num_drafts
@@ -74,8 +75,8 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
     ) -> int:
         """Return the maximum number of blocks that a request of `num_tokens` tokens holds.
 
-        It is computed in steps of at most `max_step_tokens` tokens. Of steps that verify drafts, at most
-        `max_uncertain_tokens` tokens are in flight.
+        Steps compute at most `max_step_tokens` tokens of it. At most `max_uncertain_tokens` tokens of steps that verify
+        drafts are in flight.
         """
         num_blocks = -(-num_tokens // block_size)
         match self.kind:
@@ -85,14 +86,14 @@ class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, frozen=T
                 visible = self.size + min(max_step_tokens, num_tokens) - 1
                 return min(num_blocks, (visible + block_size - 2) // block_size + 1)
             case AttentionKind.STATE_SPACE:
-                # The block that is read, and those that may be written.
+                # The block that is read, and the blocks that may be written.
                 return min(num_blocks, 1 + max(1, -(-max_uncertain_tokens // block_size)))
             case AttentionKind.CROSS:
                 return -(-self.size // block_size)
 
 
 FULL_ATTENTION = (KVCacheGroup(),)
-"""The groups of a model without windows."""
+"""The groups of a model in which all layers have full attention."""
 
 
 def max_request_blocks(
@@ -117,7 +118,7 @@ def max_request_tokens(
     limit: int,
     max_uncertain_tokens: int = 0,
 ) -> int:
-    """Return the maximum length of a request, up to `limit` tokens, that holds at most `num_blocks` blocks."""
+    """Return the maximum length of a request that fits into `num_blocks` blocks, at most `limit` tokens."""
     fits, too_long = 0, limit + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

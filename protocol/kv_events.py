@@ -1,7 +1,7 @@
-"""KV-cache events that external routers subscribe to.
+"""KV-cache events to which external routers subscribe.
 
-The encoding is that of vLLM's KV-cache events: msgpack maps, with an event's class in "type". A published message has
-three frames: topic, sequence number (8 bytes, big-endian), `KVEventBatch`.
+The encoding is the same as in vLLM: msgpack maps, with an event's class in "type". A published message has three
+frames: topic, sequence number (8 bytes, big-endian), `KVEventBatch`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Final, TypeAlias
 import msgspec
 
 END_OF_REPLAY: Final = b"\xff" * 8
-"""The sequence number of the last, empty message of a replay."""
+"""The sequence number of the empty message that ends a replay."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive full blocks became findable. `token_ids` are their tokens, and `medium` is where they are stored."""
+    """Consecutive full blocks became findable.
+
+    `token_ids` are their tokens, and `medium` says where they are stored.
+    """
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None

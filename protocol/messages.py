@@ -23,10 +23,10 @@ F32: TypeAlias = bytes
 
 
 class FinishReason(enum.IntEnum):
-    """The reason why a request ended. `str()` returns OpenAI's word for it.
+    """The reason why a request ended. `str()` returns OpenAI's name for it.
 
-    REJECTED means that the queue was full, THROTTLED that the tenant's limit was reached. MOVED requests continue at
-    another replica; clients never see this reason.
+    REJECTED means that the queue was full, and THROTTLED that the tenant's limit was reached. MOVED means that the
+    request continues at another replica; clients never see this reason.
     """
 
     STOP = 0
@@ -40,7 +40,7 @@ class FinishReason(enum.IntEnum):
     MOVED = 8
 
     def __str__(self) -> str:
-        """Return OpenAI's word for the reason."""
+        """Return OpenAI's name for the reason."""
         return _FINISH_WORDS[self]
 
 
@@ -66,14 +66,14 @@ class EventKind(enum.IntEnum):
     FIRST_TOKEN = 3
 
 
-# frontend -> core
+# Frontend -> core
 
 
 class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """The grid of an encoder input's embeddings, row by row, for models with rotary positions in three dimensions.
+    """The grid of an encoder input's embeddings, row by row, for models with three-dimensional rotary positions.
 
-    All have the same position in time. With `continues` they are a further frame of the previous input's video, and
-    this position is `time` after that of the video's first frame.
+    All embeddings have the same position in time. If `continues`, they are a further frame of the same video as the
+    previous input, and that position is `time` after the position of the video's first frame.
     """
 
     rows: int
@@ -85,11 +85,11 @@ class EncoderGrid(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """An image, a sound or similar, in place of the prompt's tokens [position, position + num_tokens).
 
-    `num_tokens` is 0 for the input of an encoder-decoder model, which the first token already needs. `size` is the
+    `num_tokens` is 0 for the input of an encoder-decoder model, which already the first token needs. `size` is the
     number of embeddings that the encoder computes from `data`, which only the workers can decode. Equal `content_hash`
     (32 bytes) means equal embeddings and an equal `grid`, which has `num_tokens` cells if there is one. If `row_length`
-    is not 0, a token between each `row_length` embeddings keeps its own embedding. If `embeddings` is a dtype, `data`
-    has the embeddings themselves: [size, hidden size] numbers in row-major order.
+    is not 0, the token after every `row_length` embeddings keeps its own embedding. If `embeddings` names a dtype,
+    `data` contains the embeddings themselves: [size, hidden size] numbers in row-major order.
     """
 
     position: int
@@ -105,11 +105,11 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
     """The data of an image: its pixels as a vision tower reads them, before they are scaled and normalized.
 
-    `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads
-    (scale * pixels - mean) / std for each channel. With `grid_columns` they are tiles, one below the other: the whole
-    image, then the rows of a grid. In the grid, an image of `original_width` x `original_height` pixels was enlarged
-    and has equal margins on both sides. A tower may make fewer embeddings of a frame of a video (`is_frame`), and
-    another one behind the last frame (`ends_video`).
+    `pixels` are uint8[num_frames, height, width, 3] in RGB; only videos have several frames. The tower reads (scale *
+    pixels - mean) / std for each channel. If `grid_columns` is set, the pixels are tiles, one below the other: the
+    whole image, then the rows of a grid with that many columns. For the grid, an image of `original_width` x
+    `original_height` pixels was enlarged, and has equal margins on both sides. A tower may compute fewer embeddings for
+    a frame of a video (`is_frame`), and one more after the last frame (`ends_video`).
     """
 
     width: int
@@ -127,10 +127,10 @@ class ImagePayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=T
 
 
 class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a sound for an encoder: log-mel features, or the samples themselves.
+    """The data of a sound for an encoder: log-mel features, or samples.
 
-    `features` are [num_mel_bins, num_frames] in row-major order, float16 with `is_float16` and float32 otherwise. With
-    `num_mel_bins` 0 they are the `num_frames` samples of a model that reads those, in [-1, 1].
+    `features` are [num_mel_bins, num_frames] in row-major order, float16 if `is_float16`, else float32. If
+    `num_mel_bins` is 0, they are `num_frames` samples in [-1, 1], for models that read samples.
     """
 
     num_mel_bins: int
@@ -140,13 +140,13 @@ class AudioPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class TextPayload(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a source text for an encoder: its `token_ids` int32."""
+    """The data of a source text for an encoder: its `token_ids`, int32."""
 
     token_ids: I32
 
 
 class EmbeddingPayload(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=True):
-    """The data of an image whose embeddings the client has: `values` are float32[rows, columns], little-endian."""
+    """The data of an image for which the client sent embeddings: `values` are float32[rows, columns], little-endian."""
 
     rows: int
     columns: int
@@ -159,14 +159,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `request_index` is unique within its client. `block_hashes` are the digests of the prompt's full blocks (see
     `block_hash`), and `root_hash` is the parent of the first; both are empty if prefix caching is off. `arrival_time`
     is the frontend's CLOCK_MONOTONIC in seconds. `sampling_params.max_tokens` is always set here. `request_id` is the
-    id that clients see; several sequences may share one. `kv_transfer_params` are for the KV connector alone.
+    id that clients see; several sequences may share one. `kv_transfer_params` are read only by the KV connector.
     `trace_headers` are the W3C trace context of the HTTP request, by header name. `predicted_token_ids` are the output
     that the client expects; workers draft from them. A request with `pooling_params` has `max_tokens` 1: it ends with
     its prompt, and its only token has no meaning.
 
-    `is_resubmitted` is set if a core that had accepted the request is gone; that core may have known it as `was_index`.
-    The request continues after `output_token_ids`, which the client already has, like one that was preempted. A request
-    that `is_suspect` may have crashed a worker or a core, and runs alone until its next token.
+    `is_resubmitted` is set if a core that had accepted the request has failed; that core may have known it as
+    `was_index`. The request continues after `output_token_ids`, which the client already has, like one that was
+    preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs alone until its next token.
     """
 
     request_index: int
@@ -193,10 +193,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """A frontend's answer to `CoreReady`, with the same epoch. Messages before it are dropped.
+    """A frontend's answer to `CoreReady`, with the same epoch. The core drops earlier messages.
 
-    `requests` are all that the frontend has at this core. Requests of an earlier connection are aborted, and KV-cache
-    blocks of an earlier core that no request claims are freed. Unless `is_whole`, more requests follow in
+    `requests` are all requests that the frontend has at this core. Requests of an earlier connection are aborted, and
+    KV-cache blocks of an earlier core that no request claims are freed. Unless `is_whole`, more requests follow in
     `AddRequests`, the last of which has `ends_greeting`.
     """
 
@@ -215,9 +215,9 @@ class AddRequests(msgspec.Struct, tag="add", array_like=True, gc=False, frozen=T
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, frozen=True):
-    """Aborts requests that lost their HTTP client, or in which the frontend found a stop string.
+    """Abort requests that lost their HTTP client, or in which the frontend found a stop string.
 
-    Requests that `are_moved` continue at another replica, which fetches their blocks of the KV cache.
+    If `are_moved`, they continue at another replica, which fetches their blocks of the KV cache.
     """
 
     request_indices: I32
@@ -225,14 +225,14 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True, gc=False, froz
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, gc=False, frozen=True):
-    """Asks to remove all cached prefixes. Answered by `CallResult`."""
+    """Remove all cached prefixes. Answered by `CallResult`."""
 
     call_id: int
     reset_running_requests: bool = False
 
 
 class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen=True):
-    """Asks to write the event log to a file. The `detail` of the `CallResult` is its path."""
+    """Write the event log to a file. Answered by `CallResult`, whose `detail` is the path."""
 
     call_id: int
 
@@ -246,7 +246,7 @@ ClientMessage: TypeAlias = (
 )
 
 
-# core -> frontend
+# Core -> frontend
 
 
 class CoreReady(msgspec.Struct, tag="ready", array_like=True, gc=False, frozen=True):
@@ -264,7 +264,8 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     `stop_reason` is the stop token, or None for an end-of-sequence token. `kv_transfer_params` come from the KV
     connector, for the engine that will fetch the request's blocks. `retry_after_s` is the expected queue time in
-    seconds of a request that was not admitted, or 0.0 if unknown. `trace_headers` are those of the request.
+    seconds of a request that was not admitted, or 0.0 if unknown. `trace_headers` are the headers that came with the
+    request.
     """
 
     request_index: int
@@ -277,7 +278,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 
 class RequestEvent(NamedTuple):
-    """An event in a request's life. Numbers of tokens are meaningful at the first SCHEDULED only."""
+    """An event in a request's life. The numbers of tokens are set only at the first SCHEDULED."""
 
     request_index: int
     kind: EventKind
@@ -289,8 +290,8 @@ class RequestEvent(NamedTuple):
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """The same event of several requests, `request_indices` int32[N].
 
-    `num_cached_tokens` int32[N] is set for SCHEDULED. `num_loaded_tokens` int32[N] are those of them that a KV
-    connector loaded; empty if it loaded none.
+    `num_cached_tokens` int32[N] is set for SCHEDULED. `num_loaded_tokens` int32[N] says how many of these a KV
+    connector loaded; it is empty if none was loaded.
     """
 
     kind: EventKind
@@ -309,9 +310,9 @@ class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Log-probabilities of consecutive positions of one request.
+    """Log-probabilities for n consecutive positions of one request.
 
-    There are n positions with k+1 entries each: the chosen token first, then the k most likely.
+    Each position has k+1 entries: the chosen token first, then the k most likely ones.
 
     Shapes:
         token_ids: int32[n, k+1]
@@ -334,9 +335,9 @@ class PooledVector(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
-    """Counts since the last message with statistics.
+    """Counts of a KV connector since the last message with statistics.
 
-    Queries and hits are in tokens. `counts` are the connector's own.
+    Queries and hits are in tokens. `counts` are additional ones that the connector names.
     """
 
     prefix_cache_queries: int = 0
@@ -347,9 +348,10 @@ class KVConnectorStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
-    """Counts since the last message with statistics.
+    """Counts of speculative decoding since the last message with statistics.
 
-    `num_drafts` counts verifications; `num_accepted_tokens_per_pos[i]` of them accepted more than i tokens.
+    `num_drafts` counts verifications. `num_accepted_tokens_per_pos[i]` is the number of them that accepted more than i
+    tokens.
     """
 
     num_drafts: int = 0
@@ -361,13 +363,14 @@ class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Statistics of a core: gauges at the end of the step, and counts since the last message with statistics.
 
-    Of the `num_waiting` requests, `num_deferred` wait for a grammar or for external blocks, not for capacity.
-    `cpu_offload_hits` of the `prefix_cache_hits` tokens were in the CPU KV offload. `step_tokens` int32 has, for each
-    step that generated tokens, the number of these plus the prompts that got their first token; `num_prompt_tokens`
-    counts those prompts alone. `num_block_preemptions` of the preemptions were for lack of blocks. `running_loras` and
-    `waiting_loras` are the names of the LoRA adapters of running and of waiting requests, sorted.
+    Of the `num_waiting` requests, `num_deferred` wait for a grammar or for external blocks, not for capacity. Of the
+    `prefix_cache_hits` tokens, `cpu_offload_hits` were in the CPU KV offload. `step_tokens` int32 has one entry per
+    step that generated tokens: their number, plus the prompt tokens of requests that got their first token.
+    `num_prompt_tokens` counts only these prompt tokens. `num_block_preemptions` is the number of preemptions for lack
+    of blocks. `running_loras` and `waiting_loras` are the sorted names of the LoRA adapters of running and of waiting
+    requests.
 
-    The block times are float32 seconds of a sample of cached blocks: the lifetimes of evicted blocks, their idle times
+    The block times are float32 seconds for a sample of cached blocks: the lifetimes of evicted blocks, their idle times
     before eviction, and the idle times of reused blocks.
     """
 
@@ -404,13 +407,14 @@ class EngineCoreOutputs(
 ):
     """New tokens and events of one client's requests after one step.
 
-    `request_indices` is int32[N] and `token_ids` int32[sum]. `num_tokens` int32[N] is the number of tokens of each
-    request, empty if each got one. `finished` requests produce nothing after this message. `finished_set` int32 lists
-    every request of the client that ended since its last message, including those that the client aborted.
-    `scheduler_times` float32 are the seconds that the scheduler spent while each of them was running, empty if not
-    measured. `core_times` float32 are the seconds of processor cores, or of GPUs, that their tokens took, likewise.
-    `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of drafts from
-    a client's prediction.
+    `request_indices` is int32[N] and `token_ids` int32[sum]. `num_tokens` int32[N] is the number of tokens per request,
+    empty if each got one. `finished` requests produce nothing after this message. `finished_set` int32 lists every
+    request of the client that ended since its last message, including those that the client aborted.
+
+    `scheduler_times` float32[N] are the seconds that the scheduler spent while each request was running. `core_times`
+    float32[N] are the seconds of CPU cores, or of GPUs, that its tokens took. Both are empty if they were not measured.
+    `prediction_counts` int32[k, 3] are rows (request index, accepted tokens, rejected tokens) of drafts from a client's
+    prediction.
     """
 
     core_index: int
@@ -442,8 +446,8 @@ class CallResult(msgspec.Struct, tag="result", array_like=True, gc=False, frozen
 class ReplicaLost(msgspec.Struct, tag="lost", array_like=True, gc=False, frozen=True):
     """The last message of a core that lost a worker or failed itself.
 
-    It lists the client's requests in the steps in flight: `suspects` int32 had no token since their admission,
-    `unsuspected` int32 had one. If the error `is_own`, it occurred in the core; any request may have caused it, and
+    It lists the client's requests in the steps in flight: `suspects` int32 had no token since their admission, and
+    `unsuspected` int32 had one. If `is_own`, the error occurred in the core, so any request may have caused it, and
     none is listed.
     """
 
@@ -458,8 +462,8 @@ class ReplicaLoadUpdate(
     """The load and cache content of a core, by which a frontend chooses between cores.
 
     `num_others` counts the requests of other frontends. `stored` and `removed` are keys of blocks that entered and left
-    the prefix cache, and of LoRA adapters that the workers load and replace (see `block_hash.block_keys` and
-    `adapter_key`). If `is_whole`, `stored` has all keys.
+    the prefix cache, and of LoRA adapters that the workers loaded and replaced (see `block_hash.block_keys` and
+    `adapter_key`). If `is_whole`, `stored` lists all keys.
     """
 
     num_others: int

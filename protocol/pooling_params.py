@@ -1,4 +1,4 @@
-"""Pooling parameters: the vector that a request reads from the hidden states of its prompt."""
+"""Pooling parameters: how a request computes a vector from the hidden states of its prompt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 
 class PoolingKind(StrEnum):
-    """The way in which the hidden states of a prompt become one vector.
+    """How the hidden states of a prompt become one vector.
 
-    CLS takes the first token's, LAST the last token's, and MEAN the average over all tokens. ALIGNMENT reads the
-    decoder's cross attention instead: its vector is a matrix [tokens of the prompt, `num_frames`], row by row, the
-    higher, the more a token belongs to an output of the encoder. It is the average over the model's alignment heads of
-    their attention, which is divided by its standard deviation over the tokens after its mean is subtracted, and
-    filtered by a median of 7 outputs.
+    CLS takes the first token's hidden state, LAST the last token's, and MEAN the average over all tokens. ALIGNMENT
+    reads the decoder's cross attention instead. Its vector is a matrix [tokens of the prompt, `num_frames`], row by
+    row; a higher value means that the token more likely belongs to that encoder output. It is the average over the
+    model's alignment heads of their attention, which is standardized over the tokens and then filtered by a median of 7
+    encoder outputs.
     """
 
     CLS = "cls"
@@ -26,9 +26,9 @@ class PoolingKind(StrEnum):
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The pooling of one prompt. The frontend truncates and normalizes the vector.
 
-    With `computes_whole_prompt`, the hidden states of all tokens are needed, so no cached prefix is read. If the prompt
-    is a pair of texts, tokens from `second_segment` on have the second token type; 0 for one text. `num_frames` is the
-    number of encoder outputs that an alignment reads.
+    If `computes_whole_prompt`, the hidden states of all tokens are needed, so no cached prefix is read. If the prompt
+    is a pair of texts, `second_segment` is the index of the first token with the second token type; 0 for one text.
+    `num_frames` is the number of encoder outputs that ALIGNMENT reads.
     """
 
     kind: PoolingKind

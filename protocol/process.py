@@ -1,6 +1,6 @@
-"""Starting, logging and ending of engine processes.
+"""Start-up, logging and shutdown that all engine processes have in common.
 
-The standard input of every child is a pipe from the supervisor. End of file means that the supervisor has ended, for
+The standard input of every child is a pipe from the supervisor. End of file means that the supervisor has exited, for
 whatever reason. Only a spare process reads anything else from it: its epoch.
 """
 
@@ -25,7 +25,7 @@ import setproctitle
 from .config.frontend import LogFormat
 
 ORPHANED_EXIT_CODE = 3
-"""Exit code of a process whose supervisor has ended."""
+"""Exit code of a process whose supervisor has exited."""
 
 
 def name_process(name: str) -> None:
@@ -34,7 +34,7 @@ def name_process(name: str) -> None:
 
 
 def await_epoch() -> int:
-    """Read the epoch in which this process is to start, a line on standard input. Wait until it arrives."""
+    """Wait for the epoch in which this process is to start, a line on standard input, and return it."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(0, 64)
@@ -45,9 +45,9 @@ def await_epoch() -> int:
 
 
 def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
-    """Exit as soon as the parent's end of standard input closes, after removing `run_dir` and `sockets`.
+    """Exit as soon as the supervisor has exited, after removing `run_dir` and `sockets`.
 
-    The caller may change `sockets` until then.
+    The supervisor's exit closes the other end of standard input. The caller may change `sockets` until then.
     """
 
     def wait_for_end_of_file() -> None:
@@ -63,11 +63,11 @@ def exit_with_parent(run_dir: str, sockets: Iterable[str] = ()) -> None:
 
 
 logged_request_id: ContextVar[str] = ContextVar("logged_request_id", default="")
-"""The ID of the request that a task works on, for JSON logs."""
+"""The ID of the request that the current task handles, for JSON logs."""
 
 
 def json_log_line(level: str, process: str, message: str, **more: object) -> str:
-    """Return a line of a JSON log. `more` are further fields; those that are None or "" are left out."""
+    """Return a line of a JSON log. `more` are additional fields, omitted where None or ""."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line = {"time": now, "level": level.lower(), "process": process, "message": message}
     return json.dumps(
@@ -78,11 +78,11 @@ def json_log_line(level: str, process: str, message: str, **more: object) -> str
 class JSONFormatter(logging.Formatter):
     """Formats each log record as a JSON object on one line.
 
-    The ID of a request is that of the task that logs, or `extra={"request_id": …}`.
+    The request ID is the one of the current task, or `extra={"request_id": …}` of the record.
 
     Args:
         process: The name of the process, such as "core 0".
-        replica: The replica that it belongs to; None for none.
+        replica: The replica that the process belongs to; None for none.
     """
 
     def __init__(self, process: str, replica: int | None = None) -> None:
@@ -91,7 +91,7 @@ class JSONFormatter(logging.Formatter):
         self._replica = replica
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the JSON object for a record."""
         return json_log_line(
             record.levelname,
             self._process,
@@ -107,9 +107,9 @@ class JSONFormatter(logging.Formatter):
 def configure_logging(
     name: str, level: str, log_format: LogFormat, replica: int | None = None
 ) -> None:
-    """Log to standard error, one line per event, with the process's name.
+    """Log to standard error, one line per event, with the name of the process.
 
-    In JSON, so are warnings of Python and exceptions that end the process or a thread.
+    With the log format JSON, Python warnings and uncaught exceptions are logged in JSON as well.
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -137,7 +137,8 @@ def _log_exception(
 class StopSignal:
     """Records that SIGTERM arrived, and wakes a poll on `fd`.
 
-    SIGINT is ignored: the terminal sends it to the supervisor as well, which decides what the other processes do.
+    SIGINT is ignored, because the terminal also sends it to the supervisor, which decides when the other processes
+    exit.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ class StopSignal:
     def take_signals(self) -> set[int]:
         """Return the added signals that arrived since the last call, and rearm `fd`."""
         arrived: set[int] = set()
-        # In this order, neither a signal nor its byte can remain without the other.
+        # In this order, neither a signal nor its wake-up byte can be left without the other.
         while self._pending:
             found, self._pending = self._pending, set()
             arrived |= found

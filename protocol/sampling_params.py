@@ -13,16 +13,16 @@ import msgspec
 from .errors import ParameterError
 
 MAX_SEED: Final = 2**63 - 1
-"""Largest seed; the largest integer that JSON clients and int64 tensors share."""
+"""Largest seed: the largest integer that both JSON clients and int64 tensors represent exactly."""
 
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 8192
-"""Maximum characters of all stop strings together."""
+"""Maximum total characters of all stop strings."""
 
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORDS_CHARACTERS: Final = 16384
-"""Maximum characters of all bad words together."""
+"""Maximum total characters of all bad words."""
 
 MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_N: Final = 128
@@ -40,12 +40,12 @@ class GrammarKind(StrEnum):
 
 
 class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Unconstrained reasoning before a constrained text: from one of the starts to the first end.
+    """Unconstrained reasoning before a constrained text, from one of the `starts` to the first of the `ends`.
 
-    Starts and ends are texts; those that are a single token are also listed by id. With `is_open` no start is needed,
-    because the prompt contains it or the format implies it. There must then be an end. A `grammar` in Lark's notation,
-    in which `@answer` is the constrained text, replaces all of this. With `max_tokens` other than -1, at most so many
-    tokens come before the end. This needs an end that is a token.
+    Starts and ends are texts; those that are a single token are also listed by id. If `is_open`, no start is needed,
+    because the prompt contains it or the format implies it; there must then be an end. A `grammar` in Lark's notation,
+    in which `@answer` is the constrained text, replaces all other fields. If `max_tokens` is not -1, at most that many
+    tokens precede the end, which must be a single token.
     """
 
     starts: tuple[str, ...]
@@ -60,8 +60,9 @@ class FreeReasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A constraint on the generated text, or on the text after its `reasoning`.
 
-    `spec` is the schema or choice list as JSON, the regular expression, the Lark grammar or the structural tag as JSON.
-    It is empty for `JSON_OBJECT`. A grammar that `is_isolated` is so expensive that it gets its own process.
+    `spec` is a JSON schema, a list of choices in JSON, a regular expression, a Lark grammar, or a structural tag in
+    JSON. It is empty for `JSON_OBJECT`. If `is_isolated`, the grammar is so expensive that it runs in a process of its
+    own.
     """
 
     kind: GrammarKind
@@ -73,17 +74,17 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens that a speech model may sample (Whisper, arXiv 2212.04356).
 
-    `suppressed_token_ids` are never sampled, and `begin_suppressed_token_ids` are not sampled first. With
-    `first_timestamp_id` 0 there are no other rules. Otherwise the tokens from this id on are timestamps, and these
-    rules make them pairs around pieces of text, in the order of time:
+    `suppressed_token_ids` are never sampled, and `begin_suppressed_token_ids` are not sampled first. If
+    `first_timestamp_id` is 0, there are no other rules. Otherwise the tokens from this id on are timestamps, which come
+    in pairs around pieces of text, in the order of time:
 
     * The first token is a timestamp, at most `max_initial_timestamp` after the first one, if that is not -1.
-    * After a timestamp that follows a timestamp, or that is the first token, comes no further one.
-    * After another timestamp comes a timestamp or a token from `end_token_id` on.
-    * A timestamp is not before the last one. Only the second of a pair may equal the first.
+    * After two timestamps in a row, or after the first token, the next token is not a timestamp.
+    * After any other timestamp, the next token is a timestamp or has an id of at least `end_token_id`.
+    * Timestamps never decrease. Only the second of a pair may equal the first.
     * If all timestamps together are more probable than every other token, a timestamp is sampled.
 
-    The last token before the timestamps, which asks for none, is never sampled then.
+    With these rules, the token before `first_timestamp_id`, which asks for no timestamps, is never sampled.
     """
 
     suppressed_token_ids: tuple[int, ...] = ()
@@ -94,15 +95,15 @@ class TranscriptRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
-    """Sampling parameters, with OpenAI's and vLLM's names and meanings.
+    """Sampling parameters, with the names and meanings of OpenAI and vLLM.
 
     The frontend applies `n`, `stop`, `include_stop_str_in_output`, `bad_words`, `detokenize` and `skip_special_tokens`.
     The core reads the limits and stop tokens, and the workers read the rest.
 
     `temperature` 0 is greedy, and so is `top_p` 0. `top_k` 0 or -1 keeps every token. `typical_p` applies first: the
-    other filters choose among the typical tokens. Greedy requests ignore it. `logprobs` and `prompt_logprobs` are
-    numbers of alternatives to report; -1 means the whole vocabulary. If `seed` is None or -1, the frontend draws one.
-    `transcript_rules` are set by the frontend alone. They apply to the logits before all other filters.
+    other filters choose among the typical tokens. Greedy requests ignore `typical_p`. `logprobs` and `prompt_logprobs`
+    are numbers of alternatives to report; -1 means the whole vocabulary. If `seed` is None or -1, the frontend draws
+    one. `transcript_rules` are set only by the frontend, and apply to the logits before all other filters.
     """
 
     max_tokens: int | None = None
@@ -138,7 +139,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
         self.verify_lists(vocab_size=vocab_size)
 
     def verify_numbers(self, *, vocab_size: int, max_logprobs: int) -> None:
-        """Verify the parameters whose check takes constant time."""
+        """Verify the parameters that take constant time to check."""
         _integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
@@ -163,7 +164,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
                 _verify_logprobs(name, count, vocab_size, max_logprobs)
 
     def verify_lists(self, *, vocab_size: int) -> None:
-        """Verify the parameters whose check takes time in proportion to their length."""
+        """Verify the parameters that are lists, whose check takes time in proportion to their length."""
         _length("stop", len(self.stop), MAX_STOP_STRINGS)
         _length("stop", sum(map(len, self.stop)), MAX_STOP_CHARACTERS, "characters")
         if "" in self.stop:

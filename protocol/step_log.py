@@ -1,7 +1,8 @@
 """A file with the last steps that a core has sent, which its workers read after the core has crashed.
 
-A core sends a step to one worker after the other and may crash in between. Each step is written to the file before it
-is sent. Workers that did not receive it then catch up with the others, which wait for them inside that step.
+A core sends a step to one worker after the other, and may crash in between. Each step is written to the file before it
+is sent. After a crash, workers that did not receive the last step read it from the file. The others, which wait for
+them inside that step, can then complete it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NUM_PLACES: Final = 16
 """Ring capacity in steps; must exceed the number of steps in flight."""
 
 _HEADER: Final = Struct("<QQQ")
-"""Epoch, step, length of the frame. It never crosses a page, so it is written as a whole or not at all."""
+"""Header of an entry: epoch, step, length of the frame. It never crosses a page, so a crash cannot leave part of it."""
 
 _PLACE_BYTES: Final = _HEADER.size + MAX_FRAME_BYTES
-"""Distance between two entries in bytes. Unwritten parts take no disk space."""
+"""Size in bytes that is reserved for an entry. Unwritten parts take no disk space."""
 
 _decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
 

@@ -1,4 +1,4 @@
-"""Messages from and to the supervisor: processes report, frontends receive the state, nodes run workers.
+"""Messages to and from the supervisor. Processes report to it, frontends receive its state, and nodes run its workers.
 
 A node is another machine. It connects, receives a `NodeWelcome` and answers with a `NodeHello`. Then it starts and
 signals processes on command, and forwards the reports of its workers. Both sides send a message at least every half
@@ -14,7 +14,7 @@ import msgspec
 
 from .config.parallel import ReplicaRole
 
-# any process -> supervisor
+# Any process -> supervisor
 
 
 class Stage(enum.StrEnum):
@@ -32,9 +32,9 @@ class Stage(enum.StrEnum):
 class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, frozen=True):
     """The progress of one process through its stages.
 
-    `process` is its title without the prefix, such as "worker 0". `done` of `total` draws the progress bar, in bytes;
-    both are 0 if there is nothing to count. `detail` is one line for people. `pid` distinguishes a process from its
-    predecessors.
+    `process` is its process title without the prefix, such as "worker 0". `done` and `total` are the state of the
+    progress bar in bytes; both are 0 if there is nothing to count. `detail` is one line of text for people. `pid`
+    distinguishes a process from its predecessors.
     """
 
     process: str
@@ -46,10 +46,11 @@ class ProcessStatus(msgspec.Struct, tag="status", array_like=True, gc=False, fro
 
 
 class Heartbeat(msgspec.Struct, tag="beat", array_like=True, gc=False, frozen=True):
-    """A sign that a process is alive, whatever it is doing. `busy_s` is how long its current step has taken so far.
+    """A periodic sign that a process is alive, whatever it is doing.
 
-    `num_tokens` counts generated tokens. `num_dropped_frames` counts frames that no other message reports: those of a
-    worker, and those that a frontend received from the supervisor. The other fields are gauges of a core.
+    `busy_s` is how long its current step has taken so far, in seconds. `num_tokens` counts generated tokens.
+    `num_dropped_frames` counts dropped frames that no other message reports: those of a worker, and those that a
+    frontend received from the supervisor. The other fields are gauges of a core.
     """
 
     process: str = ""
@@ -77,7 +78,7 @@ NEW_ROLES: Final = {
     ReplicaAction.PREFILL: ReplicaRole.PREFILL,
     ReplicaAction.DECODE: ReplicaRole.DECODE,
 }
-"""The role that a replica has after an action."""
+"""The role of a replica after each action that changes it."""
 
 
 class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, frozen=True):
@@ -92,22 +93,22 @@ class ReplicaCommand(msgspec.Struct, tag="replica", array_like=True, gc=False, f
 
 
 class CauseFound(msgspec.Struct, tag="cause", array_like=True, gc=False, frozen=True):
-    """A frontend has failed a request as the cause of the last crashes of cores or workers."""
+    """Reports that a frontend has failed a request because it caused the last crashes of cores or workers."""
 
 
 ProcessReport: TypeAlias = ProcessStatus | Heartbeat
-"""Reports that every process sends about itself."""
+"""The reports that every process sends about itself."""
 
 SupervisorMessage: TypeAlias = ProcessReport | ReplicaCommand | CauseFound
 
 
-# supervisor -> frontends
+# Supervisor -> frontends
 
 
 class ProcessInfo(msgspec.Struct, gc=False):
-    """The supervisor's knowledge about one process. `silent_s` is the time since its last heartbeat, in seconds.
+    """What the supervisor knows about one process. `silent_s` is the time since its last heartbeat, in seconds.
 
-    `num_dropped_frames` includes the reports of its predecessors.
+    `num_dropped_frames` includes the frames that its predecessors reported.
     """
 
     name: str
@@ -127,7 +128,7 @@ class ProcessInfo(msgspec.Struct, gc=False):
 
 
 class ReplicaState(enum.StrEnum):
-    """The state of a replica. Only a SERVING replica gets new requests, even while it is not up yet."""
+    """The state of a replica. New requests go only to a SERVING replica, even if its processes are not ready yet."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -136,10 +137,11 @@ class ReplicaState(enum.StrEnum):
 
 
 class ReplicaInfo(msgspec.Struct, gc=False):
-    """One replica. `epoch` counts its lives. `is_up` is set while its core and workers are ready.
+    """One replica. `epoch` counts the starts of its core.
 
-    `is_resuming` is set after a crash of the core alone: its streams continue with the next core. `has_ended` is set
-    while the core has ended and the next one has not started. `role` is None in an engine without roles.
+    `is_up` is set while its core and workers are ready. `is_resuming` is set after a crash of the core alone: its
+    streams continue with the next core. `has_ended` is set while the core has exited and the next one has not started.
+    `role` is None in an engine without roles.
     """
 
     replica: int
@@ -154,10 +156,11 @@ class ReplicaInfo(msgspec.Struct, gc=False):
 
 
 class EngineStatus(msgspec.Struct, gc=False):
-    """Every process of the engine, frontends first, and every replica in order once the engine was ready.
+    """The state of the engine: its processes, frontends first, and its replicas in order once the engine was ready.
 
-    `num_dropped_frames` counts frames dropped by the supervisor and the nodes. `failure` says, in the last status, why
-    the engine cannot continue. `poison_bodies` are digests of request bodies that crashed frontends and are rejected.
+    `num_dropped_frames` counts frames dropped by the supervisor and the nodes. `failure` is set in the last status and
+    says why the engine cannot continue. `poison_bodies` are digests of request bodies that crashed frontends and are
+    rejected.
     """
 
     processes: list[ProcessInfo]
@@ -167,11 +170,11 @@ class EngineStatus(msgspec.Struct, gc=False):
     poison_bodies: list[bytes] = []
 
 
-# supervisor -> node
+# Supervisor -> node
 
 
 class NodeWelcome(msgspec.Struct, tag="welcome", array_like=True, gc=False, frozen=True):
-    """The answer to a new connection. The node must end what it ran for an earlier one.
+    """The answer to a new connection. The node must stop the processes that it ran for an earlier one.
 
     `config` is an encoded `EngineConfig`, which only a node of the same `version` can decode.
     """
@@ -206,7 +209,7 @@ class NodePing(msgspec.Struct, tag="ping", array_like=True, gc=False, frozen=Tru
 
 
 class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):
-    """The engine has stopped, or has failed for the given reason."""
+    """The engine has stopped, or has failed for the given reason, so the node must exit."""
 
     reason: str = ""
 
@@ -214,11 +217,11 @@ class EndNode(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True)
 NodeCommand: TypeAlias = NodeWelcome | StartProcess | SignalProcess | NodePing | EndNode
 
 
-# node -> supervisor
+# Node -> supervisor
 
 
 class NodeHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """The answer to `NodeWelcome`. `num_nodes` is the number the node was configured with."""
+    """The answer to `NodeWelcome`. `num_nodes` is the number of machines with which the node was configured."""
 
     version: int
     node_rank: int
@@ -235,9 +238,9 @@ class ProcessStarted(msgspec.Struct, tag="started", array_like=True, gc=False, f
 
 
 class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, frozen=True):
-    """A process has ended. `returncode` is negative for a signal, as in `subprocess`.
+    """A process has exited. `returncode` is negative for a signal, as in `subprocess`.
 
-    Without a `pid` the process could not be started.
+    If `pid` is missing, the process could not be started.
     """
 
     name: str
@@ -247,7 +250,7 @@ class ProcessExited(msgspec.Struct, tag="exited", array_like=True, gc=False, fro
 
 
 class NodeLeft(msgspec.Struct, tag="left", array_like=True, gc=False, frozen=True):
-    """The node ends; all its processes have ended. `refusal` is why it did not join."""
+    """The node exits, after all its processes. `refusal` says why it did not join, if it did not."""
 
     refusal: str = ""
 

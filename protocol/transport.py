@@ -1,10 +1,10 @@
 """Typed messages over ZeroMQ sockets.
 
-A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive msgspec structs only. A frame that does not decode
+A `Hub` (ROUTER) serves many `Peer`s (DEALER). Both send and receive only msgspec structs. A frame that does not decode
 to the expected type is counted and dropped.
 
 A peer connects as soon as its hub exists, and again after the hub was restarted. Each connection begins with a probe
-from the peer, which the hub reports as a new connection. No frame crosses from one connection to the next.
+from the peer, which the hub reports as a new connection. No frame sent on one connection is received on another.
 """
 
 from __future__ import annotations
@@ -36,34 +36,35 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
-"""Maximum size of a frame in bytes. A larger one closes its connection. Processes must not send one: it would be sent
-again on the next connection and close that too.
+"""Maximum size of a frame in bytes. A larger one closes its connection.
+
+Processes must not send one, because it would be sent again on the next connection and close that as well.
 """
 
 RECONNECT_MS: Final = 10
 """Milliseconds between a peer's attempts to connect."""
 
 REMOTE_RECONNECT_MS: Final = 1000
-"""Maximum milliseconds between attempts to connect to another machine; the interval grows up to this."""
+"""Maximum milliseconds between attempts to connect to another machine; the interval grows up to this value."""
 
 KEEPALIVE_S: Final = 20
-"""Seconds of silence after which the system sends a TCP keepalive, so that firewalls keep the connection.
+"""Seconds of silence after which the system sends a TCP keepalive, so that firewalls keep the connection open.
 
-ZeroMQ's heartbeats are not used: they would close the connection of a peer that is merely stopped, and a reconnection
-ends the replica.
+ZeroMQ's heartbeats are not used. They would close the connection of a peer that is merely stopped, and a reconnection
+makes the replica fail.
 """
 
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _SNDMORE: Final = int(zmq.SNDMORE)
-"""Plain integers: pyzmq's constants are enumerations, whose operators run Python code."""
+"""pyzmq's constants as plain integers, because the operators of its enumerations run Python code."""
 
 _send: Final = zmq.backend.Socket.send
-"""The backend's function: `zmq.Socket.send` adds Python code that these messages do not need."""
+"""The send function of pyzmq's backend. `zmq.Socket.send` adds Python code that these messages do not need."""
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that decoding a malformed frame can raise."""
+"""The errors that decoding a malformed frame can raise."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -101,13 +102,13 @@ def _open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a receive would not wait. An attempt that raises `zmq.Again` would take several times as long."""
+    """Return whether a receive would not block. Trying and catching `zmq.Again` would take several times as long."""
     events: Any = socket.get(_EVENTS)
     return bool(events & _POLLIN)
 
 
 class Peer(Generic[In]):
-    """The connecting end of a connection to a `Hub`, which knows it by `identity`.
+    """The connecting end of a connection to a `Hub`, which addresses it by `identity`.
 
     A message that is sent while there is no connection is lost.
     """
@@ -123,7 +124,7 @@ class Peer(Generic[In]):
         self.socket = _open_socket(context, zmq.DEALER)
         self.socket.set(zmq.IDENTITY, identity)
         self.socket.set(zmq.PROBE_ROUTER, 1)
-        # Each connection has its own queue. Without this, frames for a dead hub would reach the next one.
+        # Queue frames only on an established connection. Otherwise frames for an exited hub would reach the next one.
         self.socket.set(zmq.IMMEDIATE, 1)
         self.socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         if key is not None:
@@ -146,7 +147,7 @@ class Peer(Generic[In]):
     def receive(self, *, block: bool = False) -> In | None:
         """Return the next message, or None if there is none. With `block`, wait for one."""
         while block or _has_message(self.socket):
-            # A copy of a frame of megabytes would block the caller as long as its decoding does.
+            # Do not copy: copying a frame of megabytes would block the caller as long as decoding it.
             frame = self.socket.recv(copy=False)
             try:
                 return self._decode(frame.buffer)
@@ -160,9 +161,9 @@ class Peer(Generic[In]):
 
 
 class Hub(Generic[In]):
-    """The bound end of many connections. Each peer chooses the identity by which it is addressed.
+    """The listening end of many connections. Each peer chooses the identity by which the hub addresses it.
 
-    A hub with a `key` admits only peers that have it. A context can have one such hub.
+    A hub with a `key` admits only peers with the same key. A context can have one such hub.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -206,8 +207,8 @@ class Hub(Generic[In]):
     def receive(self) -> tuple[bytes, In | None] | None:
         """Return the next (identity of the sender, message), or None if there is none.
 
-        The message None means a new connection. Messages that this peer sent before it are obsolete, and messages sent
-        to it before may be lost.
+        If the message is None, the peer has connected anew. Messages from its earlier connection are obsolete, and
+        messages sent to it before may be lost.
         """
         while _has_message(self.socket):
             if (received := self.receive_one()) is not None:
@@ -215,7 +216,7 @@ class Hub(Generic[In]):
         return None
 
     def receive_one(self) -> tuple[bytes, In | None] | None:
-        """Return the one message that a poll has reported, as `receive` does, or None if it does not decode."""
+        """Return the one message that a poll has reported, as `receive` does, or None if it cannot be decoded."""
         try:
             identity = self.socket.recv(_NOBLOCK)
         except zmq.Again:
@@ -248,16 +249,16 @@ class StatusReporter:
         self._socket.connect(config.supervisor_address())
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat. Process and pid are filled in."""
+        """Send a heartbeat, in which process and pid are filled in."""
         heartbeat = msgspec.structs.replace(heartbeat, process=self._process, pid=os.getpid())
         self._socket.send(encode(heartbeat))
 
     def send_command(self, command: ReplicaCommand) -> None:
-        """Request something that only the supervisor can do."""
+        """Ask the supervisor for something that only it can do."""
         self._socket.send(encode(command))
 
     def report_cause_found(self) -> None:
-        """Report that a request was found to be the cause of crashes and will not run again."""
+        """Report that a request was found to have caused crashes, and will not run again."""
         self._socket.send(encode(CauseFound()))
 
     def report(self, stage: Stage, detail: str = "", done: int = 0, total: int = 0) -> None:
@@ -269,7 +270,8 @@ class StatusReporter:
     def run(self, work: Callable[[], None]) -> int:
         """Run a process's work and return its exit code.
 
-        An error that ends the work is reported. Errors other than EngineError are also logged with their traceback.
+        An error that ends the work is reported to the supervisor. Errors other than EngineError are also logged with a
+        traceback.
         """
         try:
             work()
@@ -290,7 +292,7 @@ class StatusReporter:
 
 
 class StatusReceiver:
-    """The supervisor's end of every `StatusReporter`."""
+    """The supervisor's end of the connections from every `StatusReporter`."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.PULL)
@@ -331,7 +333,7 @@ class StatusPublisher:
 
 
 class StatusSubscriber:
-    """A frontend's end of the `StatusPublisher`. Only the newest state is kept."""
+    """A frontend's end of the connection to the `StatusPublisher`. Only the newest state is kept."""
 
     def __init__(self, context: zmq.Context[Any], config: EngineConfig) -> None:
         self.socket = _open_socket(context, zmq.SUB)

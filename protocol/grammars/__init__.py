@@ -1,1 +1,1 @@
-"""Grammars of structured outputs, and the processes in which they are compiled and used."""
+"""Translate structured outputs to grammars, and compile and use these in disposable processes."""

@@ -1,7 +1,8 @@
-"""`python -m engine.protocol.grammars.fork_server FD TOKENIZER VOCAB_SIZE EOS…`: forks grammar processes.
+"""A program that forks grammar processes: `python -m engine.protocol.grammars.fork_server FD TOKENIZER VOCAB EOS…`.
 
 A grammar can overflow the stack of the library that compiles it, or take unlimited time and memory. Each grammar is
-therefore handled in its own process, so that a crash costs one request. This program loads the tokenizer once.
+therefore handled in a process of its own, so that a crash fails only one request. This program loads the tokenizer once
+for all of them.
 """
 
 from __future__ import annotations
@@ -59,19 +60,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SHARED_SPEC: Final = 32 << 10
-"""Maximum characters of a grammar that may run in the core. The core's stack suffices for it at any nesting depth."""
+"""Maximum characters of a grammar that may run in the core.
+
+For this length, the core's stack suffices at any nesting.
+"""
 
 MAX_SHARED_COMPILE_S: Final = 0.1
-"""Maximum processor seconds to compile a grammar that may run in the core."""
+"""Maximum CPU seconds for compiling a grammar that may run in the core."""
 MAX_SHARED_TOKEN_S: Final = 0.01
-"""Maximum processor seconds per token of a grammar that may run in the core."""
+"""Maximum CPU seconds per token of a grammar that may run in the core."""
 
 TRIAL_TOKENS: Final = 12
-"""Number of tokens in the walk that measures the cost of a token."""
+"""Number of tokens that are generated to measure the cost of a token."""
 
 
 class _Child:
-    """Serves one socket. The main thread reads it, so that the process ends with its client; another thread works."""
+    """Serves one socket in a forked process.
+
+    The main thread reads the socket, so that the process exits as soon as its client closes it. Another thread does the
+    work.
+    """
 
     def __init__(self, client: socket.socket, tokenizer: LLTokenizer | str, eos: list[int]) -> None:
         self._client = client
@@ -129,7 +137,7 @@ class _Child:
         except EngineError as error:
             return Failed(str(error))
         except BaseException as error:
-            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            # llguidance and tokenizers raise plain exceptions, and a Rust panic is not even an Exception.
             return Failed(shorten_error(f"the grammar cannot be used: {error}"))
 
     def _check(self, check: Check) -> Verdict:
@@ -146,7 +154,7 @@ class _Child:
             os.kill(os.getpid(), signal.SIGABRT)
             raise
         except BaseException as error:
-            # llguidance and tokenizers raise bare exceptions, and a panic of Rust code is no Exception.
+            # llguidance and tokenizers raise plain exceptions, and a Rust panic is not even an Exception.
             return Verdict(_problem(check.structured_output, error))
 
     def _compile(self, structured_output: StructuredOutput, *, is_isolated: bool) -> LLMatcher:
@@ -156,9 +164,12 @@ class _Child:
         return compile_grammar(self._tokenizer, structured_output, limits)
 
     def _is_expensive(self, structured_output: StructuredOutput) -> bool:
-        """Return whether a grammar must not run in the core. Raise EngineError if it cannot be used at all."""
+        """Return whether a grammar is too expensive to run in the core.
+
+        Raise EngineError if it cannot be used at all.
+        """
         if isinstance(self._tokenizer, str):
-            # The core will reject the request, but an error in the grammar is reported first.
+            # Without a tokenizer the core will reject the request. Report an error in the grammar first.
             verify_grammar(structured_output)
             return False
         if len(structured_output.spec) <= MAX_SHARED_SPEC:
@@ -179,7 +190,10 @@ class _Child:
 def _without_bad_patterns(
     use: Callable[[StructuredOutput], T], structured_output: StructuredOutput
 ) -> tuple[StructuredOutput, T]:
-    """Use a grammar, or what is left of it without patterns that may be dropped. Return which, and the result."""
+    """Apply `use` to a grammar. If that fails to compile, retry without the patterns that may be dropped.
+
+    Return the grammar that was used, and the result.
+    """
     try:
         return structured_output, use(structured_output)
     except CompileError:
@@ -190,7 +204,7 @@ def _without_bad_patterns(
 
 
 def _is_cheap(state: GrammarState) -> bool:
-    """Return whether the tokens of a walk through the grammar are cheap."""
+    """Return whether tokens are cheap, measured on a walk through the grammar that chooses allowed tokens."""
     matcher = state.matcher
     seed = 1
     for _ in range(TRIAL_TOKENS):
@@ -209,7 +223,7 @@ def _is_cheap(state: GrammarState) -> bool:
 
 
 def _problem(structured_output: StructuredOutput, error: BaseException) -> str:
-    """Return the error message for a parameter that contains the grammar."""
+    """Return the error message for the request parameter that contains the grammar."""
     match error:
         case ParameterError():
             return str(error).removeprefix(f"{error.param} ")
@@ -242,7 +256,7 @@ def _load(path: str, vocab_size: int, eos: list[int]) -> Serve:
 
 
 def main() -> None:
-    """Serve sockets until the process that started this one ends."""
+    """Serve sockets until the process that started this one exits."""
     fd, path, vocab_size, *eos = sys.argv[1:]
     run_fork_server(
         socket.socket(fileno=int(fd)),

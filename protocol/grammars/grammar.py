@@ -1,6 +1,6 @@
-"""Structured outputs as grammars in llguidance's notation.
+"""Translate structured outputs to grammars in llguidance's notation.
 
-The frontend checks a grammar on arrival and the core compiles it; both use this translation.
+The frontend uses the translation to check a request on arrival, and the core to compile its grammar.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ..sampling_params import FreeReasoning, GrammarKind, StructuredOutput
 from .large_objects import fold_large_objects
 
 PARAM: Final = "structured_outputs"
-"""The request parameter that errors name."""
+"""The name of the request parameter in error messages."""
 
 MAX_SPEC_LENGTH: Final = 1 << 20
 """Maximum characters of a schema, expression or grammar."""
 
 MAX_ERROR_LENGTH: Final = 500
-"""Maximum characters of a grammar's error that a client gets."""
+"""Maximum characters of a grammar error that is returned to a client."""
 
 _LONG_WORD: Final = re.compile(r"(\S{100})\S+")
 
 WHITE_SPACE: Final = r" |\n{1,2}[ \t]{0,20}"
 """White space allowed between two elements of JSON: one space, or a line break with indentation.
 
-Without a bound, a model that prefers blanks would write them until `max_tokens`.
+Without this limit, a model that prefers white space would generate it until `max_tokens`.
 """
 
 _WHITE_SPACE_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern")
@@ -68,7 +68,7 @@ def grammar_text(structured_output: StructuredOutput) -> str:
 
 
 def lark_expression(structured_output: StructuredOutput) -> str | None:
-    """Return an expression for the structured output in a Lark rule, or None if it needs more than one rule."""
+    """Return one Lark expression for the structured output, or None if it needs more than one rule."""
     spec = structured_output.spec
     match structured_output.kind:
         case GrammarKind.JSON_OBJECT:
@@ -84,7 +84,7 @@ def lark_expression(structured_output: StructuredOutput) -> str | None:
 
 
 def bound_white_space(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return the schema with a bound on white space, unless its own `x-guidance` sets one."""
+    """Return the schema with limited white space, unless its own `x-guidance` sets it."""
     if schema is False:
         return schema
     schema = {} if schema is True else schema
@@ -104,7 +104,7 @@ def json_expression(schema: dict[str, Any] | bool) -> str:
 
 
 def _compilable(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Return the schema as it is compiled. Large objects in it are changed."""
+    """Return the schema in the form that is compiled, in which large objects are rewritten."""
     if isinstance(schema, dict):
         fold_large_objects(schema, PARAM)
     return bound_white_space(schema)
@@ -130,7 +130,7 @@ def _constraint(kind: GrammarKind, spec: str) -> dict[str, object]:
 
 
 def shorten_error(message: str) -> str:
-    """Return a grammar's error without the parser's state, shortened, with long words cut."""
+    """Return a grammar's error without the parser's state, and with long words and long text cut."""
     message = re.split(r"<state>|<non-verbose/>", message)[0].strip()
     message = re.sub(r" {9,}", " ", _LONG_WORD.sub(r"\1…", message))
     if len(message) <= MAX_ERROR_LENGTH:
@@ -139,10 +139,10 @@ def shorten_error(message: str) -> str:
 
 
 def _after_reasoning(reasoning: FreeReasoning) -> str:
-    """Return rules for free text up to the first end, followed by the answer.
+    """Return rules for free text up to the first end mark, followed by the answer.
 
-    A mark that is one token, as <think> usually is, may not match as text. Marks are lazy, so that they are not
-    mistaken for the beginning of an answer.
+    A mark that is one token, as <think> usually is, may not match as text, so it is matched by its id as well. Marks
+    are lazy, so that the end of a mark is not confused with the beginning of an answer.
     """
     if reasoning.grammar:
         return reasoning.grammar
@@ -184,7 +184,7 @@ def _decode(spec: str, expected: Any) -> Any:
 
 
 def _regex_literal(regex: str) -> str:
-    """Return the expression between slashes."""
+    """Return the regular expression between slashes, as Lark writes it."""
 
     def escape(match: re.Match[str]) -> str:
         character = match[0]
@@ -197,17 +197,17 @@ def _lark(grammar: str) -> str:
     """Return a Lark grammar unchanged, and a GBNF one (`root ::= …`) converted to Lark."""
     if "::=" not in grammar or grammar.startswith("%llguidance"):
         return grammar
-    # Imported here, so that only processes that handle grammars load the library.
+    # Imported here so that only processes that use grammars load the library.
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # the converter raises its own and several built-in ones
+    except Exception as error:  # The converter raises errors of many types.
         raise ParameterError(PARAM, shorten_error(f"cannot be read as GBNF: {error}")) from None
 
 
 def _tags(structural_tag: _StructuralTag) -> str:
-    """Return rules for free text in which every occurrence of a trigger begins one of its tags."""
+    """Return rules for free text in which each occurrence of a trigger starts one of the tags that begin with it."""
     if not structural_tag.structures:
         raise ParameterError(PARAM, "must have at least one entry in structures, got []")
     bodies: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The parts of JSON schemas, and what is passed over in lenient ones."""
+"""Walk through JSON schemas, and remove from lenient schemas what cannot be enforced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NESTED: Final = frozenset((*ARRAY_ITEMS, *OTHER_PROPERTIES, *_LOGIC, "contains"
 
 
 def all_parts(root: Schema) -> Iterator[Schema]:
-    """Yield a schema and every schema in it."""
+    """Yield a schema and all schemas nested in it."""
     parts = [root]
     while parts:
         part = parts.pop()
@@ -36,18 +36,18 @@ def all_parts(root: Schema) -> Iterator[Schema]:
 
 
 def mapping_of(value: object) -> dict[str, Any]:
-    """Return an object itself, and an empty one for anything else."""
+    """Return the value if it is a JSON object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def schemas_of(value: object) -> list[Schema]:
-    """Return those that are objects of a schema, or of a list of schemas."""
+    """Return the schemas (JSON objects) among a single value or a list of values."""
     entries = value if isinstance(value, list) else [value]
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def lenient(schema: Schema) -> Schema:
-    """Return a document in which what cannot be enforced is passed over instead of refused."""
+    """Return the schema marked as lenient: parts of it that cannot be enforced are ignored instead of refused."""
     return schema | {"x-guidance": {"lenient": True} | mapping_of(schema.get("x-guidance"))}
 
 
@@ -57,9 +57,9 @@ def _is_lenient(schema: object) -> bool:
 
 
 def drop_bad_patterns(structured_output: StructuredOutput) -> StructuredOutput | None:
-    """Return a constraint without the patterns of lenient schemas that cannot be compiled; None if it has none.
+    """Return a constraint without the patterns of lenient schemas that cannot be compiled; None if there are none.
 
-    Compiling a pattern can take any time and memory, so this is for processes that may be lost.
+    Compiling a pattern can take any time and memory, so call this only in disposable processes.
     """
     match structured_output.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -79,7 +79,7 @@ def drop_bad_patterns(structured_output: StructuredOutput) -> StructuredOutput |
 
 
 def _drop(root: Schema, is_bad: Callable[[str], bool]) -> bool:
-    """Drop the bad patterns of a schema. Return whether there were any."""
+    """Remove the bad patterns from a schema. Return whether there were any."""
     has_changed = False
     for part in all_parts(root):
         pattern = part.get("pattern")
@@ -88,7 +88,7 @@ def _drop(root: Schema, is_bad: Callable[[str], bool]) -> bool:
             has_changed = True
         by_pattern = part.get("patternProperties")
         if isinstance(by_pattern, dict) and any(map(is_bad, by_pattern)):
-            # Which properties the bad ones are of is not known, so all may be there.
+            # It is unknown to which properties the bad patterns apply, so allow any property.
             del part["patternProperties"]
             part["additionalProperties"] = True
             has_changed = True

@@ -1,7 +1,7 @@
-"""Objects with thousands of optional properties, in a form that compiles in linear time.
+"""Rewrite JSON objects with thousands of optional properties, so that they compile in linear time.
 
-The library writes the properties of an object in their order. Each optional one may be followed by any later one, so
-their cost grows with the square of their number.
+llguidance generates the properties of an object in the order of the schema. Each optional one may be followed by any
+later one, so the cost grows with the square of their number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from ..errors import ParameterError
 from .json_schema import Schema, all_parts, mapping_of
 
 MAX_ORDERED_PROPERTIES: Final = 2000
-"""Optional properties that are written in their order, which takes about 0.5 s to compile and 15 ms a token."""
+"""Number of optional properties up to which their order is kept; that takes 0.5 s to compile and 15 ms per token."""
 
 MAX_UNFOLDED_PROPERTIES: Final = 4000
-"""Optional properties of an object that cannot be folded. They take about 2 s to compile."""
+"""Maximum optional properties of an object that cannot be folded. So many take about 2 s to compile."""
 
 MAX_FOLDED_SCHEMAS: Final = 64
-"""Different schemas of an object's optional properties; the cost of folding grows with the square of their number."""
+"""Maximum number of distinct schemas among folded properties.
+
+The cost of folding grows with the square of their number.
+"""
 
 _ANNOTATIONS: Final = frozenset(
     {
@@ -46,10 +49,10 @@ _FOLDABLE: Final = _ANNOTATIONS | {
     "type",
     "x-guidance",
 }
-"""Keywords that mean the same for an object whose properties are folded."""
+"""Keywords whose meaning does not change if the properties of their object are folded."""
 
 _SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$]")
-"""Characters with a meaning in a regular expression."""
+"""Characters with a special meaning in regular expressions."""
 
 
 def fold_large_objects(root: Schema, param: str) -> None:
@@ -68,7 +71,7 @@ def fold_large_objects(root: Schema, param: str) -> None:
     large = [part for part in parts if len(_optional(part)) > MAX_ORDERED_PROPERTIES]
     if not large:
         return
-    # A reference into an object must still find the property there.
+    # A reference into the object must still find the property there, so keep the property in place.
     is_referred_to = any("/properties/" in str(part.get("$ref", "")) for part in parts)
     for part in large:
         optional = _optional(part)
@@ -92,7 +95,7 @@ def fold_large_objects(root: Schema, param: str) -> None:
 
 
 def _optional(part: Schema) -> dict[str, Any]:
-    """Return the properties of an object that it does not require."""
+    """Return the properties of an object that are not required."""
     properties = mapping_of(part.get("properties"))
     if len(properties) <= MAX_ORDERED_PROPERTIES:
         return {}
@@ -102,7 +105,7 @@ def _optional(part: Schema) -> dict[str, Any]:
 
 
 def _identity(schema: Any) -> bytes:
-    """Return the same bytes for schemas of the same values."""
+    """Return bytes that are equal for schemas that accept the same values."""
     if isinstance(schema, dict):
         schema = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     return msgspec.json.encode(schema, order="deterministic")

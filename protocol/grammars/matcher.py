@@ -1,4 +1,4 @@
-"""Compiled grammars: their tokenizer, their limits, and the state of one request in its grammar."""
+"""Compile grammars, and track the state of one request in its grammar."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ITEMS_IN_ROW: Final = 10_000
-"""Maximum items in a parser's row for grammars in the core. About 20,000 take 1 ms. The library's default is 2,000."""
+"""Maximum items in a parser row for grammars in the core. About 20,000 take 1 ms. llguidance's default is 2,000."""
 
 MAX_ISOLATED_ITEMS: Final = 5_000_000
 MAX_ISOLATED_FUEL: Final = 100_000_000
-"""Lexer fuel of an isolated grammar, about 50,000 of which take 1 ms. The process's limits on time and memory are
-reached first.
+"""Lexer fuel of an isolated grammar, about 50,000 of which take 1 ms.
+
+The process's limits on time and memory are reached before this one.
 """
 
 MAX_ISOLATED_SYMBOLS: Final = 2_000_000
 
 
 class CompileError(EngineError):
-    """Raised for a grammar that cannot be compiled within the limits. `reason` is the library's message."""
+    """Raised for a grammar that cannot be compiled within the limits. `reason` is llguidance's message."""
 
     def __init__(self, structured_output: StructuredOutput, reason: str) -> None:
         self.reason = shorten_error(reason)
@@ -40,8 +41,8 @@ class CompileError(EngineError):
 class GrammarState:
     """The state of one request in its grammar.
 
-    A stopped matcher does not count end tokens that follow, so they are counted here. A matcher that has refused a
-    token, or could not roll back, is in error and accepts nothing anymore.
+    llguidance's matcher does not count end tokens after it has stopped, so they are counted here. A matcher that has
+    refused a token, or could not roll back, is in an error state and accepts no more tokens.
     """
 
     matcher: LLMatcher
@@ -51,17 +52,17 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """The reason why the matcher accepts nothing anymore; "" if it has no error."""
+        """The reason why the matcher accepts no more tokens; "" if it has no error."""
         return shorten_error(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def compute_mask(self) -> bytes:
-        """Return the tokens that may come next, one bit each."""
+        """Return a bitmask of the allowed next tokens, one bit per token."""
         mask = bytearray(self.matcher.compute_bitmask())
         self.allow_special_texts(memoryview(mask))
         return bytes(mask)
 
     def allow_special_texts(self, mask: memoryview) -> None:
-        """Change a computed mask to allow a special token's text instead of the token where the text is forced."""
+        """Change a computed bitmask: where a special token's text is forced, allow that text instead of the token."""
         if not (allowed := self.special_tokens.find_allowed(mask)):
             return
         matcher = self.matcher
@@ -116,12 +117,12 @@ class GrammarState:
 
 
 def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load a tokenizer.json, or the one in a directory.
+    """Load a tokenizer.json file, or the one in a directory.
 
     Raises:
         EngineError: There is no tokenizer.json.
     """
-    # Imported here, so that only processes that handle grammars load the library.
+    # Imported here so that only processes that use grammars load the library.
     from llguidance import LLTokenizer
 
     json_path = Path(path)
@@ -132,20 +133,20 @@ def load_grammar_tokenizer(path: str, vocab_size: int, eos_token_ids: Sequence[i
     tokenizer = LLTokenizer(
         str(json_path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None
     )
-    # Find the special tokens now: processes forked from this one need not find them again.
+    # Find the special tokens now, so that processes forked from this one need not do it again.
     special_tokens_of(tokenizer)
     return tokenizer
 
 
 def shared_limits() -> LLParserLimits:
-    """Return the limits of a grammar in the core, where a token may delay others by some milliseconds at most."""
+    """Return limits for a grammar in the core, where a token may delay others by a few milliseconds at most."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
 
 
 def isolated_limits() -> LLParserLimits:
-    """Return the limits of a grammar in its own process, whose time and memory are limited anyway."""
+    """Return limits for a grammar in a process of its own, whose time and memory are limited anyway."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -162,7 +163,7 @@ def verify_grammar(structured_output: StructuredOutput) -> None:
     """Check a grammar without a tokenizer.
 
     Raises:
-        CompileError: The grammar is invalid for any tokenizer.
+        CompileError: The grammar is invalid with any tokenizer.
         ParameterError: The specification cannot be read.
     """
     from llguidance import LLMatcher
@@ -176,7 +177,7 @@ def verify_grammar(structured_output: StructuredOutput) -> None:
 def compile_grammar(
     tokenizer: LLTokenizer, structured_output: StructuredOutput, limits: LLParserLimits
 ) -> LLMatcher:
-    """Compile a grammar and compute its first mask, which is much of the work for a large grammar.
+    """Compile a grammar and compute its first mask, which is a large part of the work for a large grammar.
 
     Raises:
         CompileError: The grammar cannot be compiled within the limits.

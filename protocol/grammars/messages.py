@@ -1,4 +1,4 @@
-"""Messages between a process that uses grammars and the grammar processes that compile them."""
+"""Messages between a process that uses grammars and its grammar processes, which compile and advance them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from ..isolation.messages import Exited
 from ..sampling_params import StructuredOutput
 
 MAX_CPU_S: Final = 5
-"""Maximum processor time of a check, in seconds."""
+"""Maximum CPU time of a check, in seconds."""
 
 ISOLATED_CPU_S: Final = 20
-"""Maximum processor time of a request to an isolated grammar, in seconds.
+"""Maximum CPU time of one call to an isolated grammar, in seconds.
 
-Enough for every grammar that passed the check, also if the machine has become slower.
+Sufficient for every grammar that passed the check, even if the machine has become slower.
 """
 
 MAX_WALL_S: Final = 60
-"""Seconds after which a grammar process that makes no progress is killed."""
+"""Seconds without progress after which a grammar process is killed."""
 
 MAX_MEMORY_BYTES: Final = 512 << 20
-"""Maximum memory of a grammar, not counting the tokenizer, in bytes."""
+"""Maximum memory of a grammar process in bytes, in addition to the tokenizer."""
 
 CHECK_STACK_BYTES: Final = 8 << 20
-"""Stack for checking a grammar. It bounds the depth of rules, references and nesting."""
+"""Stack size for checking a grammar, in bytes. It limits the depth of rules, references and nesting."""
 
 ISOLATED_STACK_BYTES: Final = 32 << 20
-"""Stack for an isolated grammar; large enough for every grammar that passed the check."""
+"""Stack size for an isolated grammar, in bytes. Sufficient for every grammar that passed the check."""
 
 SHARED_STACK_BYTES: Final = 64 << 20
-"""Stack for compiling a grammar in the core."""
+"""Stack size for compiling a grammar in the core, in bytes."""
 
 
 class Check(msgspec.Struct, tag=6, array_like=True):
-    """Compile a grammar and measure the cost of its tokens. Answered by a Verdict.
+    """Compile a grammar and measure the cost of its tokens. Answered by `Verdict`.
 
     Its `parts` are compiled first, so that an error can name the part.
     """
@@ -45,22 +45,22 @@ class Check(msgspec.Struct, tag=6, array_like=True):
 
 
 class Compile(msgspec.Struct, tag=1, array_like=True):
-    """Compile the grammar of this process. Answered by Mask or Failed."""
+    """Compile the grammar that this process will serve. Answered by `Mask` or `Failed`."""
 
     structured_output: StructuredOutput
 
 
 class Advance(msgspec.Struct, tag=2, array_like=True):
-    """Accept tokens. Answered by Mask or Failed."""
+    """Accept tokens. Answered by `Mask` or `Failed`."""
 
     token_ids: list[int]
 
 
 class Verdict(msgspec.Struct, tag=3, array_like=True):
-    """The result of a Check.
+    """The result of a `Check`.
 
-    `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it needs its own
-    process. `spec` is the grammar's own without the patterns that were dropped, None if none was.
+    `problem` says why the grammar, or its part number `part`, cannot be used. `is_isolated` is set if it must run in a
+    process of its own. `spec` replaces the grammar's specification if patterns had to be dropped; None if none was.
     """
 
     problem: str = ""
@@ -70,7 +70,7 @@ class Verdict(msgspec.Struct, tag=3, array_like=True):
 
 
 class Mask(msgspec.Struct, tag=4, array_like=True):
-    """The tokens that may come next, one bit each."""
+    """The tokens that may come next, one bit per token."""
 
     bits: bytes
 

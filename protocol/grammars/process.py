@@ -1,4 +1,4 @@
-"""Starts grammar processes on behalf of a process that uses grammars."""
+"""Start grammar processes for a process that uses grammars."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MIB = 1 << 20
 
 
 class GrammarProcesses(IsolatedProcesses):
-    """Starts grammar processes through a fork server that has the tokenizer loaded. Thread-safe.
+    """Starts grammar processes through a fork server that has loaded the tokenizer. Thread-safe.
 
-    The tokenizer's path may be a function that returns it.
+    The path of the tokenizer may be given as a function that returns it.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GrammarProcesses(IsolatedProcesses):
 
 
 def describe_exit(exited: Exited | None) -> str:
-    """Return which limit a grammar exceeded when its process was lost. None means an unknown cause."""
+    """Return which limit a grammar process exceeded when it was lost, or None if the cause is unknown."""
     match exited.signal if exited is not None else None:
         case signal.SIGPROF:
             return f"takes more than {MAX_CPU_S} s of processor time; use a smaller one"

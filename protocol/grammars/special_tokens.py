@@ -1,4 +1,4 @@
-"""Special tokens in the masks of grammars."""
+"""Handle special tokens in the masks of grammars, where llguidance confuses them with their texts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_TOKEN_BYTES: Final = 1024
-"""Number of bytes of a text that are searched for its first token."""
+"""Number of bytes at the beginning of a text in which its first token is searched."""
 
 
 class SpecialTokens:
     """The special tokens of a tokenizer.
 
-    The library tokenizes a forced text like a prompt, so that the text of a special token becomes that token. It then
-    allows no other token, but refuses this one once it is sampled.
+    llguidance tokenizes a forced text like a prompt, so the text of a special token becomes that token. It then allows
+    only this token, but refuses it when it is sampled.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self.ids = frozenset(filter(tokenizer.is_special_token, range(tokenizer.vocab_size)))
-        # Special tokens usually have consecutive ids, so this is a small part of a mask.
+        # Special tokens usually have consecutive ids, so these are few words of a mask.
         self._start = min(self.ids, default=0) // 8
         self._end = max(self.ids, default=-8) // 8 + 1
         self._bits = sum(1 << token_id - 8 * self._start for token_id in self.ids)
@@ -38,7 +38,7 @@ class SpecialTokens:
         return allowed
 
     def find_first_token(self, text: bytes) -> int | None:
-        """Return the longest ordinary token with which a text begins, or None."""
+        """Return the longest ordinary token that is a prefix of the text, or None."""
         token_ids = self._tokenizer.greedy_tokenize(text[:MAX_TOKEN_BYTES].decode(errors="ignore"))
         return token_ids[0] if token_ids else None
 

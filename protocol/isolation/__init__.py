@@ -1,1 +1,1 @@
-"""Disposable processes for work on untrusted input, with limits that the kernel enforces."""
+"""Disposable processes that handle untrusted input, within limits that the kernel enforces."""

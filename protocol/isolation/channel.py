@@ -1,4 +1,4 @@
-"""Exchanges messages with disposable processes, with large content in shared memory."""
+"""Exchange messages with disposable processes, with large content in shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .messages import LENGTH_BYTES, frame
 
 
 class SharedContent:
-    """Content that came with a message: a file in memory, which is read and not mapped.
+    """Content that came with a message, in a memory file that is read instead of mapped.
 
-    So a sender that truncates it afterwards causes no signal. A `with` block closes it.
+    If it were mapped, a sender could crash this process by truncating the file. A `with` block closes the file.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -44,7 +44,7 @@ class SharedContent:
         """Return the next `size` bytes.
 
         Raises:
-            EOFError: It has fewer.
+            EOFError: Fewer bytes are left.
         """
         data = b"" if self._fd is None else os.pread(self._fd, size, self._offset)
         if len(data) != size:
@@ -54,7 +54,7 @@ class SharedContent:
 
 
 def send(to: socket.socket, message: msgspec.Struct, content: Iterable[bytes | memoryview]) -> None:
-    """Send a message with content. Raise OSError if the receiver has ended."""
+    """Send a message and its content. Raise OSError if the receiver has exited."""
     fd = os.memfd_create("content")
     try:
         for part in content:
@@ -69,7 +69,7 @@ def send(to: socket.socket, message: msgspec.Struct, content: Iterable[bytes | m
 
 
 def receive(sender: socket.socket) -> tuple[bytes, SharedContent] | None:
-    """Return an encoded message and its content; None if the sender has ended. Raise OSError if it is too late."""
+    """Return an encoded message and its content; None if the sender has exited. Raise OSError after a timeout."""
     received, fds, _, _ = socket.recv_fds(sender, LENGTH_BYTES, 1)
     content = SharedContent(fds[0] if fds else None)
     try:
@@ -86,7 +86,7 @@ def receive(sender: socket.socket) -> tuple[bytes, SharedContent] | None:
 
 
 def _receive(sender: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, or fewer if the sender has ended."""
+    """Return `size` bytes, or fewer if the sender has exited."""
     received = bytearray()
     while len(received) < size and (piece := sender.recv(size - len(received))):
         received += piece

@@ -1,8 +1,8 @@
 """A program that forks disposable processes, each of which serves one socket.
 
-It loads what the processes need once, so that a fork takes milliseconds. For each socket that arrives it forks a child.
-If a child ends, it sends the signal to the child's client. It ends with the process that started it, and so do its
-children, as soon as they see the end of their socket.
+It loads once what the processes need, so that a fork takes milliseconds. For each socket that arrives it forks a child.
+When a child exits, its client receives the signal that ended it. The program exits together with the process that
+started it, and each child exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .limits import limit_memory
 from .messages import Exited, frame
 
 Serve: TypeAlias = Callable[[socket.socket], None]
-"""Serves one socket until its client closes it."""
+"""A function that serves one socket until its client closes it."""
 
 
 def run_fork_server(
     control: socket.socket, name: str, load: Callable[[], Serve], max_memory_bytes: int
 ) -> None:
-    """Serve sockets until the process that started this one ends.
+    """Serve sockets until the process that started this one exits.
 
     Args:
-        control: The socket on which the sockets arrive.
+        control: The socket on which the sockets of clients arrive.
         name: The name of the children in the process table.
-        load: Prepares this process, and returns what each child does.
-        max_memory_bytes: The memory that a child may take in addition to what is loaded.
+        load: Prepares this process, and returns the function that each child runs.
+        max_memory_bytes: The memory that a child may allocate in addition to what is loaded.
     """
     name_process(f"{name} fork server")
     for signum in (signal.SIGINT, signal.SIGHUP):
@@ -87,7 +87,7 @@ class _ForkServer:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Report ended children to their clients."""
+        """Report exited children to their clients."""
         while self._clients:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:

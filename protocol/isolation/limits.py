@@ -1,4 +1,4 @@
-"""Limits on what a process may take for one piece of work."""
+"""Limit the memory and the time that a process may take for one piece of work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let this process take so many more bytes of memory, and write no core file."""
+    """Let this process allocate `max_bytes` more bytes of memory, and write no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, StopIteration, ValueError):
         with open("/proc/self/status") as status:
@@ -19,9 +19,9 @@ def limit_memory(max_bytes: int) -> None:
 
 @contextlib.contextmanager
 def limit_time(cpu_s: float, wall_s: float = 0.0) -> Iterator[None]:
-    """Let the kernel end this process if the block takes longer, even inside a library.
+    """Let the kernel kill this process if the block takes longer, even inside a native library.
 
-    The signal is SIGPROF for processor time and SIGALRM for time by the clock, which 0 does not limit.
+    The signal is SIGPROF for CPU time and SIGALRM for elapsed time. A limit of 0 seconds means none.
     """
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, wall_s)

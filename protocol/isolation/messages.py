@@ -7,11 +7,11 @@ from typing import Final
 import msgspec
 
 LENGTH_BYTES: Final = 4
-"""Size of the big-endian length before each message, in bytes."""
+"""Size in bytes of the big-endian length in front of each message."""
 
 
 class Exited(msgspec.Struct, tag=0, array_like=True):
-    """The process ended by this signal, or by none (0). Its fork server sends this message."""
+    """The process exited because of this signal, or 0 if there was none. Sent by its fork server."""
 
     signal: int
 
@@ -20,6 +20,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message with its length before it."""
+    """Encode a message and put its length in front."""
     body = _encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

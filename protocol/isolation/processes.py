@@ -1,4 +1,4 @@
-"""Starts disposable processes on behalf of the process that uses them."""
+"""Start disposable processes for the process that uses them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 class IsolatedProcesses:
     """Starts processes through a fork server that has loaded what they need. Thread-safe.
 
-    The fork server starts with the first process, or by `start`.
+    The fork server starts with the first process, or by a call of `start`.
 
     Args:
         module: The program of the fork server, which gets the number of its socket as the first argument.
-        arguments: Returns its other arguments.
+        arguments: A function that returns the program's other arguments.
     """
 
     def __init__(self, module: str, arguments: Callable[[], Sequence[str]]) -> None:
@@ -27,12 +27,12 @@ class IsolatedProcesses:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the fork server if it is not running. Raise OSError if the system refuses."""
+        """Start the fork server if it is not running. Raise OSError if that fails."""
         with self._lock:
             self._start()
 
     def spawn(self) -> socket.socket:
-        """Return a socket to a new process, which ends when the socket is closed. Raise OSError on failure."""
+        """Return a socket to a new process, which exits when the socket is closed. Raise OSError on failure."""
         own, other = socket.socketpair()
         with other:
             try:
@@ -48,7 +48,7 @@ class IsolatedProcesses:
         return own
 
     def close(self) -> None:
-        """End the fork server and every process."""
+        """Stop the fork server and all processes."""
         with self._lock:
             self._is_closed = True
             self._stop()
@@ -78,7 +78,7 @@ class IsolatedProcesses:
 
 
 def is_idle(process: socket.socket) -> bool:
-    """Return whether a process has sent nothing since its last reply. A message then means that it has exited."""
+    """Return whether a process has sent nothing since its last reply. If it has, the message reports its exit."""
     process.setblocking(False)
     try:
         process.recv(1, socket.MSG_PEEK)

@@ -1,1 +1,1 @@
-"""Messages between the two halves of built-in KV connectors."""
+"""Messages between the scheduler's and the workers' halves of the built-in KV connectors."""

@@ -9,11 +9,11 @@ import msgspec
 from ..messages import I32
 
 DIRECT_CONNECTOR: Final = "direct"
-"""The name of the connector."""
+"""The name of the connector in `--kv-transfer-config`."""
 
 MAX_NAME_CHARS: Final = 256
 MAX_KEYS: Final = 64
-"""The maximum number of blocks that a message requests."""
+"""The maximum number of blocks that one message requests."""
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -22,7 +22,7 @@ _Key: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 def request_name(client_index: int, request_index: int, arrival_time: float) -> str:
     """Return the name under which another replica fetches the blocks of a request.
 
-    The time makes it unique beyond the life of a process.
+    It contains the arrival time, so that it is unique even after a restart.
     """
     return f"{client_index}.{request_index}.{arrival_time!r}"
 
@@ -30,7 +30,8 @@ def request_name(client_index: int, request_index: int, arrival_time: float) -> 
 class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The request whose blocks are fetched: its `name`, and where it is or was computed.
 
-    That is the replica `replica` of this engine, or the engine whose first worker listens at `host` and `port`.
+    If `replica` is not -1, that is a replica of this engine. Otherwise it is the engine whose first worker listens at
+    `host` and `port`.
     """
 
     name: str
@@ -40,7 +41,7 @@ class DirectSource(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The command to fetch the blocks with these keys into `block_ids` int32, for one transfer."""
+    """Fetch the blocks with these keys into `block_ids` int32, for one transfer."""
 
     transfer_id: int
     source: DirectSource
@@ -49,12 +50,12 @@ class DirectFetch(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class DirectCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The metadata of a step, applied in the order of its fields before the step is computed.
+    """The metadata of a step. Workers apply the fields in their order before the step is computed.
 
-    `clears` withdraws all blocks, and `withdrawn` those with these keys, because this step may overwrite them. Then the
-    blocks `offered_blocks` int32, which are complete, are offered under the keys `offered`. No more blocks follow for
-    the requests `ended`, which are pairs of name and transfer id; those whose blocks are held are also `held`.
-    `expired` transfers are held no longer. Then `fetches` begin.
+    `clears` withdraws all offered blocks, and `withdrawn` those with these keys, because this step may overwrite them.
+    Then the complete blocks `offered_blocks` int32 are offered under the keys `offered`. No more blocks follow for the
+    requests named in `ended`. The same is true for the requests in `held`, pairs of name and transfer id, whose blocks
+    are kept until they were fetched. The transfers in `expired` are no longer kept. Finally, `fetches` begin.
     """
 
     clears: bool = False
@@ -75,13 +76,14 @@ class DirectReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_errors: int = 0
 
 
-# worker that fetches -> worker that offers
+# Worker that fetches -> worker that offers
 
 
 class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, gc=False, frozen=True):
-    """A request for blocks. Each is answered by a `BlockFetched` as soon as it is complete.
+    """A request for blocks. Each block is answered by a `BlockFetched` as soon as it is complete.
 
-    `number` is unique within the connection. A block that is not there is awaited until the request `name` ends.
+    `number` is unique within the connection. For a block that is not offered yet, the answer waits until it is, or
+    until the request `name` ends.
     """
 
     number: int
@@ -99,11 +101,14 @@ class FetchEnded(msgspec.Struct, tag="ended", array_like=True, gc=False, frozen=
 FetchMessage: TypeAlias = FetchBlocks | FetchEnded
 
 
-# worker that offers -> worker that fetches
+# Worker that offers -> worker that fetches
 
 
 class BlockFetched(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The answer for key number `index` of a `FetchBlocks`. If it `is_found`, a frame with its bytes follows."""
+    """The answer for the key at `index` of a `FetchBlocks`.
+
+    If `is_found`, a frame with the bytes of the block follows.
+    """
 
     number: int
     index: int

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the KV connector to the disk. A block is identified by its content key."""
+"""Messages between the two halves of the disk KV connector, which identifies a block by its content key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from ..messages import I32
 
 DISK_CONNECTOR: Final = "disk"
-"""The name of the connector."""
+"""The name of the connector in `--kv-transfer-config`."""
 
 
 class DiskLoad(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Loads the blocks with these keys into `block_ids` int32, for one transfer."""
+    """Load the blocks with these keys into `block_ids` int32, for one transfer."""
 
     transfer_id: int
     keys: list[bytes]
@@ -21,10 +21,10 @@ class DiskLoad(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class DiskCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The metadata of a step, applied in the order of its fields before the step is computed.
+    """The metadata of a step. Workers apply the fields in their order before the step is computed.
 
-    `clears` deletes everything, and `removed` the blocks with these keys. Then the blocks `store_blocks` int32 are
-    stored under the keys `stores`, and `loads` begin.
+    `clears` deletes everything on disk, and `removed` the blocks with these keys. Then the blocks `store_blocks` int32
+    are stored under the keys `stores`, and `loads` begin.
     """
 
     clears: bool = False
@@ -37,11 +37,12 @@ class DiskCommands(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 class DiskReport(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The report of one worker.
 
-    The first ones have the whole index, and the last of them has a `capacity`: how many blocks may be on their way to
-    the disk. `stored` are on the disk now, and `removed` are no longer. Every command is answered: a key to be stored
-    is among `ended`, whether it could be stored or not, and one to be removed among `deleted`, which is applied before
-    `stored`. The numbers count since the last report. If the disk `is_off`, nothing is stored or found until the worker
-    restarts.
+    The first reports list the whole index of the disk. The last of these sets `capacity`, the number of blocks that may
+    be in the process of being stored. `stored` are now on the disk, and `removed` no longer.
+
+    Every command is answered. A key to be stored is listed in `ended`, whether or not that succeeded. A key to be
+    removed is listed in `deleted`, which is applied before `stored`. The numbers count since the last report. If
+    `is_off`, the disk failed, and nothing is stored or found until the worker restarts.
     """
 
     capacity: int = 0

@@ -1,4 +1,4 @@
-"""The configuration and messages of the KV connector that consists of others."""
+"""The configuration and messages of `MultiConnector`, a KV connector that combines several others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 from ..config import KVTransferConfig
 
 MULTI_CONNECTOR: Final = "MultiConnector"
-"""The name of the connector, as in vLLM."""
+"""The name of the connector in `--kv-transfer-config`, the same as in vLLM."""
 
 
 class MultiCommands(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The metadata of a step: that of each connector, and the transfers that end with more than one of them.
+    """The metadata of a step: one entry per connector, and the transfers in which several connectors take part.
 
-    `loads` are pairs of transfer id and number of connectors that load blocks for it.
+    `loads` are pairs of transfer id and the number of connectors that load blocks for it. It ends when all have.
     """
 
     metadata: list[bytes]
@@ -23,24 +23,24 @@ class MultiCommands(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class MultiReport(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The data of a report, and the number of the connector that it comes from."""
+    """The data of a report, with the index of the connector that it comes from."""
 
     connector: int
     data: bytes
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
-    """Return the configurations of the connectors, in the order in which they are searched.
+    """Return the configurations of the combined connectors, in the order in which they are searched.
 
     Raises:
-        msgspec.ValidationError: `connectors` is no list of configurations.
+        msgspec.ValidationError: `connectors` is not a list of configurations.
     """
     connectors = config.kv_connector_extra_config.get("connectors", [])
     return msgspec.convert(connectors, list[KVTransferConfig])
 
 
 def find_connector(config: KVTransferConfig | None, name: str) -> KVTransferConfig | None:
-    """Return the configuration of the connector of this name; None if there is none."""
+    """Return the configuration of the connector with this name, or None."""
     if config is None:
         return None
     children = child_configs(config) if config.kv_connector == MULTI_CONNECTOR else [config]

@@ -1,1 +1,1 @@
-"""The resources of this machine that processes of an engine may use."""
+"""Measure the resources of this machine that the engine's processes may use."""

@@ -1,4 +1,4 @@
-"""The control groups (cgroups) that limit this process, as set by containers and service managers."""
+"""Find the control groups (cgroups) that limit this process. Containers and service managers set them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def control_groups(controller: str, root: Path = CGROUPS) -> tuple[Path, ...]:
-    """Return the control groups of this process and all groups that contain them.
+    """Return the paths of the control groups that limit this process: its own and all that contain it.
 
-    They include those of version 2 and those of `controller`'s tree in version 1. Some of them may not exist.
+    They include those of version 2, and those in the tree of `controller` in version 1. Some of the paths may not
+    exist.
 
     Raises:
         OSError: The system has no control groups.

@@ -1,4 +1,4 @@
-"""The memory of this machine, within the limits of this process's control groups."""
+"""Measure the memory of this machine, within the limits of this process's control groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import psutil
 from .control_groups import CGROUPS, control_groups
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Memory limits of a control group of version 2 and of version 1. Version 1 has a huge number for no limit."""
+"""The file names of a control group's memory limit in versions 2 and 1. Version 1 uses a huge number for no limit."""
 
 
 def total_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return the machine's memory in bytes, or the lowest limit of this process's control groups."""
+    """Return the machine's memory in bytes, or the lowest limit of this process's control groups if that is smaller."""
     return _least(psutil.virtual_memory().total, _limit_of, cgroups)
 
 
 def available_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return the free memory of the machine in bytes, or the least that a control group of this process has left."""
+    """Return the free memory in bytes: the least that the machine and each control group of this process have left."""
     return _least(psutil.virtual_memory().available, _left_of, cgroups)
 
 

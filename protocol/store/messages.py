@@ -1,7 +1,7 @@
-"""Messages about stored objects.
+"""Messages about stored objects, such as files, batches and responses.
 
-Frontends send calls, each with a number that the store's reply repeats. The store applies the calls of one connection
-in order. It replies after the transaction was committed.
+Frontends send calls with a number that the store's reply repeats. The store applies the calls of one connection in
+order, and replies after the transaction was committed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .requests import (
     TakeDuty,
 )
 
-# frontend -> store
+# Frontend -> store
 
 
 class PutObject(msgspec.Struct, tag="put", array_like=True, gc=False, frozen=True):
-    """Store an object, or replace the data of the one with this kind, ID and owner.
+    """Store an object, or replace the data of the object with this kind, ID and owner.
 
     A replaced object keeps its place in lists and its time of creation.
     """
@@ -66,7 +66,7 @@ class DeleteObject(msgspec.Struct, tag="delete", array_like=True, gc=False, froz
 
 
 class DeleteChildren(msgspec.Struct, tag="delete children", array_like=True, gc=False, frozen=True):
-    """Delete all objects of an owner that have a kind and a parent."""
+    """Delete all objects of an owner with this kind and parent."""
 
     call_id: int
     kind: str
@@ -75,10 +75,10 @@ class DeleteChildren(msgspec.Struct, tag="delete children", array_like=True, gc=
 
 
 class ListObjects(msgspec.Struct, tag="list", array_like=True, gc=False, frozen=True):
-    """Return objects of an owner and a kind in the order in which they were created.
+    """Return objects of one owner and kind, in the order of their creation.
 
-    `parent` is None for all parents. `after` is the ID of the object after which the page begins; "" for the first
-    page. With `is_descending` the newest object is the first.
+    `parent` is None for all parents. The page begins after the object with the ID `after`; "" for the first page. If
+    `is_descending`, the newest object comes first.
     """
 
     call_id: int
@@ -93,11 +93,11 @@ class ListObjects(msgspec.Struct, tag="list", array_like=True, gc=False, frozen=
 ObjectCall: TypeAlias = PutObject | GetObject | DeleteObject | DeleteChildren | ListObjects
 
 StoreCall: TypeAlias = ObjectCall | AttachRequest | ReserveKey | ClaimRequests | TakeDuty
-"""Calls that the store answers."""
+"""The calls about objects. The store answers each with an `ObjectReply`."""
 
 ToStore: TypeAlias = StoreCall | LogEntry | OpenSession | DetachRequest | ReleaseKey | LeaveDuty
 
-# store -> frontend
+# Store -> frontend
 
 
 class StoredObject(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -112,9 +112,9 @@ class StoredObject(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class StoreState(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The state of the store.
 
-    `trouble` is why the file of `--store` is not written, if there is a reason; "" if all is well. Without `has_file`
-    everything is in memory. `num_requests` counts the requests whose answers are kept, `num_unfinished` those that are
-    being generated, and `num_orphans` those of them whose frontend is gone.
+    `trouble` says why the file of `--store` cannot be written; "" if it can. Unless `has_file`, everything is in
+    memory. `num_requests` counts the requests whose answers are kept, `num_unfinished` those still being generated, and
+    `num_orphans` the unfinished ones whose frontend has exited.
     """
 
     trouble: str = ""
@@ -128,21 +128,21 @@ class StoreState(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class StoreHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):
-    """The greeting of a new connection. Calls without a reply must be sent again."""
+    """The greeting of a new connection. The frontend must repeat the calls that were not answered."""
 
     state: StoreState
 
 
 class StateChanged(msgspec.Struct, tag="state", array_like=True, gc=False, frozen=True):
-    """The state of the store has changed. Only changes of `trouble` are sent at once."""
+    """The state of the store has changed. Only changes of `trouble` are sent immediately."""
 
     state: StoreState
 
 
 class ObjectReply(msgspec.Struct, tag="objects", array_like=True, gc=False, frozen=True):
-    """The reply to a call about objects. `error` is set if it failed and changed nothing.
+    """The reply to a call about objects. If `error` is set, the call failed and changed nothing.
 
-    `is_unknown` says that the object does not exist after which the page was to begin.
+    `is_unknown` says that the object after which the page was to begin does not exist.
     """
 
     call_id: int

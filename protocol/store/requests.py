@@ -1,12 +1,11 @@
-"""Messages about generating requests and their tokens.
+"""Messages that record requests and their tokens in the store, so that they survive the loss of any process.
 
-A frontend process opens a *session*. What it records are *entries*, numbered in their order. The store applies each
-entry once, and acknowledges it after the commit. The frontend sends the entries without an acknowledgment again to the
-next store.
+A frontend process opens a *session*. It records *entries*, numbered in order. The store applies each entry once and
+acknowledges it after the commit. After a reconnection, the frontend sends the unacknowledged entries again.
 
-A *stream* is one sequence of a request. Within a session it has the number that its core knows it by, so tokens are
-recorded as they arrive: one entry for all streams of a step. A request has one session at a time, its owner. When the
-owner's process is gone, another session claims the request, and from then on only entries of that one count.
+A *stream* is one sequence of a request. Within a session it has the number that its core uses for it, so tokens are
+recorded as they arrive: one entry for all streams of a step. A request belongs to one session at a time, its owner. If
+the owner's process exits, another session claims the request. From then on, only entries of that session apply to it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import msgspec
 
 from ..messages import I32, FinishedRequest, TokenLogprobs
 
-# frontend -> store
+# Frontend -> store
 
 
 class OpenSession(msgspec.Struct, tag="open", array_like=True, gc=False, frozen=True):
-    """The answer to the greeting. An earlier session of the same frontend is over.
+    """The answer to the greeting. It ends an earlier session of the same frontend.
 
-    `run` is the run directory of the frontend's engine. As long as the directory's lock is held, the engine lives.
+    `run` is the run directory of the frontend's engine. The engine is running as long as the directory's lock is held.
     """
 
     session: bytes
@@ -32,9 +31,10 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, gc=False, frozen=
 
 
 class BeginRequest(msgspec.Struct, tag="begin", array_like=True, gc=False, frozen=True):
-    """A request was accepted. `record` is what a frontend needs to continue it; `streams` int32[N] are its sequences.
+    """Record that a request was accepted, with the sequences `streams` int32[N].
 
-    `tokens` has the tokens of each stream so far, if there are any. `key` is the client's `Idempotency-Key`.
+    `record` is what a frontend needs to continue it. `tokens` has the tokens of each stream so far, if any. `key` is
+    the client's `Idempotency-Key`.
     """
 
     number: int
@@ -47,7 +47,7 @@ class BeginRequest(msgspec.Struct, tag="begin", array_like=True, gc=False, froze
 
 
 class AdoptRequest(msgspec.Struct, tag="adopt", array_like=True, gc=False, frozen=True):
-    """A claimed request continues in this session; `streams` int32[N] are its sequences."""
+    """Record that a claimed request continues in this session; `streams` int32[N] are its sequences."""
 
     number: int
     request_id: str
@@ -56,7 +56,10 @@ class AdoptRequest(msgspec.Struct, tag="adopt", array_like=True, gc=False, froze
 
 
 class LogTokens(msgspec.Struct, tag="tokens", array_like=True, gc=False, frozen=True):
-    """New tokens, as a core sent them (see `EngineCoreOutputs`). Unknown streams are ignored."""
+    """Record new tokens in the form in which a core sent them (see `EngineCoreOutputs`).
+
+    Unknown streams are ignored.
+    """
 
     number: int
     streams: I32
@@ -68,7 +71,7 @@ class LogTokens(msgspec.Struct, tag="tokens", array_like=True, gc=False, frozen=
 
 
 class MoveStream(msgspec.Struct, tag="move", array_like=True, gc=False, frozen=True):
-    """A stream was sent to another core under a new number, with its first `num_tokens` tokens."""
+    """Record that a stream was sent to another core under a new number, with its first `num_tokens` tokens."""
 
     number: int
     old: int
@@ -77,7 +80,7 @@ class MoveStream(msgspec.Struct, tag="move", array_like=True, gc=False, frozen=T
 
 
 class StreamEnd(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """The end of a stream, as it is reported to its client. `reason` is a `FinishReason`."""
+    """The end of a stream, as reported to its client. `reason` is a `FinishReason`."""
 
     num_tokens: int
     reason: int
@@ -90,7 +93,10 @@ class StreamEnd(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class EndStream(msgspec.Struct, tag="end", array_like=True, gc=False, frozen=True):
-    """A stream has ended. When all streams of a request have, its answer is kept; an aborted request is deleted."""
+    """Record the end of a stream.
+
+    When all streams of a request have ended, its answer is kept. An aborted request is deleted.
+    """
 
     number: int
     stream: int
@@ -101,7 +107,7 @@ LogEntry: TypeAlias = BeginRequest | AdoptRequest | LogTokens | MoveStream | End
 
 
 class AttachRequest(msgspec.Struct, tag="attach", array_like=True, gc=False, frozen=True):
-    """Return a request of an owner, and send `RequestNews` until it ends or `DetachRequest` is sent."""
+    """Return a request of an owner, and send `RequestNews` until it ends or `DetachRequest` is received."""
 
     call_id: int
     request_id: str
@@ -109,13 +115,13 @@ class AttachRequest(msgspec.Struct, tag="attach", array_like=True, gc=False, fro
 
 
 class DetachRequest(msgspec.Struct, tag="detach", array_like=True, gc=False, frozen=True):
-    """Stop the news of the request that `call_id` has attached."""
+    """Stop the `RequestNews` that the call `call_id`, an `AttachRequest`, has started."""
 
     call_id: int
 
 
 class ReserveKey(msgspec.Struct, tag="reserve", array_like=True, gc=False, frozen=True):
-    """Return the request that was begun with an idempotency key; if there is none, keep the key for this session."""
+    """Return the request that began with an idempotency key. If there is none, reserve the key for this session."""
 
     call_id: int
     owner: str
@@ -123,51 +129,55 @@ class ReserveKey(msgspec.Struct, tag="reserve", array_like=True, gc=False, froze
 
 
 class ReleaseKey(msgspec.Struct, tag="release", array_like=True, gc=False, frozen=True):
-    """No request begins with the key that was reserved."""
+    """Release a reserved key with which no request begins after all."""
 
     owner: str
     key: str
 
 
 class ClaimRequests(msgspec.Struct, tag="claim", array_like=True, gc=False, frozen=True):
-    """Return up to `limit` requests whose owner is gone. This session owns them from now on."""
+    """Return up to `limit` requests whose owner has exited. From now on this session is their owner."""
 
     call_id: int
     limit: int
 
 
 class TakeDuty(msgspec.Struct, tag="take duty", array_like=True, gc=False, frozen=True):
-    """Return whether this session has a duty, which one session at a time has, until it leaves it or ends."""
+    """Return whether this session now has a duty, such as running batches, which only one session at a time may have.
+
+    It keeps the duty until it sends `LeaveDuty` or ends.
+    """
 
     call_id: int
     name: str
 
 
 class LeaveDuty(msgspec.Struct, tag="leave duty", array_like=True, gc=False, frozen=True):
-    """Let another session have a duty."""
+    """Give up a duty, so that another session can take it."""
 
     name: str
 
 
-# store -> frontend
+# Store -> frontend
 
 
 class SessionOpened(msgspec.Struct, tag="opened", array_like=True, gc=False, frozen=True):
-    """The answer to `OpenSession`. `last_number` is that of the last entry that the store has; 0 if it has none."""
+    """The answer to `OpenSession`. `last_number` is the number of the last entry that the store has; 0 if none."""
 
     last_number: int
 
 
 class Logged(msgspec.Struct, tag="logged", array_like=True, gc=False, frozen=True):
-    """All entries up to `number` were applied and, if the store has a file that can be written, committed."""
+    """All entries up to `number` have been applied and, if the store has a file that can be written, committed."""
 
     number: int
 
 
 class StreamState(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A stream: its tokens, and how it ended for its core (`finished`) and for its client (`end`), if it did.
+    """The state of a stream: its tokens, and how it ended.
 
-    `logprobs` are those of its tokens, if the request asked for them.
+    `finished` is the end reported by its core, and `end` the end reported to its client; None before. `logprobs` belong
+    to its tokens, if the request asked for them.
     """
 
     tokens: I32
@@ -178,7 +188,7 @@ class StreamState(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, frozen=True):
-    """The reply to `AttachRequest`. Without streams there is no such request."""
+    """The reply to `AttachRequest`. If it has no streams, there is no such request."""
 
     call_id: int
     record: bytes = b""
@@ -187,9 +197,9 @@ class RequestState(msgspec.Struct, tag="request", array_like=True, gc=False, fro
 
 
 class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """New tokens of the stream at a position of a request, from `start` on, and its end.
+    """New tokens of one stream of a request, from position `start` on, and the end of the stream if it has ended.
 
-    `logprobs` are those of the new tokens. `prompt_logprobs` come with the first tokens.
+    `logprobs` belong to the new tokens. `prompt_logprobs` come with the first tokens.
     """
 
     position: int
@@ -201,7 +211,7 @@ class StreamNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class RequestNews(msgspec.Struct, tag="news", array_like=True, gc=False, frozen=True):
-    """News of the request that `call_id` has attached. If it `is_gone`, it was deleted and nothing follows."""
+    """Changes of the request that `call_id` has attached. If `is_gone`, it was deleted and nothing follows."""
 
     call_id: int
     streams: list[StreamNews]
@@ -209,7 +219,7 @@ class RequestNews(msgspec.Struct, tag="news", array_like=True, gc=False, frozen=
 
 
 class KeyReply(msgspec.Struct, tag="key", array_like=True, gc=False, frozen=True):
-    """The reply to `ReserveKey`. If a request that `is_busy` has the key, it is not accepted yet."""
+    """The reply to `ReserveKey`. If `is_busy`, another request has reserved the key but is not accepted yet."""
 
     call_id: int
     request_id: str = ""
@@ -218,7 +228,7 @@ class KeyReply(msgspec.Struct, tag="key", array_like=True, gc=False, frozen=True
 
 
 class ClaimedRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A request to continue. `num_starts` counts the claims since it last got a token."""
+    """A request to be continued. `num_starts` counts the claims since its last token."""
 
     request_id: str
     owner: str
@@ -244,7 +254,7 @@ class DutyReply(msgspec.Struct, tag="duty", array_like=True, gc=False, frozen=Tr
 
 
 class ReadersChanged(msgspec.Struct, tag="readers", array_like=True, gc=False, frozen=True):
-    """So many clients read a request of this session through the store."""
+    """Reports how many clients read a request of this session through the store."""
 
     request_id: str
     owner: str
