@@ -1,1 +1,1 @@
-"""The worker processes, which execute the model. Only they import torch."""
+"""The worker processes, which execute the model. Torch is imported nowhere else."""

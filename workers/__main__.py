@@ -1,4 +1,4 @@
-"""`python -m engine.workers CONFIG CORE_INDEX RANK EPOCH`: one worker process."""
+"""The program of one worker: `python -m engine.workers CONFIG CORE_INDEX RANK EPOCH`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def main(config_path: str, core_index: int, rank: int, epoch: int) -> int:
     status.report(Stage.STARTING)
     pulse = Pulse(context, config, name)
 
-    # By default OpenMP's threads spin while they wait, on cores that other workers could use.
+    # By default, waiting OpenMP threads spin on cores that other workers could use.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    # Garbage collections take a fifth of the second in which torch is imported, and free nothing. The worker enables
-    # them when it is ready.
+    # Garbage collection would take a fifth of the second in which torch is imported, and free nothing. The worker
+    # enables it when it is ready.
     gc.disable()
     return status.run(Worker(config, core_index, rank, context, status, pulse).run)
 

@@ -1,8 +1,8 @@
 """The worker's persistent batch: the state of every slot, and the layout of a step.
 
-Applying the deltas of `SchedulerOutput` keeps these arrays equal to the scheduler's own.
+Applying the changes in each `SchedulerOutput` keeps these arrays equal to the scheduler's own.
 
-Shapes: N slots, L max_model_len, B blocks a row, S scheduled slots, T scheduled tokens.
+Shapes: N slots, L max_model_len, B blocks per row, S scheduled slots, T scheduled tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SlotArray: TypeAlias = Int32Array | Int64Array
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The requests of a step for one KV-cache group.
+    """The requests of a step, as attention sees them in one KV-cache group.
 
-    Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i. They are the last of its
-    `seq_lens[i]` tokens, and at least one. In a group of cross attention `seq_lens` are the outputs of encoders, all of
-    which each token sees. `block_table` may be wider than needed; entries past the sequence are not read.
-    `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is what
-    `Spans.visible_tokens` returns, which only layers with a window follow if `spans_need_windows`.
+    Tokens `query_start_loc[i] : query_start_loc[i + 1]` of the step belong to request i, at least one. They are the
+    last of its `seq_lens[i]` tokens. In a cross-attention group, `seq_lens` are the numbers of encoder outputs, and
+    each token attends to all of them. `block_table` may be wider than needed; entries past the sequence are not read.
+    `slot_mapping` is the place of each token's keys and values: block id * block size + offset. `visible` is the result
+    of `Spans.visible_tokens`. If `spans_need_windows`, only layers with a window apply it.
     """
 
     query_start_loc: NDArray[np.int32]  # [S + 1]
@@ -48,7 +48,7 @@ class AttentionBatch:
     spans_need_windows: bool = False
 
     def visible_in(self, window: Window | None) -> NDArray[np.int32] | None:
-        """Return `visible` for layers with this window."""
+        """Return `visible` if layers with this window apply it, else None."""
         return None if self.spans_need_windows and window is None else self.visible
 
 
@@ -58,8 +58,8 @@ class StepPlan:
 
     `positions_T` and `slots_T` locate each token. `query_start_loc` int32 [S + 1] delimits the chunks of the slots.
     `seq_lens_S` are the lengths after the step. `sampling_rows` are the batch positions that sample. `rotary_T3` int32
-    are the rotary positions where they differ from `positions_T`, else None. `visible_T2` is what
-    `Spans.visible_tokens` returns.
+    are the rotary positions if they differ from `positions_T`, else None. `visible_T2` is the result of
+    `Spans.visible_tokens`.
     """
 
     slots_S: Int32Array
@@ -78,7 +78,7 @@ class StepPlan:
         return self.query_start_loc[self.sampling_rows + 1] - 1
 
     def split(self) -> Iterator[StepPlan]:
-        """Yield the plan of each request by itself."""
+        """Yield a separate plan for each request."""
         samples_S = np.isin(np.arange(len(self.slots_S)), self.sampling_rows)
         for row, samples in enumerate(samples_S):
             one, tokens = slice(row, row + 1), slice(*self.query_start_loc[row : row + 2])
@@ -96,7 +96,7 @@ class StepPlan:
 
 
 def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> StepPlan:
-    """Return a plan in which the first `num_requests` slots share the tokens evenly and all sample.
+    """Return a plan in which the first `num_requests` slots share the tokens evenly and all of them sample.
 
     Each request has `num_computed` computed tokens. Requests without blocks read and write the null block.
     """
@@ -106,9 +106,9 @@ def even_requests(num_tokens: int, num_requests: int, num_computed: int = 0) -> 
 
 
 def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> StepPlan:
-    """Return a plan like `even_requests`, but the last request has most tokens and the others have one each.
+    """Return a plan like `even_requests`, but with one token per request, except the last, which has all others.
 
-    The first request's token is the last but one that fits into its slot.
+    The first request's token is at the last but one position that fits into its slot.
     """
     num_scheduled_S = np.ones(num_requests, np.int32)
     num_scheduled_S[-1] = min(num_tokens - num_requests + 1, max_model_len)
@@ -119,7 +119,7 @@ def mixed_requests(num_tokens: int, num_requests: int, max_model_len: int) -> St
 
 
 def plan_chunks(slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray) -> StepPlan:
-    """Return the plan of a step that computes `counts_S` tokens of each slot, from `begins_S`."""
+    """Return the plan of a step that computes `counts_S` tokens per slot, from position `begins_S` on."""
     query_start_loc = np.concatenate(([0], np.cumsum(counts_S))).astype(np.int32)
     first_S = begins_S - query_start_loc[:-1]
     positions_T = np.arange(query_start_loc[-1]) + np.repeat(first_S, counts_S)
@@ -136,11 +136,11 @@ def plan_chunks(slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray) ->
 
 
 class PersistentBatch:
-    """Slot-indexed state of the requests.
+    """The state of all requests, indexed by slot.
 
-    Token ids are on the device, so that sampled tokens never have to leave it. `rotary` has the rotary positions of
-    models with `has_rotary_axes`. `source_sizes` has the maximum number of encoder outputs for each group of cross
-    attention.
+    Token ids are on the device, so that sampled tokens never have to leave it. `rotary` has the rotary positions, for
+    models with `has_rotary_axes`. `source_sizes` has the maximum number of encoder outputs for each cross-attention
+    group.
     """
 
     def __init__(
@@ -161,12 +161,13 @@ class PersistentBatch:
         self.block_size = block_size
         self._device = device
         self.max_model_len = max_model_len
-        # The row after the last slot is read and written by padding.
+        # Padding reads and writes the row after the last slot.
         shape = (num_slots + 1, max_model_len)
         self._host_token_ids_NL: Int32Array | None = None
         self.token_ids_NL: AnyArray
         if device.type == "cpu":
-            # Untouched pages of numpy's zeros take no memory, and numpy indexes a few rows ten times as fast as torch.
+            # numpy's zeros take no memory until they are written, and numpy indexes a few rows ten times as fast as
+            # torch.
             self._host_token_ids_NL = np.zeros(shape, np.int32)
             self.token_ids_NL = self._host_token_ids_NL
             if not isinstance(device, HostDevice):
@@ -177,7 +178,7 @@ class PersistentBatch:
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_computed_tokens = np.zeros(num_slots, np.int32)
         self.source_lens = np.ones(num_slots, np.int32)
-        """The outputs of the encoder that each slot's cross attention reads."""
+        """Number of encoder outputs that each slot's cross attention reads."""
         self.block_tables = [
             np.zeros(
                 (num_slots, max(blocks_per_row, -(-source_sizes.get(group, 0) // block_size))),
@@ -194,11 +195,11 @@ class PersistentBatch:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tokens."""
+        """The device on which the token ids are."""
         return torch_device(self._device)
 
     def with_own_lengths(self, group: int) -> PersistentBatch:
-        """Return a batch of the same tokens and the blocks of one group, which counts its tokens by itself."""
+        """Return a batch that shares the tokens and the blocks of one group, but counts computed tokens separately."""
         other = copy(self)
         other.num_tokens = np.zeros(self.num_slots, np.int32)
         other.num_computed_tokens = np.zeros(self.num_slots, np.int32)
@@ -209,15 +210,18 @@ class PersistentBatch:
         return other
 
     def mirror_block_tables(self) -> None:
-        """Keep copies of `block_tables` in `device_block_tables` from now on. These have one more row, for padding."""
+        """Keep a copy of `block_tables` on the device from now on, with one more row for padding."""
         self.device_block_tables = [
             torch.zeros((len(table) + 1, table.shape[1]), dtype=torch.int32, device=self.device)
             for table in self.block_tables
         ]
 
     def release_requests(self) -> list[HeldRequest]:
-        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
-        # The next core's first step lists its slots.
+        """Free every slot.
+
+        Return the requests that were in the slots, with the tokens and blocks that the KV cache holds.
+        """
+        # The first step of the next core lists its slots.
         self._slots_S = np.zeros(0, np.int32)
         requests, self._requests = self._requests, {}
         held = []
@@ -229,7 +233,7 @@ class PersistentBatch:
         return held
 
     def apply_output(self, output: SchedulerOutput) -> None:
-        """Apply the changes of slots and blocks in a step."""
+        """Apply a step's changes of slots and block tables."""
         if output.removed_slots:
             for slot in int32_view(output.removed_slots).tolist():
                 del self._requests[slot]
@@ -240,7 +244,7 @@ class PersistentBatch:
             if self._host_token_ids_NL is not None:
                 self._host_token_ids_NL[slot, : len(tokens)] = tokens
             else:
-                # torch requires a writable array, and the message's bytes are read-only.
+                # torch requires a writable array, but the bytes of the message are read-only.
                 self.token_ids_NL[slot, : len(tokens)] = to_device(tokens.copy(), self.device)
             self.num_tokens[slot] = len(tokens)
             self.num_prompt_tokens[slot] = new.num_prompt_tokens
@@ -265,13 +269,13 @@ class PersistentBatch:
                     self.device_block_tables[group][slots, columns] = blocks
 
     def decoding_slots(self, output: SchedulerOutput) -> Int32Array | None:
-        """Return the slots of a step in which every slot has only its last token to compute, else None."""
+        """Return the slots of a step in which every slot computes only its last token, else None."""
         slots_S = self._slots_of(output)
         is_last_S = self.num_computed_tokens[slots_S] + 1 == self.num_tokens[slots_S]
         return slots_S if len(slots_S) and is_last_S.all() else None
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """Return the layout of a step, and advance `num_computed_tokens` past its tokens."""
+        """Return the layout of a step, and advance `num_computed_tokens` past the step's tokens."""
         slots_S = self._slots_of(output)
         num_computed_S = self.num_computed_tokens[slots_S]
         num_scheduled_S = np.ones(len(slots_S), np.int32)
@@ -310,7 +314,7 @@ class PersistentBatch:
         )
 
     def num_drafts(self, output: SchedulerOutput) -> Int32Array:
-        """Return how many drafts of each slot the step may verify, int32 [N]. Its slots are those of the last plan."""
+        """Return how many drafts of each slot of the last plan the step may verify, int32 [N]."""
         num_drafts_N = np.zeros(self.num_slots, np.int32)
         rows, counts = int32_view(output.drafts).reshape(-1, 2).T
         num_drafts_N[self._slots_S[rows]] = counts
@@ -322,7 +326,7 @@ class PersistentBatch:
         return self._slots_S
 
     def slot_mapping(self, plan: StepPlan, group: int) -> Int32Array:
-        """Return the flat KV-cache slot of each token, int32 [T]; -1 in groups of cross attention, which store none."""
+        """Return the place of each token in the KV cache, int32 [T]; -1 in cross-attention groups, which store none."""
         if group in self.source_sizes:
             return np.full(len(plan.slots_T), -1, np.int32)
         blocks_T = self.block_tables[group][plan.slots_T, plan.positions_T // self.block_size]
@@ -348,7 +352,7 @@ class PersistentBatch:
         return batches
 
     def input_ids(self, plan: StepPlan) -> AnyArray:
-        """Return the step's tokens, int32 [T]: a tensor on the device, or an array of numpy on the host."""
+        """Return the step's tokens, int32 [T]: a tensor on the device, or a numpy array on the host."""
         if self._host_token_ids_NL is not None:
             return self._host_token_ids_NL[plan.slots_T, plan.positions_T]
         return self.token_ids_NL[self._index(plan.slots_T, plan.positions_T)]

@@ -1,4 +1,4 @@
-"""A program that describes what this machine computes with, as JSON on stdout, for `engine doctor`."""
+"""A program that prints the hardware that this machine can compute with, as JSON, for `engine doctor`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..protocol.machine.memory import available_bytes
 from .device.device import usable_cores
 
 PROBE_BYTES: Final = 256 << 20
-"""Bytes that the probe of the memory bandwidth reads, more than any cache of a processor holds."""
+"""Number of bytes that the bandwidth probe reads, more than any CPU cache holds."""
 PROBE_S: Final = 0.6
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processors, the native kernels, the GPUs and the bandwidth of the memory.
+    """Return the processors, the state of the native kernels, the GPUs and the memory bandwidths.
 
     Returns:
-        `cores`, `torch`, `instruction_set` (None if the native library cannot be used) with `native_error`, `bandwidth`
-        of the processors, and `gpus` with `name`, `total_bytes`, `free_bytes` and `bandwidth`. Bandwidths are in bytes
-        per second.
+        `cores`, `torch`, `instruction_set` (None if the native library cannot be used, for the reason `native_error`),
+            `bandwidth` of the CPU, and `gpus` with `name`, `total_bytes`, `free_bytes` and `bandwidth`. Bandwidths are
+            in bytes per second.
     """
     cores = usable_cores()
     found: dict[str, Any] = {
@@ -54,7 +54,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a device reads from its memory: the best of a few passes.
+    """Return the bytes per second that a device reads from its memory, in the best of a few passes.
 
     On a CPU, the threads of torch read.
     """
@@ -65,7 +65,7 @@ def measure_bandwidth(device: torch.device) -> float:
     deadline = time.perf_counter() + PROBE_S
     while not best or time.perf_counter() < deadline:
         begin = time.perf_counter()
-        # The sum of a GPU is read back, so that this waits for it.
+        # Reading the sum back waits until the GPU has finished.
         data.sum().item()
         best = max(best, data.nbytes / (time.perf_counter() - begin))
     return best

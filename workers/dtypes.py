@@ -1,4 +1,4 @@
-"""Dtypes and devices by name, for code that a worker without torch runs, and arrays that may be tensors."""
+"""Dtypes and devices by name, for code that also runs in workers without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 AnyArray: TypeAlias = Any
-"""An array of numpy, or a tensor of torch on the CPU."""
+"""A numpy array, or a torch tensor on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDtype:
-    """Stands for the torch dtype of the same name."""
+    """A dtype with the name and the properties of the torch dtype, for workers without torch."""
 
     name: str
     itemsize: int
@@ -26,7 +26,7 @@ class HostDtype:
 
 @dataclass(frozen=True, slots=True)
 class HostDevice:
-    """Stands for torch's CPU."""
+    """Represents torch's CPU device in workers without torch."""
 
     type: str = "cpu"
 
@@ -48,7 +48,7 @@ _CONFIGURED: Final = {
 def configured_dtype(
     name: str, device: torch.device | HostDevice | None = None
 ) -> torch.dtype | HostDtype:
-    """Return the dtype of a name that `--dtype` or `--kv-cache-dtype` accepts: torch's own if `device` is."""
+    """Return the dtype for a value of `--dtype` or `--kv-cache-dtype`: a torch dtype if `device` is torch's."""
     dtype = _CONFIGURED[name]
     return dtype if device is None or isinstance(device, HostDevice) else torch_dtype(dtype)
 
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype | HostDtype) -> str:
 
 
 def torch_dtype(dtype: torch.dtype | HostDtype) -> torch.dtype:
-    """Return the dtype of torch."""
+    """Return the torch dtype with the same name."""
     if not isinstance(dtype, HostDtype):
         return dtype
     found: torch.dtype = getattr(torch, dtype.name)
@@ -67,7 +67,7 @@ def torch_dtype(dtype: torch.dtype | HostDtype) -> torch.dtype:
 
 
 def torch_device(device: torch.device | HostDevice) -> torch.device:
-    """Return the device of torch."""
+    """Return the torch device with the same name."""
     return torch.device(device.type) if isinstance(device, HostDevice) else device
 
 
@@ -77,7 +77,7 @@ def address(array: AnyArray) -> int:
 
 
 def on_host(array: AnyArray) -> NDArray[Any]:
-    """Return an array of numpy, which shares the memory of a tensor on the CPU."""
+    """Return a numpy array that shares the memory of a tensor on the CPU; arrays are returned unchanged."""
     if isinstance(array, np.ndarray):
         return array
     found: NDArray[Any] = array.cpu().numpy()
@@ -85,25 +85,25 @@ def on_host(array: AnyArray) -> NDArray[Any]:
 
 
 def as_tensor(array: AnyArray) -> torch.Tensor:
-    """Return a tensor, which shares the memory of an array of numpy."""
+    """Return a tensor that shares the memory of a numpy array; tensors are returned unchanged."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
 
 def float32_array(array: AnyArray) -> NDArray[np.float32]:
-    """Return a contiguous array in float32."""
+    """Return a contiguous float32 array with the same values."""
     if not isinstance(array, np.ndarray):
         array = array.float().numpy()
     return np.ascontiguousarray(array, np.float32)
 
 
 def rounded(value: float, dtype: torch.dtype | HostDtype) -> float:
-    """Return a number as a dtype can hold it."""
+    """Return a number rounded to the precision of a dtype."""
     name, as_float32 = dtype_name(dtype), np.float32(value)
     if name == "float16":
         return float(np.float16(value))
     if name != "bfloat16":
         return float(as_float32)
     bits = int(as_float32.view(np.uint32))
-    # To the nearest, and to the even one of two.
+    # Round to nearest, ties to even.
     bits += 0x7FFF + (bits >> 16 & 1)
     return float(np.uint32(bits & 0xFFFF0000).view(np.float32))

@@ -1,8 +1,9 @@
-"""Imports torch when it is first used, in a worker whose model a native program computes.
+"""Import torch at its first use only, in workers whose model runs as a native program.
 
 Importing torch takes more than a second and 200 MiB, and a native program does not need it. Most modules of this
-package refer to torch, but few of them run in such a worker. `install` therefore puts stand-ins into `sys.modules`,
-which `import torch` finds. The first use of anything but a class or a decorator replaces them with torch.
+package mention torch, but little of that code runs in such a worker. `install` therefore puts stand-in modules into
+`sys.modules`, which `import torch` finds. The first use of anything except a class or a decorator replaces them with
+torch itself.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _SUBMODULES: Final = ("nn", "nn.functional", "distributed")
 """The submodules of torch that modules of this package import by name."""
 
 _CLASSES: Final = ("Tensor", "dtype", "device")
-"""The classes that modules refer to while they are imported."""
+"""The torch classes that modules of this package refer to while they are imported."""
 
 _lock = threading.RLock()
 
 
 def install() -> None:
-    """Delay further imports of torch until its first use. Do nothing if torch is imported already."""
+    """Delay importing torch until its first use. Does nothing if torch is imported already."""
     if "torch" not in sys.modules:
         for name in ("torch", *(f"torch.{name}" for name in _SUBMODULES)):
             sys.modules[name] = _LazyModule(name)
@@ -41,20 +42,20 @@ def is_torch_loaded() -> bool:
 
 
 def _load(name: str) -> ModuleType:
-    """Return a module of torch itself."""
+    """Import a module of torch itself, and return it."""
     with _lock:
         if not is_torch_loaded():
             for each in [key for key, found in sys.modules.items() if type(found) is _LazyModule]:
                 del sys.modules[each]
-            # The native program has its own threads, with which spinning threads of torch would compete.
+            # The native program has its own threads, which spinning threads of torch would slow down.
             importlib.import_module("torch").set_num_threads(1)
         return importlib.import_module(name)
 
 
 class _LazyModule(ModuleType):
-    """A stand-in for a module of torch."""
+    """A stand-in for a torch module, which imports torch when an unknown attribute is read."""
 
-    # The import system and others ask modules for these.
+    # The import system asks every module for this attribute.
     __path__: list[str] = []  # noqa: RUF012 - that of a module
 
     def __getattr__(self, name: str) -> Any:
@@ -72,24 +73,24 @@ class _LazyModule(ModuleType):
             if self.__name__ == "torch.nn.functional":
                 return _LazyFunction(name)
         value = getattr(_load(self.__name__), name)
-        # Further uses find it without this method.
+        # Store the attribute, so that further uses do not call this method.
         self.__dict__[name] = value
         return value
 
 
 class _LazyClass(type):
-    """The class of stand-ins for classes of torch."""
+    """A metaclass for stand-ins of torch classes, whose instances and subclasses are torch's."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return is_torch_loaded() and isinstance(instance, getattr(_load("torch"), cls.__name__))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's class."""
+        """Return an instance of the torch class."""
         return getattr(_load("torch"), cls.__name__)(*args, **kwargs)
 
 
 class _LazyFunction:
-    """A stand-in for a function of torch."""
+    """A stand-in for a torch function, which imports torch when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -99,7 +100,7 @@ class _LazyFunction:
 
 
 class _InferenceMode(AbstractContextManager[None]):
-    """A stand-in for `torch.inference_mode`, which applies it if torch is imported by the time of a call."""
+    """A stand-in for `torch.inference_mode`, which takes effect in calls after torch was imported."""
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters in a thread while the worker executes steps."""
+"""Load LoRA adapters in a thread while the worker executes steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..protocol.file_identity import LoraAdapter
 from ..protocol.worker_messages import LoraLoad
 
 _NICENESS: Final = 10
-"""Lowers the thread's priority, so that it takes about a tenth of a core that steps use."""
+"""Niceness of the thread, with which it takes about a tenth of a CPU core that steps also use."""
 
 
 class LoraLoader:
-    """Loads one adapter after the other.
+    """Loads adapters one after the other.
 
-    `install` is called by the worker's own thread, between two steps.
+    The worker's own thread calls `install` between two steps.
 
     Args:
         load: Reads an adapter. Raises CheckpointError if it cannot be used.
-        install: Takes a number, and what `load` returned.
+        install: Gets a number and the result of `load`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LoraLoader:
         self._ended: deque[tuple[int, Any, str]] = deque()
         self._num_loading = 0
         self._num_signals = 0
-        """Number of bytes that are still to be read from the socket."""
+        """Number of bytes that have not been read from the socket."""
         self._thread = threading.Thread(target=self._run, name="LoRA loader", daemon=True)
 
     @property
@@ -52,18 +52,18 @@ class LoraLoader:
 
     @property
     def is_loading(self) -> bool:
-        """True if a load was begun whose answer was not taken."""
+        """True if a load was started whose answer has not been taken."""
         return self._num_loading > 0
 
     def begin(self, load: LoraLoad) -> None:
-        """Begin to load an adapter."""
+        """Start to load an adapter."""
         if self._thread.ident is None:
             self._thread.start()
         self._num_loading += 1
         self._wanted.put(load)
 
     def take_answers(self) -> list[tuple[int, str]]:
-        """Install the adapters whose loads have ended. Return the number and the error, "" without one, of each."""
+        """Install the adapters whose loads have ended. Return (number, error) for each; the error is "" on success."""
         answers = []
         while self._ended:
             number, loaded, error = self._take_ended()
@@ -76,7 +76,7 @@ class LoraLoader:
         return answers
 
     def cancel(self) -> None:
-        """Wait for the load in progress, and drop it and all that were begun: another core follows."""
+        """Wait for the load in progress, then discard it and all queued loads, because another core takes over."""
         while self._num_loading:
             self._wake.setblocking(True)
             self._num_signals -= len(self._wake.recv(1))

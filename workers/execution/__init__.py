@@ -1,1 +1,1 @@
-"""Execution of steps on a worker."""
+"""Execute steps in a worker: the model, its KV cache, and the requests."""

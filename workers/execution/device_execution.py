@@ -1,4 +1,4 @@
-"""Steps on a device with its own queue: a step is queued before the tokens of the previous one have arrived.
+"""Execute steps on a GPU, which queues a step before the tokens of the previous one have arrived on the host.
 
 Shapes: R sampled rows, D hidden size, V vocabulary.
 """
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceExecution:
-    """Queues each step, and the copies that bring its tokens to the host."""
+    """Queues each step on the device, and the copies that bring its tokens to the host."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class DeviceExecution:
             kv_cache,
             pipeline,
             self._max_tokens,
-            # Recurrent layers and cross attention read numbers of the step on the host, which a graph would keep.
+            # Recurrent layers and cross attention read numbers of the step on the host, which a captured graph would
+            # repeat.
             None
             if config.device.enforce_eager or kv_cache.has_states or model.spec.source is not None
             else accelerator.graph_recorder(),
@@ -70,7 +71,7 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def profile_memory(self, utilization: float) -> MemoryProfile:
-        """Return the memory of the largest steps and of some graphs, measured with a KV cache of one block."""
+        """Return the peak memory of the largest steps and of a few graphs, measured with a KV cache of one block."""
         self._kv_cache.allocate(1)
         profile = profile_memory(
             self._accelerator,
@@ -85,18 +86,18 @@ class DeviceExecution:
         return profile
 
     def use_kv_cache(self) -> None:
-        """Drop the graphs, which refer to the previous KV cache."""
+        """Drop the graphs, because they refer to the previous KV cache."""
         self._forward.drop_graphs()
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Do nothing: nothing is kept of requests that leave."""
+        """Do nothing, because nothing is kept for requests that leave their slots."""
 
     def release_requests(self) -> None:
-        """Do nothing: requests have no state here."""
+        """Do nothing, because requests have no state in this class."""
 
     def close(self) -> None:
         """Drop the graphs."""
-        # NCCL closes no connection while a graph with one of its operations exists.
+        # NCCL cannot close a connection while a graph with one of its operations exists.
         self._forward.drop_graphs()
 
     @torch.inference_mode()
@@ -106,8 +107,8 @@ class DeviceExecution:
         captures = [capture for kind in self._forward.captures() for capture in kind]
         for capture in captures:
             capture()
-        # Different kernels run for different numbers of tokens, for one token per request, and for sequences whose
-        # keys are split.
+        # Different kernels run for different numbers of tokens, for one token per request, and for sequences whose keys
+        # are split.
         for count in (1 << n for n in range(self._max_step_tokens.bit_length())):
             self._run(even_requests(count, min(count, self._batch.num_slots)))
         self._run(even_requests(1, 1, num_computed=max(0, self._batch.max_model_len - 2)))
@@ -117,10 +118,10 @@ class DeviceExecution:
             logger.info("%d graphs captured in %.1f s", len(captures), time.monotonic() - began)
 
     def _run_largest_steps(self) -> None:
-        """Run steps with the maximum tokens and requests, which sample in the way that takes most memory.
+        """Run steps with the maximum number of tokens and requests, sampling in the way that takes the most memory.
 
-        One step divides the tokens evenly. The other has a prompt beside a sequence of maximum length, which attention
-        splits the most.
+        One step divides the tokens evenly. The other combines a prompt with a sequence of maximum length, which
+        attention splits into the most parts.
         """
         if self._requests.encoders is not None:
             self._requests.encoders.warm_up()
@@ -130,7 +131,7 @@ class DeviceExecution:
 
     @property
     def _max_step_tokens(self) -> int:
-        """Maximum tokens of a step: no request has more than fit into its slot."""
+        """Return the maximum number of tokens of a step. No request has more than fit into its slot."""
         return min(self._max_tokens, self._batch.num_slots * self._batch.max_model_len)
 
     def _run(self, plan: StepPlan) -> None:
@@ -154,7 +155,7 @@ class DeviceExecution:
         logits_RV = self._model.compute_logits(
             hidden_TD.index_select(0, forwarded.step.logit_rows_R)
         )
-        # One row is not limited, so that the limited rows are copied, which takes more memory.
+        # Leave one row without limits, so that the limited rows are copied, which takes more memory.
         slots_G = plan.slots_S[1:]
         bitmask_NK = np.tile(pack_bitmask([0], logits_RV.shape[1]), (len(slots_G), 1))
         grammar = Grammar(slots_G, np.arange(len(slots_G)), bitmask_NK)
@@ -167,7 +168,7 @@ class DeviceExecution:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Queue a step. Return its output, which may be pending."""
+        """Queue a step on the device. Return its output, which may be pending."""
         plan = self._batch.plan(output)
         if not len(plan.slots_S):
             return ModelRunnerOutput(output.step)
@@ -177,7 +178,7 @@ class DeviceExecution:
         forwarded = self._forward(plan, None if encoders is None else encoders.place(plan))
         hidden_TD = forwarded.hidden_TD
         if not self._shard.is_last:
-            # Sent from a copy, because the next step may overwrite them first.
+            # Send a copy, because the next step may overwrite the hidden states first.
             self._pipeline.send_hidden(hidden_TD.clone())
             self._requests.expect_tokens(slots_R)
             return ModelRunnerOutput(output.step)
@@ -210,7 +211,7 @@ class DeviceExecution:
                 self._pipeline.send_tokens(sampled.token_ids)
             prompt_logprobs = self._requests.prompt_logprobs.finish(slots_R.tolist())
             make_output = partial(sampled.message, output.step, prompt_logprobs)
-        # The output of a step that samples nothing is also ready only when the device is done with the step.
+        # The output of a step that samples nothing also becomes ready only when the device has finished the step.
         with self._accelerator.download() as download:
             if sampled is not None:
                 sampled.fetch(download)

@@ -1,4 +1,4 @@
-"""The forward pass of a step on a device with its own queue: one copy of integers, then graphs or kernels.
+"""The forward pass of a step on a GPU: one copy of integers to the device, then graphs or kernels.
 
 Shapes: T tokens of a step, R sampled rows, D hidden size.
 """
@@ -27,8 +27,8 @@ from .step_buffers import DeviceStep, StepBuffers
 class Forwarded:
     """The result of a step, valid until the next one. `step` is the plan on the device.
 
-    If every token of a step is sampled from, its graph also computes the tokens' `logits_RV` and appends the most
-    likely tokens, `greedy_R`, to the requests. Tokens that are appended later replace them.
+    If every token of a step is sampled from, its graph also computes the `logits_RV` and appends the most likely
+    tokens, `greedy_R`, to the requests. A later `append_tokens` replaces these tokens.
     """
 
     hidden_TD: torch.Tensor
@@ -38,10 +38,10 @@ class Forwarded:
 
 
 class DeviceForward:
-    """Runs plans of up to `max_tokens` tokens. From its construction on, the block tables of `batch` are mirrored.
+    """Runs plans of up to `max_tokens` tokens. Once constructed, it mirrors the block tables of `batch` on the device.
 
-    With a recorder, steps of up to `max_graph_size` tokens run from graphs; the attention of `model` must then be a
-    `BreakingAttention`.
+    With a recorder, steps of up to `max_graph_size` tokens run from captured graphs. The attention of `model` must then
+    be a `BreakingAttention`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DeviceForward:
                 graphs.drop_graphs()
 
     def captures(self) -> list[list[Callable[[], None]]]:
-        """Return functions that capture one graph each: a list for each kind of graph, largest first."""
+        """Return functions that capture one graph each, in one list per kind of graph, largest first."""
         return [
             [partial(self._capture, graphs, size) for size in reversed(graphs.sizes)]
             for graphs in (self._chunks, self._decodes)
@@ -99,11 +99,11 @@ class DeviceForward:
         ]
 
     def __call__(self, plan: StepPlan, placed: Placed | None = None) -> Forwarded:
-        """Run a step, whose tokens may read outputs of encoders."""
+        """Run a step. `placed` are the encoder outputs that its tokens read, if any."""
         num_tokens, num_requests = len(plan.positions_T), len(plan.slots_S)
         self._model.placed = placed
         if placed is not None:
-            # Their number is different in each step.
+            # Steps differ in the number of encoder outputs, which a graph cannot represent.
             step = self._fill(plan, num_tokens, num_requests)
             metadata = self._kv_cache.attention_metadata(self._batch, plan)
             return Forwarded(self._forward(step, metadata), step)
@@ -145,7 +145,7 @@ class DeviceForward:
         graphs.capture(size)
 
     def _run_decode(self, attention: CapturableAttention, size: int) -> list[torch.Tensor]:
-        """Run a step of requests with at most one token each, which all sample. Return the tensors of `Forwarded`."""
+        """Run a step in which each request has at most one token, and all sample. Return the tensors of `Forwarded`."""
         step = self._buffers.view(size, size)
         self._buffers.gather_block_tables(step)
         metadata = [
@@ -161,7 +161,7 @@ class DeviceForward:
         return [hidden_SD, logits_SV, greedy_S]
 
     def _run_chunks(self, size: int) -> list[torch.Tensor]:
-        """Run a step of any kind. Only its attention, which is not captured, depends on its requests."""
+        """Run a step of any kind. Only attention depends on its requests, and attention is not captured."""
         return [self._forward(self._buffers.view(size, 0), self._current)]
 
     def _forward(self, step: DeviceStep, metadata: Sequence[Any]) -> torch.Tensor:

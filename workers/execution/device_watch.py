@@ -1,4 +1,4 @@
-"""Wakes a poll when a device has finished a step, because a poll can only wait for file descriptors."""
+"""Wake a poll when a device has finished a step, because a poll can only wait for file descriptors."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class DeviceWatch:
         return self._wake.fileno()
 
     def watch_output(self, output: PendingOutput) -> None:
-        """Wait for an output in the thread, unless it is being watched already."""
+        """Wait for an output in the thread, unless the thread is already waiting for it."""
         if output is self._watched:
             return
-        # The thread starts with the first output: on a CPU outputs are ready at once, and none is watched.
+        # The thread starts with the first pending output. On a CPU, outputs are never pending.
         if self._thread.ident is None:
             self._thread.start()
         self._watched = output
         self._outputs.put(output)
 
     def clear(self) -> None:
-        """Make `fd` unreadable again."""
+        """Make `fd` unreadable until the next output is ready."""
         self._wake.recv(64)
         self._watched = None
 
     def _wait(self) -> None:
         while True:
-            # The worker gets an error of the device when it reads the output.
+            # If the device failed, the worker gets the error when it reads the output.
             with contextlib.suppress(Exception):
                 self._outputs.get().wait()
             self._waker.send(b"\0")

@@ -1,4 +1,4 @@
-"""Creates the runner for a worker's device."""
+"""Create the runner for a worker's device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def open_runner(
     config: EngineConfig, core_index: int, rank: int, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[Runner, WorkerMemory]]:
-    """Load the model for `--device`. Yield its runner, and the number of blocks that fit beside it.
+    """Load the model for `--device`. Yield its runner, and the number of KV-cache blocks for which memory is left.
 
     Raises:
         ConfigError: The device does not exist or is too small.
@@ -48,7 +48,7 @@ def open_runner(
     is_without_torch = _starts_without_torch(config)
     if is_without_torch:
         lazy_torch.install()
-    # Importing torch takes a second, which should not delay the first report. The null device does not need it.
+    # Importing torch takes a second and should not delay the first report. The null device does not need it.
     from ..device.device import count_threads, open_device
     from ..device.errors import explaining_device_errors
     from ..device.memory import count_host_blocks, count_kv_blocks
@@ -77,11 +77,11 @@ def open_runner(
         runner = ModelRunner(
             config, device, checkpoint, on_progress, parallel, core_index=core_index, rank=rank
         )
-        # The files may have changed during the minutes of loading.
+        # Loading takes up to minutes, in which the files may have changed.
         verify_files(config.model.weight_files)
         if workers_per_core > 1 or parallel.expert_group is not None:
             logger.info("read %.1f MB of the model's weights", checkpoint.bytes_read / 1e6)
-        # The checkpoint's memory map would count as memory of this process.
+        # Otherwise the memory map of the checkpoint would count as memory of this process.
         del checkpoint
         groups, block_bytes = runner.kv_cache_groups, runner.block_bytes
         profile = runner.profile_memory(config.cache.gpu_memory_utilization)
@@ -97,9 +97,9 @@ def open_runner(
 
 
 def _starts_without_torch(config: EngineConfig) -> bool:
-    """Return whether a native program may compute the model in this worker alone.
+    """Return whether the worker should try to compute the model without importing torch, by a native program.
 
-    If it does not support the model, torch is imported when that is known.
+    If the native program turns out not to support the model, torch is imported then.
     """
     parallel, device = config.parallel, config.device
     if parallel.workers_per_core > 1 or parallel.divides_experts_among_replicas:
@@ -112,7 +112,7 @@ def _starts_without_torch(config: EngineConfig) -> bool:
 
 
 def _has_gpu_driver() -> bool:
-    """Return whether the machine has the library of a GPU's driver, with which torch may find a GPU."""
+    """Return whether the library of a GPU driver is installed. Without it, torch cannot find a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Steps on the CPU, each of which is computed at once.
+"""Execute steps on the CPU, where a step is complete when the call returns.
 
 Shapes: T tokens of a step, S scheduled requests, R sampled rows, D hidden size, V vocabulary.
 """
@@ -44,10 +44,10 @@ _LAST_TOKEN: Final = np.array((0, 1), np.int32)
 
 
 class HostExecution:
-    """Executes steps with a native program or torch on the CPU.
+    """Executes steps with a native program, or with torch on the CPU.
 
-    A native program runs a step in which every request decodes in one call, including sampling. Only such steps verify
-    drafts, with torch as well.
+    A native program runs a step in which every request decodes in one call, including sampling. Drafts are verified
+    only in such steps, in torch as well.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class HostExecution:
         self._drafts: Drafts | None = None
         self._draft_model = draft_model
         self._draft_seconds, self._draft_passes = 0.0, 0
-        # The rows of the last step, if `_decoding` ran it.
+        # The rows of the last step, if `_decoding` ran it, else None.
         self._decoded_rows: SamplingMetadata | None = None
 
     def profile_memory(self, utilization: float) -> None:
-        """Do nothing: the KV cache gets a share of the free memory."""
+        """Return None, because the KV cache gets a fixed share of the free memory instead."""
 
     def use_kv_cache(self) -> None:
-        """Prepare decoding with the allocated KV cache."""
+        """Prepare the decode program for the allocated KV cache."""
         if isinstance(self._model, NativeDecoder):
             self._decoding = self._model.decoding(
                 self._batch, self._kv_cache.layers, self._speculative
@@ -92,7 +92,7 @@ class HostExecution:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a prefill and a decode into the null block, because kernels are prepared on first use."""
+        """Run a prefill and a decode with the null block, because kernels are prepared on first use."""
         for num_tokens in (min(self._batch.block_size, self._batch.max_model_len), 1):
             hidden_TD = self._forward(even_requests(num_tokens, 1))
             if self._shard.is_last:
@@ -103,7 +103,7 @@ class HostExecution:
             self._draft_model.warm_up()
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Keep what drafts need of requests that leave their slots, before a step's changes are applied."""
+        """Save what drafting needs from requests that leave their slots. Called before a step's changes are applied."""
         if self._drafts is not None and output.removed_slots:
             self._drafts.remove_requests(int32_view(output.removed_slots))
 
@@ -126,7 +126,7 @@ class HostExecution:
         result = self._run(output, await_grammar)
         result.draft_seconds, result.draft_passes = self._draft_seconds, self._draft_passes
         if not output.grammar_slots:
-            # With a grammar, the time would include that of waiting for its masks.
+            # With a grammar, the measured time would include waiting for the bitmasks.
             result.seconds = perf_counter() - began - self._draft_seconds
         return result
 
@@ -167,7 +167,7 @@ class HostExecution:
         num_drafts_S = self._drafts_to_verify(output, rows.slots_S)
         num_predicted_S = None
         if num_drafts_S is not None and self._drafts is not None:
-            # Read now, because the step itself looks up the next drafts.
+            # Read the rows now, because looking up the next drafts is part of the step.
             num_predicted_S = self._drafts.num_from_prediction(rows.slots_S)
         tokens_K, num_failed, logprobs, num_sampled_S, num_verified_S = decoding.step(
             rows, num_drafts_S, bitmasks
@@ -189,7 +189,7 @@ class HostExecution:
     def _verify(
         self, slots_S: Int64Array, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> ModelRunnerOutput:
-        """Compute each request's last token and its drafts with torch. Return the tokens that count."""
+        """Compute each request's last token and its drafts with torch. Return the accepted and sampled tokens."""
         drafts, num_drafts_S = self._drafts, self._drafts_to_verify(output, slots_S)
         assert drafts is not None and num_drafts_S is not None
         num_drafts_S = np.minimum(num_drafts_S, drafts.num_drafts(slots_S))
@@ -220,14 +220,14 @@ class HostExecution:
         )
 
     def _await_grammar(self, await_grammar: GrammarSource, step: int) -> GrammarOutput | None:
-        """Return the grammar's message, and store the tokens that it forces as drafts."""
+        """Wait for the step's grammar message and return it. The tokens that grammars force are stored as drafts."""
         message = await_grammar(step)
         if message is not None and message.forced is not None and self._drafts is not None:
             self._drafts.set_forced_tokens(message.forced)
         return message
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because nothing is open."""
 
     @torch.inference_mode()
     def _execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> ModelRunnerOutput:
@@ -268,7 +268,7 @@ class HostExecution:
         slots_R: Int32Array,
         sampled: SamplerOutput,
     ) -> ModelRunnerOutput:
-        """Append sampled tokens and look up drafts. Return the output of the step."""
+        """Append sampled tokens, and look up drafts. Return the output of the step."""
         prompt_logprobs = self._requests.prompt_logprobs
         self._batch.append_tokens(slots_R, sampled.token_ids)
         if not self._shard.is_first:
@@ -277,7 +277,7 @@ class HostExecution:
         if output.drafts:
             result.num_verified = bytes(len(result.sampled_token_ids))
         if self._drafts is not None:
-            # A partial prompt continues in the next step, which therefore verifies no drafts either.
+            # The next step continues a partial prompt, so not all requests decode and no drafts are verified.
             if len(slots_R) < len(plan.slots_S):
                 self._drafts.drop_drafts(slots_R)
                 self._propose(self._computed_rows(plan), self._drafts, samples=False)
@@ -297,7 +297,7 @@ class HostExecution:
         return ComputedRows(plan.slots_S, begins_S, counts_S, starts_S, hidden_TE)
 
     def _rows_to_decode(self, output: SchedulerOutput) -> SamplingMetadata | None:
-        """Return the rows of a step in which every slot computes only its last token and drafts."""
+        """Return the batch rows if every slot of the step computes only its last token and drafts, else None."""
         if (self._decoding is None and self._drafts is None) or _has_chunks(output):
             return None
         rows = self._decoded_rows
@@ -314,10 +314,10 @@ class HostExecution:
         return self._requests.sampler.describe(slots_S)
 
     def _forward(self, plan: StepPlan) -> AnyArray:
-        """Return the hidden states of a step.
+        """Compute a step, and return its hidden states.
 
-        Torch sums in an order that depends on the number of rows. So an encoder in torch, which computes a whole
-        sequence in one step, computes them one by one: the numbers are then the same in every batch.
+        Torch sums in an order that depends on the number of rows. A text encoder in torch, which computes a whole
+        sequence per step, therefore runs the sequences one by one, so that a result does not depend on the batch.
         """
         if self._model.spec.is_causal or isinstance(self._model, NativeDecoder):
             return self._model.forward(*self._inputs(plan))
@@ -332,7 +332,7 @@ class HostExecution:
             self._model.placed = self._requests.encoders.place(plan)
         rotary_T3 = plan.rotary_T3
         self._model.rotary_T3 = None if rotary_T3 is None else self._array(rotary_T3)
-        # The first stage starts from tokens, the others from hidden states of the previous stage.
+        # The first stage starts from tokens, the others from the hidden states of the previous stage.
         if self._shard.is_first:
             inputs = self._array(self._batch.input_ids(plan))
         else:
@@ -344,7 +344,7 @@ class HostExecution:
         return inputs, self._array(plan.positions_T), self._kv_cache.layers, metadata
 
     def _array(self, array: Int32Array) -> AnyArray:
-        """Return an array as the model takes it: only native programs take those of numpy."""
+        """Return an array in the form that the model accepts. Only native programs accept numpy arrays."""
         return array if isinstance(self._model, NativeDecoder) else as_tensor(array)
 
 
@@ -354,7 +354,7 @@ def _decoded_rows(
     begins_S: Int32Array,
     result: ModelRunnerOutput,
 ) -> ComputedRows:
-    """Return the rows of a step that counted, from the last token of each slot on."""
+    """Return the accepted rows of a step, starting with the last token of each slot."""
     counts_S = np.ones_like(begins_S)
     rows_S = np.arange(len(slots_S))
     if result.num_sampled:
@@ -367,7 +367,7 @@ def _decoded_rows(
 
 
 def _find_drafts(speculative: SpeculativeConfig, batch: PersistentBatch) -> Drafts | None:
-    """Return drafts for a model in torch, or None without the native library, which finds them."""
+    """Return the drafts for a model in torch; None if the native library, which looks them up, is missing."""
     try:
         return Drafts(speculative, batch)
     except NotSupportedNatively as reason:

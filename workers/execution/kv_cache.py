@@ -1,4 +1,4 @@
-"""The KV cache of one worker's layers: its memory, its CPU offload and the attention metadata of steps."""
+"""The KV cache of one worker's layers: its memory, its CPU offload, and the attention metadata of steps."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .model_loader import Model
 
 
 class KVCache:
-    """The KV cache, without memory until `allocate`.
+    """The KV cache. It has no memory before `allocate`.
 
-    `layers` has a tensor for each group that a layer of this worker reads, in the order of the layers: the backend's
-    for attention, and uint8 [blocks, bytes] for a recurrent state. The n-th tensors of all groups share one memory,
-    because each block belongs to one group. A layer that reads the keys and values of another has the other's tensor.
-    Several layers with few elements for a token are parts of one tensor.
+    `layers` has one tensor per KV-cache group that a layer of this worker reads, in the order of the layers. For
+    attention it has the backend's shape, for a recurrent state it is uint8 [blocks, bytes]. The n-th tensors of all
+    groups share the same memory, because each block belongs to one group. A layer that reads the keys and values of
+    another layer has the same tensor. Several layers with few elements per token share one tensor.
 
     Raises:
-        ConfigError: A layer's state does not fit into a block.
+        ConfigError: The state of a layer does not fit into a block.
     """
 
     def __init__(self, model: Model, max_model_len: int, device: torch.device | HostDevice) -> None:
@@ -45,7 +45,7 @@ class KVCache:
         self._kinds_of_state = {x for x in self.groups if x.kind is AttentionKind.STATE_SPACE}
         self.layers: list[AnyArray] = []
         self.memory: BlockMemory | None = None
-        """The blocks as bytes, once they are allocated."""
+        """The memory of all blocks as bytes, once it is allocated."""
         self._attention = model.attention
         self._device = device
         own_layers = model.spec.layers[model.shard.layers.start : model.shard.layers.stop]
@@ -61,9 +61,10 @@ class KVCache:
         self._followers: list[KVCache] = []
 
     def add_follower(self, other: KVCache) -> None:
-        """Allocate `other` with this cache. Its layers are at the places of this cache's blocks of full attention.
+        """Allocate the cache `other` (of a draft model or head) together with this one, under the same block numbers.
 
-        If its blocks have the size of this cache's in one layer, they are copied and stored as parts of these.
+        If blocks of `other` have the size of this cache's blocks in one layer, they are copied and offloaded as part of
+        them.
         """
         self._followers.append(other)
 
@@ -74,12 +75,12 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group in this worker, and over those of followers."""
+        """Size of one block in bytes, over all layers of a group in this worker, including followers."""
         own = self._page_bytes * self._num_tensors
         return own + sum(other.block_bytes for other in self._followers)
 
     def _bytes_of_layer(self, layers: Sequence[LayerSpec], model: Model) -> int:
-        """Return the bytes of a block in one layer, which are equal for attention and states."""
+        """Return the size in bytes of a block in one layer, the same for attention and for states."""
         attention = self._attention
         num_bytes = math.prod(attention.kv_cache_shape(1)) * attention.dtype.itemsize
         ranks, input_bytes = model.shard.tensor_parallel.size, model.hidden_dtype.itemsize
@@ -128,7 +129,7 @@ class KVCache:
 
     @property
     def _element_type(self) -> Any:
-        """The dtype of keys and values, or one of numpy with elements of that size."""
+        """The dtype of keys and values, or a numpy dtype of the same size in workers without torch."""
         dtype = self._attention.dtype
         if isinstance(self._device, HostDevice):
             return np.dtype(f"u{dtype.itemsize}")
@@ -137,7 +138,7 @@ class KVCache:
     def limit_drafts(self, num_drafts_S: Int32Array, num_tokens_S: Int32Array) -> Int32Array:
         """Return how many drafts a step may compute after the known tokens of each row.
 
-        Rejected drafts then leave nothing to undo. Whatever verifies drafts must not compute more.
+        Within this limit, rejected drafts leave nothing to undo. Code that verifies drafts must not compute more.
         """
         for group in self._kinds_of_state:
             num_drafts_S = group.limit_drafts(
@@ -150,8 +151,8 @@ class KVCache:
     ) -> Int32Array:
         """Return how many drafts may be proposed after the known tokens of each row, at most `num_drafts_S`.
 
-        A proposer writes keys and values of the last known token and of its drafts but the last `num_unwritten` ones.
-        With states, a request may have no block behind that of its last computed token.
+        Proposing writes keys and values of the last known token and of all drafts but the last `num_unwritten`. With
+        recurrent states, a request may have no block after that of its last computed token.
         """
         if not self.has_states:
             return num_drafts_S
@@ -165,12 +166,12 @@ class KVCache:
         self.memory = None
 
     def copy_out(self, output: SchedulerOutput) -> None:
-        """Copy blocks to the CPU offload, as the step says."""
+        """Copy the blocks that the step lists to the CPU offload."""
         if self._cpu_offload is not None and output.host_copies_out:
             self._cpu_offload.copy_out(output.host_copies_out)
 
     def copy_in(self, output: SchedulerOutput) -> None:
-        """Copy blocks back from the CPU offload, as the step says."""
+        """Copy the blocks that the step lists back from the CPU offload."""
         if self._cpu_offload is not None and output.host_copies_in:
             self._cpu_offload.copy_in(output.host_copies_in)
 
@@ -197,14 +198,14 @@ class KVCache:
         ]
 
     def storing_metadata(self, group: int, batch: AttentionBatch) -> Any:
-        """Return the metadata with which `batch`, which attends to nothing, is stored in a group."""
+        """Return the metadata to store `batch` in a group without computing attention."""
         return self._attention_by_group[group].build(batch, ())
 
     def _clear_new_blocks(self, batches: Sequence[AttentionBatch]) -> None:
         """Clear the blocks whose first token is computed in a step.
 
-        They may have held a state, which is no number as keys and values. The attention on the CPU multiplies the
-        unused part of a block by 0, which is not 0 for a value that is no number.
+        They may have contained a recurrent state, whose bytes can be NaN if read as keys and values. Attention on the
+        CPU multiplies the unused part of a block by 0, which does not remove NaNs.
         """
         block_size = self._attention.block_size
         for cache, group in zip(self.layers, self._group_of_cache, strict=True):
@@ -216,7 +217,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The tensor of a layer's cache, and the first of the layer's elements in the tensor."""
+    """The tensor that contains a layer's cache, and the index of the layer's first element in it."""
 
     tensor: int
     first_element: int = 0
@@ -254,7 +255,7 @@ def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[Paged
         if layer.attends
     }
     if model.spec.source is not None:
-        # The outputs of the encoder have no order among the tokens of the decoder.
+        # For the decoder's tokens, the encoder's outputs have no order, so there is no causal mask.
         cross = model.attention.as_bidirectional()
         by_group |= {layer.cross_group: cross for layer in layers if layer.reads_source}
     num_groups = len(model.spec.windows_by_group)
@@ -262,7 +263,7 @@ def _attention_by_group(layers: Sequence[LayerSpec], model: Model) -> list[Paged
 
 
 def _zeros(num_bytes: int, device: torch.device | HostDevice) -> AnyArray:
-    """Return zeros, uint8 [num_bytes]: an array of numpy on a device that stands for torch's."""
+    """Return zeros, uint8 [num_bytes], as a numpy array if `device` is a `HostDevice`."""
     if isinstance(device, HostDevice):
         return host_memory.allocate(num_bytes)
     if device.type == "cpu":

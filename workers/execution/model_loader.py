@@ -1,4 +1,4 @@
-"""Loads the model: as a native program on a CPU that supports it, otherwise in torch."""
+"""Load the model, as a native program if the CPU backend supports it, otherwise in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..models.kv_cache_groups import group_layers
 from ..models.lora.adapters import LoraAdapters, load_at_start
 
 if TYPE_CHECKING:
-    # Imported at run time only where they are needed: some of them need torch.
+    # Import these modules at run time only where they are needed, because some of them need torch.
     from torch import Tensor
 
     from ...protocol.arrays import Int32Array
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """The model as the model runner uses it.
+    """The model as the model runner sees it. The native program's decoder and `TorchDecoder` implement this protocol.
 
     Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
     """
 
     @property
     def spec(self) -> ModelSpec:
-        """The whole model."""
+        """The description of the whole model."""
 
     @property
     def shard(self) -> ModelShard:
@@ -72,17 +72,17 @@ class Model(Protocol):
         """The LoRA adapters that requests may use."""
 
     encoder: Encoder | None
-    """The encoder of images, sounds or sources; None without one, and on stages that read none of its outputs."""
+    """The encoder of images, sounds or sources; None if there is none, or this stage does not read its outputs."""
 
     placed: Placed | None
-    """The encoder outputs that the tokens of the current step read."""
+    """The encoder outputs that the tokens of the current step read, if any."""
 
     rotary_T3: torch.Tensor | None
-    """The rotary positions of the current step where they differ from its positions, integers [T, 3]."""
+    """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
     @property
     def is_foreign(self) -> bool:
-        """True if the layers are those of transformers."""
+        """True if the layers are computed by transformers' code instead of Engine's."""
 
     @property
     def score_head(self) -> ScoreHead | None:
@@ -95,7 +95,7 @@ class Model(Protocol):
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Fill the KV caches and return the hidden states [T, D] after the last layer of the shard.
+        """Fill the KV caches, and return the hidden states [T, D] after the last layer of the shard.
 
         `inputs` are token ids [T] for the first stage of a pipeline, hidden states [T, D] for the others.
         """
@@ -105,20 +105,20 @@ class Model(Protocol):
     ) -> None:
         """Store the keys and values of an encoder's outputs in the caches of cross attention.
 
-        `attn_metadata` has the metadata of a sequence of so many tokens for each group of cross attention.
+        `attn_metadata` has, for each cross-attention group, the metadata of a sequence with as many tokens.
         """
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Give the queries of cross attention in all further steps to a recorder, or to none."""
+        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
 
     def join_round(self) -> None:
-        """Compute rows of other replicas, if these divide the experts."""
+        """Compute rows of other replicas, if replicas divide the experts."""
 
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return float32 logits [S, V], with the adapters of these slots; None for the base model."""
+        """Return float32 logits [S, V], with the LoRA adapters of these slots; None for the base model."""
 
     def make_sampler(self, batch: PersistentBatch) -> Sampler:
-        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from now on."""
 
     def forward_and_sample(
         self,
@@ -140,12 +140,12 @@ def load_model(
     parallel: ParallelState,
     breaks_graphs: bool = False,
 ) -> Model:
-    """Load the model, with its encoder on the stages that read the encoder's outputs.
+    """Load the model, and its encoder on the stages that read the encoder's outputs.
 
-    With `breaks_graphs`, captured graphs can exclude the attention.
+    If `breaks_graphs`, attention can be excluded from captured graphs.
 
     Raises:
-        CheckpointError: The checkpoint cannot be served.
+        CheckpointError: The model is not supported, or its files are damaged.
         ConfigError: A requested backend or dtype is not available.
     """
     model = _load_decoder(config, device, checkpoint, on_progress, parallel, breaks_graphs)
@@ -219,7 +219,7 @@ def _load_decoder(
 
 
 def _new_loras(config: EngineConfig) -> LoraAdapters | None:
-    """Return the place of the LoRA adapters, which are loaded after the model; None without --enable-lora."""
+    """Return an empty set of LoRA adapters, which are loaded after the model; None without --enable-lora."""
     if not config.model.enable_lora:
         return None
     scheduler = config.scheduler
@@ -227,7 +227,7 @@ def _new_loras(config: EngineConfig) -> LoraAdapters | None:
 
 
 def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | TransformersModel:
-    """Return Engine's spec of the model, or transformers' model if Engine has none or it is asked for."""
+    """Return Engine's spec of the model. If it has none, or `--model-impl` asks for it, return transformers' model."""
     impl, overrides = config.model.model_impl, config.model.hf_overrides
     if impl is ModelImpl.TRANSFORMERS:
         return _transformers_model(config, checkpoint)
@@ -246,7 +246,7 @@ def _model_spec(config: EngineConfig, checkpoint: Checkpoint) -> ModelSpec | Tra
 
 
 def _transformers_model(config: EngineConfig, checkpoint: Checkpoint) -> TransformersModel:
-    """Return transformers' model, which is not divided among workers."""
+    """Return transformers' model. It cannot be divided among workers."""
     if config.parallel.workers_per_core > 1:
         raise ConfigError(
             "--model-impl transformers runs a model in one worker; remove --tensor-parallel-size and "
@@ -285,9 +285,9 @@ def _load_native(
     parallel: ParallelState,
     on_progress: ProgressCallback,
 ) -> NativeDecoder | None:
-    """Return None if the native program cannot run the model and is not required."""
+    """Return the model as a native program; None if that is not supported and not required."""
     if is_torch_loaded():
-        # The native program has its own threads, with which spinning threads of torch would compete.
+        # The native program has its own threads, which spinning threads of torch would slow down.
         torch.set_num_threads(1)
     num_threads = count_threads(config)
     kept_layers: Sequence[int] = ()
@@ -306,8 +306,8 @@ def _load_native(
             shard=parallel.shard(spec),
             on_progress=on_progress,
             quantization=config.model.quantization,
-            # Converting to bfloat16 would drop three bits of each number. With AMX, products in bfloat16 are many times
-            # as fast, so it is done there.
+            # Converting to bfloat16 would drop three bits of each number. With AMX it is done nevertheless, because
+            # products in bfloat16 are many times as fast.
             keeps_float16=config.model.dtype == "auto" and instruction_set() != "AMX",
             num_threads=num_threads,
             loras=_new_loras(config),

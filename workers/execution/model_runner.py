@@ -1,4 +1,4 @@
-"""Executes steps: the model, KV cache and requests of one worker."""
+"""Execute steps: the model, KV cache and requests of one worker."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 class Execution(Protocol):
-    """Executes steps of requests whose states are up to date."""
+    """Executes steps on one kind of device. `HostExecution` and `DeviceExecution` implement this protocol."""
 
     def profile_memory(self, utilization: float) -> MemoryProfile | None:
-        """Return the memory that the device needs beside the KV cache, or None if it is not measured."""
+        """Return the memory that the device needs in addition to the KV cache, or None if it is not measured."""
 
     def use_kv_cache(self) -> None:
         """Prepare for a newly allocated KV cache."""
 
     def warm_up(self) -> None:
-        """Prepare everything that would delay the first step."""
+        """Do all preparations that would otherwise delay the first step."""
 
     def release_slots(self, output: SchedulerOutput) -> None:
-        """Keep what is needed of requests that leave their slots, before a step's changes are applied."""
+        """Save what is needed from requests that leave their slots. Called before a step's changes are applied."""
 
     def release_requests(self) -> None:
         """Free every slot."""
@@ -59,7 +59,7 @@ class Execution(Protocol):
 
 
 class ModelRunner:
-    """Executes steps with a model, which the constructor loads. `allocate_kv_cache` must precede `execute`."""
+    """Executes steps with a model, which the constructor loads. Call `allocate_kv_cache` before `execute`."""
 
     def __init__(
         self,
@@ -83,12 +83,13 @@ class ModelRunner:
         pipeline = self._pipeline = parallel.pipeline
         self._expert_group = parallel.expert_group
         if self._expert_group is not None:
-            # The size of an exchange is known only on the host, for which a graph cannot wait.
+            # The size of an exchange between replicas is known only on the host, for which a captured graph cannot
+            # wait.
             config = _without_graphs(config)
         use_graphs = accelerator is not None and not config.device.enforce_eager
         model = load_model(config, device, checkpoint, on_progress, parallel, use_graphs)
         if model.is_foreign:
-            # Its module may wait for the device, which a graph cannot.
+            # A module of transformers may wait for the device, which a captured graph cannot.
             config = _without_graphs(config)
         if not isinstance(model, NativeDecoder):
             device = torch_device(device)
@@ -143,12 +144,12 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group in this worker, and over those of a draft model."""
+        """Size of one block in bytes, over all layers of a group in this worker, including a draft model."""
         drafting = 0 if self._draft_model is None else self._draft_model.block_bytes
         return self.kv_cache.block_bytes + drafting
 
     def profile_memory(self, utilization: float) -> MemoryProfile | None:
-        """Return the memory that the device needs beside the KV cache; None on the CPU."""
+        """Return the memory that the device needs in addition to the KV cache; None on the CPU."""
         return self._execution.profile_memory(utilization)
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -164,20 +165,23 @@ class ModelRunner:
             self.connector = create_connector(context)
 
     def warm_up(self) -> None:
-        """Prepare everything that would delay the first step."""
+        """Do all preparations that would otherwise delay the first step."""
         self._execution.warm_up()
 
     def release_requests(self) -> list[HeldRequest]:
-        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        """Free every slot.
+
+        Return the requests that were in the slots, with the tokens and blocks that the KV cache holds.
+        """
         if self.loras is not None:
             self.loras.cancel()
         self._execution.release_requests()
         return self._requests.release_requests()
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Apply the step's changes, run it and sample. Every step has one result, even an empty one.
+        """Apply the step's changes, run the model and sample. Every step has one output, even an empty one.
 
-        Only the last of several pipeline stages has tokens; all of its ranks sample the same.
+        Only the last pipeline stage has tokens in its output; all of its ranks sample the same tokens.
         """
         with explaining_device_errors(f"in step {output.step}"):
             for load in output.lora_loads:
@@ -198,16 +202,16 @@ class ModelRunner:
 
     @property
     def invitations_fd(self) -> int | None:
-        """A file descriptor that is readable when another replica needs this worker's experts; None without any."""
+        """File descriptor that is readable when another replica needs this worker's experts; None if never."""
         return None if self._expert_group is None else self._expert_group.fd
 
     def join_rounds(self) -> None:
-        """Compute rows of other replicas, which chose experts of this rank, until there is no invitation."""
+        """Compute rows of other replicas, which chose experts of this rank, until no replica asks for more."""
         assert self._expert_group is not None
         self._expert_group.join_rounds(self._model.join_round)
 
     def close(self) -> None:
-        """Finish all transfers that other workers of the replica wait for."""
+        """Complete all transfers that other workers of the replica wait for."""
         if self.connector is not None:
             self.connector.close()
         self._requests.close()
@@ -216,6 +220,6 @@ class ModelRunner:
 
 
 def _without_graphs(config: EngineConfig) -> EngineConfig:
-    """Return the configuration for a model that waits for the device, which a graph cannot."""
+    """Return the configuration without captured graphs, for a model that waits for the device."""
     eager = msgspec.structs.replace(config.device, enforce_eager=True)
     return msgspec.structs.replace(config, device=eager)

@@ -1,7 +1,7 @@
 """A runner without a model: each step takes a fixed time, and its tokens are hashes.
 
-Like a GPU, it processes a queue of steps beside the host. It serves to measure the cost of everything around the model
-and to test recovery, so it never imports torch.
+Like a GPU, it processes a queue of steps while the host continues. It is used to measure the cost of everything around
+the model and to test recovery, so it never imports torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NullOutput:
 
 
 class NullRunner:
-    """A runner that replaces `ModelRunner`. Tokens follow grammars; log-probabilities are invented as well."""
+    """A runner that replaces `ModelRunner`. Its tokens follow grammars. Log-probabilities are invented."""
 
     def __init__(self, config: EngineConfig) -> None:
         num_slots = config.scheduler.max_num_seqs
@@ -74,14 +74,14 @@ class NullRunner:
         self.connector: KVConnector | None = None
         self.loras: LoraLoader | None = None
         if config.model.enable_lora:
-            # Adapters change nothing.
+            # Adapters can be loaded but change nothing.
             self.loras = LoraLoader(LoraAdapter.verify, lambda number, _: None)
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Do nothing: there is no KV cache."""
+        """Do nothing, because there is no KV cache."""
 
     def warm_up(self) -> None:
-        """Do nothing: no step is slow."""
+        """Do nothing, because no step is slow."""
 
     def release_requests(self) -> list[HeldRequest]:
         """Free every slot. Return no requests, because there is no KV cache."""
@@ -92,16 +92,16 @@ class NullRunner:
 
     @property
     def invitations_fd(self) -> None:
-        """None: this worker has no experts."""
+        """Return None, because this worker has no experts."""
 
     def join_rounds(self) -> None:
-        """Do nothing: this worker has no experts."""
+        """Do nothing, because this worker has no experts."""
 
     def close(self) -> None:
-        """Do nothing: no other worker waits for this one."""
+        """Do nothing, because no other worker waits for this one."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> NullOutput:
-        """Return the output of a step, which is ready one step time after the previous one."""
+        """Return the output of a step, which becomes ready one step time after the previous one."""
         for load in output.lora_loads:
             assert self.loras is not None
             self.loras.begin(load)
@@ -144,7 +144,7 @@ class NullRunner:
         token_ids: Int32Array,
         await_grammar: GrammarSource,
     ) -> None:
-        """Replace the tokens of rows with a grammar by tokens that it allows."""
+        """In rows with a grammar, replace the token by one that the grammar allows."""
         message = await_grammar(output.step)
         if message is None:
             return
@@ -170,7 +170,7 @@ class NullRunner:
                 result.prompt_logprobs.append(row)
 
     def _made_up_logprobs(self, slot: int, count: int, chosen: Iterable[int]) -> RowLogprobs:
-        """Return the chosen tokens, with the first `count` tokens of the vocabulary as their alternatives."""
+        """Return log-probabilities for `chosen`, with the first `count` tokens of the vocabulary as alternatives."""
         chosen_T = np.fromiter(chosen, np.int32)
         num_alternatives = self._vocab_size if count < 0 else count
         ids_TK = np.empty((len(chosen_T), 1 + num_alternatives), np.int32)
@@ -200,14 +200,14 @@ class NullRunner:
 
 
 def made_up_vector(prompt: Int32Array) -> Float32Array:
-    """Return a vector, float32 [8], that depends on every token of the prompt and on their order."""
+    """Return a vector, float32 [8], that depends on all tokens of the prompt and on their order."""
     numbers = prompt.astype(np.float64) + 1
     angles = np.arange(1, len(prompt) + 1)[:, None] * np.arange(1, 9)
     return (numbers @ np.sin(angles)).astype(np.float32)
 
 
 def count_null_blocks(config: EngineConfig) -> int:
-    """Return the configured number of blocks, or as many as the requests of a full batch can use."""
+    """Return the configured number of blocks; by default, as many as the requests of a full batch can use."""
     if config.cache.num_blocks_override is not None:
         return config.cache.num_blocks_override
     blocks_per_request = max_request_blocks(
@@ -225,7 +225,7 @@ def ordinary_token_ids(vocab_size: int, eos_token_ids: tuple[int, ...]) -> Int32
 
 
 def made_up_tokens(seeds: Int64Array, positions: Int32Array, candidates: Int32Array) -> Int32Array:
-    """Return the token for each seed, int64 [R], at each position of its sequence, int32 [R], as int32 [R].
+    """Return one of `candidates` for each seed, int64 [R], and position in its sequence, int32 [R], as int32 [R].
 
     The index into `candidates` is a hash: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014) over the position-th state of the seed.

@@ -1,4 +1,4 @@
-"""Connects the workers of one replica, or of all replicas if these divide the experts."""
+"""Connect the workers of one replica, or of all replicas if these divide the experts."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from ..parallel.tensor_parallel import TensorParallel
 from .pipeline import Pipeline
 
 TIMEOUT: Final = timedelta(days=14)
-"""Timeout for the connection to other workers, one of which may be on a machine that joins days later. The
-supervisor detects a worker that hangs long before. Gloo cannot connect with a timeout of a year.
+"""Timeout for connecting to other workers, one of which may be on a machine that joins days later.
+
+The supervisor detects a worker that hangs long before. Gloo cannot connect with a timeout of a year.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
-    """The place of one rank in its replica. Ranks are numbered through a stage before the next stage."""
+    """The position of one worker in its replica. Ranks are numbered stage by stage."""
 
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
     pipeline: Pipeline = field(default_factory=Pipeline)
     is_output_rank: bool = True
     """True if this rank sends the sampled tokens to the core."""
     has_whole_experts: bool = False
-    """True if the ranks of a stage divide the experts, instead of the elements of each."""
+    """True if the ranks of a stage divide the experts, instead of the elements of each expert."""
     expert_group: ExpertGroup | None = None
-    """The ranks of all replicas, if these divide the experts."""
+    """The ranks of all replicas, if these divide the experts; else None."""
 
     def shard(self, spec: ModelSpec) -> ModelShard:
         """Return this rank's part of the model."""
@@ -65,12 +66,11 @@ def join_replica(
     core_index: int = 0,
     is_batch_invariant: bool = False,
 ) -> ParallelState:
-    """Connect to the other workers of the replica at `address`, and return this worker's place.
+    """Connect to the other workers of the replica at `address`, and return this worker's position.
 
-    If replicas divide the experts, all of them meet there.
-
-    `address` is any `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. It must
-    not hold anything from an earlier start of the replica.
+    If replicas divide the experts, the workers of all replicas connect to each other there. `address` is any
+    `init_method` of torch.distributed: a file that all ranks see, tcp://host:port, or env://. It must not contain
+    anything from an earlier start of the replica.
 
     Raises:
         RunDirectoryError: The file cannot be written.
@@ -82,7 +82,7 @@ def join_replica(
     if parallel.divides_experts_among_replicas:
         num_ranks, global_rank = parallel.num_workers, core_index * num_ranks + rank
     if address.startswith("file://") and sys.platform == "linux":
-        # All ranks are on one machine, so no other machine may connect.
+        # All ranks are on one machine, so accept no connections from other machines.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     on_cuda = device.type == "cuda"
@@ -114,7 +114,7 @@ def join_replica(
 
 @contextmanager
 def _explaining_full_disk(address: str) -> Iterator[None]:
-    """Raise RunDirectoryError if the disk is too full for torch's file."""
+    """Raise RunDirectoryError if the disk is too full for the file that torch writes."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def explaining_lost_workers() -> Iterator[None]:
             raise
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        # The other lines are a stack trace inside torch.
+        # Omit the other lines, which are a stack trace inside torch.
         reason = str(error).partition("\n")[0]
         raise PeerLostError(
             "the connection to another worker is lost; see that worker's messages for the cause "

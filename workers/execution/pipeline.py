@@ -1,7 +1,7 @@
 """Pipeline parallelism: each stage has contiguous layers, and as many batches are in flight as there are stages.
 
-Each rank of a stage communicates with the rank at the same place in other stages. Hidden states go to the next stage.
-Sampled tokens go directly from the last stage to the first, which needs them for the next step.
+Each rank of a stage communicates with the ranks at the same position in other stages. Hidden states go to the next
+stage. Sampled tokens go directly from the last stage to the first, which needs them for the next step.
 
 Shapes: T tokens of a step, D hidden size, R rows that sample.
 """
@@ -21,13 +21,14 @@ from ..batch import PersistentBatch
 from ..device.transfers import to_device
 
 SPARE_SENDS: Final = 4
-"""Number of sends that may be pending in addition to one per stage. The core keeps fewer steps in flight, so waiting
-for the oldest send does not block.
+"""Number of sends that may be pending in addition to one per stage.
+
+The core keeps fewer steps in flight, so waiting for the oldest send does not block.
 """
 
 
 class Pipeline:
-    """The place of one rank among the stages; by default there is only one stage."""
+    """The position of one rank among the stages; by default there is only one stage."""
 
     def __init__(
         self, stage: int = 0, num_stages: int = 1, ranks_per_stage: int = 1, rank: int = 0
@@ -42,20 +43,20 @@ class Pipeline:
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
-        """Start sending to the next stage. `hidden_TD` must not change afterwards."""
+        """Start to send hidden states to the next stage. `hidden_TD` must not change afterwards."""
         self._send(hidden_TD, self._next)
 
     def receive_hidden(self, hidden_TD: Tensor) -> Tensor:
-        """Fill `hidden_TD` with the previous stage's output, and return it."""
+        """Receive the previous stage's hidden states into `hidden_TD`, and return it."""
         dist.recv(hidden_TD, self._previous)
         return hidden_TD
 
     def send_tokens(self, token_ids_R: Tensor) -> None:
-        """Start sending tokens to the first stage."""
+        """Start to send sampled tokens to the first stage."""
         self._send(token_ids_R.to(torch.int32, copy=True), self._first)
 
     def begin_receiving_tokens(self, token_ids_R: Tensor) -> dist.Work:
-        """Start receiving tokens from the last stage into `token_ids_R`, int32."""
+        """Start to receive the last stage's tokens into `token_ids_R`, int32."""
         work = dist.irecv(token_ids_R, self._last)
         assert work is not None
         return work
@@ -75,7 +76,7 @@ class Pipeline:
 
 
 class TokenFeed:
-    """Writes the last stage's tokens into the batch of the first stage, once a step needs them."""
+    """Writes the tokens that the last stage samples into the batch of the first stage, once a step needs them."""
 
     def __init__(self, pipeline: Pipeline, batch: PersistentBatch, num_slots: int) -> None:
         self._pipeline = pipeline
@@ -87,7 +88,7 @@ class TokenFeed:
         self._first_valid: Int64Array = np.zeros(num_slots, np.int64)
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
-        """Start receiving a token for each of these slots, which the last stage samples in the current step."""
+        """Start to receive a token for each of these slots, which the last stage samples in the current step."""
         columns_R = self._batch.reserve_columns(slots_R)
         tokens_R = torch.empty(len(slots_R), dtype=torch.int32, device=self._batch.device)
         work = self._pipeline.begin_receiving_tokens(tokens_R)
@@ -96,7 +97,7 @@ class TokenFeed:
         self._arriving.append((work, tokens_R, slots_R, columns_R))
 
     def drop_tokens(self, slot: int) -> None:
-        """Drop tokens that are still to arrive for the slot's previous request."""
+        """Discard tokens that arrive later for the previous request of the slot."""
         self._last_expected[slot] = 0
         self._first_valid[slot] = self._num_expected + 1
 
@@ -107,7 +108,7 @@ class TokenFeed:
             self._receive()
 
     def close(self) -> None:
-        """Receive all tokens that are still to arrive, because their sender waits for that."""
+        """Receive all tokens that have not arrived, because the sender waits for that."""
         while self._arriving:
             self._receive()
 

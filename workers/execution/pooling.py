@@ -1,4 +1,4 @@
-"""Pooled hidden states of prompts, collected chunk by chunk and sent with the step that ends the prompt.
+"""Pool the hidden states of prompts, chunk by chunk, and send the result with the step that ends the prompt.
 
 Shapes: T tokens of a step, R rows that end their prompt or sample, P pooled ones among them, D hidden size.
 """
@@ -27,7 +27,7 @@ _NO_ALIGNMENT: Final = (
 
 
 class Pooled:
-    """The vectors of one step, float32 each, which may still be on the device. `is_pooled_R` marks their rows."""
+    """The pooled vectors of one step, float32, which may still be on the device. `is_pooled_R` marks their rows."""
 
     def __init__(
         self, slots_P: Int32Array, vectors: list[AnyArray], is_pooled_R: BoolArray
@@ -37,7 +37,7 @@ class Pooled:
         self._is_pooled_R = is_pooled_R
 
     def fetch(self, download: Download) -> None:
-        """Start copying the vectors to the host."""
+        """Start to copy the vectors to the host."""
         self._vectors = [download.copy(vector_D) for vector_D in self._vectors]
 
     def add_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -59,8 +59,8 @@ class Pooled:
 class Pooling:
     """Collects the hidden states of the requests with pooling parameters.
 
-    `head` computes what is sent from a pooled vector of a slot: the scores of a classification head, or the product
-    with the dense layers of an embedding model. `alignments` are those of a speech model.
+    `head` computes the result from a slot's pooled vector: the scores of a classification head, or the output of an
+    embedding model's dense layers. `alignments` align the prompts of a speech model.
     """
 
     alignments: Alignments | None = None
@@ -69,14 +69,14 @@ class Pooling:
         self._head = head
         self._kinds: dict[int, PoolingKind] = {}
         self._parts: dict[int, AnyArray] = {}
-        """The first token's hidden state [D], or the sum of all so far."""
+        """Per slot, the first token's hidden state [D], or the sum over all tokens so far."""
 
     def add_request(self, slot: int, kind: PoolingKind) -> None:
         """Pool the prompt of `slot`."""
         self._kinds[slot] = kind
 
     def remove_request(self, slot: int) -> None:
-        """Drop the hidden states of a slot."""
+        """Discard the hidden states of a slot."""
         self._kinds.pop(slot, None)
         self._parts.pop(slot, None)
         if self.alignments is not None:
@@ -84,15 +84,15 @@ class Pooling:
 
     @property
     def is_pending(self) -> bool:
-        """True if a slot has a request that is pooled."""
+        """True if the request of any slot is pooled."""
         return bool(self._kinds)
 
     def find(self, slots_R: Int32Array) -> BoolArray:
-        """Return which of the slots are pooled."""
+        """Return which of the slots have a request that is pooled."""
         return np.fromiter((slot in self._kinds for slot in slots_R.tolist()), np.bool_)
 
     def collect(self, plan: StepPlan, hidden_TD: AnyArray) -> Pooled | None:
-        """Read a step's hidden states. Return the vectors of the prompts that end, or None if there are none."""
+        """Read a step's hidden states. Return the vectors of the prompts that end, or None if none ends."""
         if not self._kinds:
             return None
         slots_S = plan.slots_S.tolist()
@@ -128,7 +128,7 @@ class Pooling:
         return Pooled(np.array(slots, np.int32), vectors, is_pooled_R)
 
     def _align(self, slot: int, num_tokens: int) -> AnyArray:
-        """Return the alignment of a prompt; nothing if the model has none."""
+        """Return the alignment of a prompt; empty if the model has no alignment heads."""
         if self.alignments is None:
             return np.empty(0, np.float32)
         return self.alignments.finish(slot, num_tokens)
@@ -137,15 +137,15 @@ class Pooling:
         if self._kinds[slot] is PoolingKind.LAST:
             return hidden_TD[-1]
         if is_first:
-            # The next step may overwrite the hidden states.
+            # Copy them, because the next step may overwrite the hidden states.
             self._parts[slot] = _copy(hidden_TD[0])
         return self._parts[slot]
 
     def _add_up(
         self, plan: StepPlan, slots_S: list[int], ending: set[int], hidden_TD: AnyArray
     ) -> AnyArray:
-        """Return the means of all tokens so far, float32 [S, D]. Keep the sums of prompts that do not end."""
-        # In float64 the order of a sum, which depends on the chunks, is lost in the rounding.
+        """Return the mean over all tokens so far, float32 [S, D]. Keep the sums of prompts that continue."""
+        # Sum in float64. The order of a sum depends on the chunks, but rounding to float32 removes the difference.
         sums_SD = _sum_chunks(hidden_TD, plan.query_start_loc)
         for row, slot in enumerate(slots_S):
             if self._kinds.get(slot) is PoolingKind.MEAN:
@@ -170,7 +170,7 @@ def _copy(x: AnyArray) -> AnyArray:
 
 
 def _sum_chunks(x_TD: AnyArray, query_start_loc: Int32Array) -> AnyArray:
-    """Return the sum of the tokens of each request of a step, float64 [S, D]."""
+    """Return the sum over the tokens of each request of a step, float64 [S, D]."""
     bounds = query_start_loc.tolist()
     if isinstance(x_TD, np.ndarray):
         return np.add.reduceat(x_TD[: bounds[-1]].astype(np.float64), query_start_loc[:-1])
@@ -181,7 +181,7 @@ def _sum_chunks(x_TD: AnyArray, query_start_loc: Int32Array) -> AnyArray:
 
 
 def mark_second_segments(new_requests: Sequence[NewRequestData], vocab_size: int) -> None:
-    """Add `vocab_size` to the ids of tokens of the second type, as the embedding of the model expects."""
+    """Add `vocab_size` to the ids of tokens with the second token type, as the model's embedding expects."""
     for new in new_requests:
         if new.pooling_params is not None and new.pooling_params.second_segment:
             token_ids = int32_view(new.token_ids).copy()

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, collected chunk by chunk and sent with the first token.
+"""Compute the log-probabilities of prompts, chunk by chunk, and send them with the first token.
 
 Shapes: T tokens of a step, D hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from ..dtypes import AnyArray, as_tensor
 from ..sampling import prompt_logprobs
 
 POSITIONS_AT_ONCE: Final = 64
-"""Number of rows of float32 logits over the whole vocabulary that are held at a time."""
+"""Maximum number of rows of logits, float32 over the whole vocabulary, that are in memory at a time."""
 
 
 PromptScore: TypeAlias = Callable[[int, AnyArray, AnyArray, int], RowLogprobs]
@@ -30,10 +30,10 @@ def _score_in_torch(
 
 
 class PromptLogprobs:
-    """Collects log-probabilities.
+    """Collects the log-probabilities of prompts.
 
-    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`
-    replaces `prompt_logprobs`.
+    `compute_logits` maps hidden states [n, D] and the slots of their requests [n] to float32 logits [n, V]. `score`, if
+    given, is used in place of `prompt_logprobs`.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class PromptLogprobs:
         self._parts[slot] = []
 
     def remove_request(self, slot: int) -> None:
-        """Drop the log-probabilities of a slot."""
+        """Discard the log-probabilities of a slot."""
         self._counts.pop(slot, None)
         self._parts.pop(slot, None)
 
     @property
     def is_pending(self) -> bool:
-        """True if some prompt is not scored to its end."""
+        """True if the log-probabilities of some prompt are not complete."""
         return bool(self._counts)
 
     def collect(self, plan: StepPlan, hidden_TD: AnyArray, batch: PersistentBatch) -> None:
-        """Score the prompt tokens that follow this step's prompt tokens."""
+        """Compute the log-probabilities of the prompt tokens that follow this step's tokens."""
         if not self._counts:
             return
         for row, slot in enumerate(plan.slots_S.tolist()):
@@ -84,7 +84,7 @@ class PromptLogprobs:
                 )
 
     def finish(self, slots: list[int]) -> list[RowLogprobs]:
-        """Return and remove the log-probabilities of those `slots` that sample their first token now."""
+        """Return the log-probabilities of those `slots` that sample their first token now, and remove them."""
         finished = []
         for slot in self._counts.keys() & set(slots):
             finished += self._parts[slot]

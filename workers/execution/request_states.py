@@ -28,9 +28,9 @@ from .runner import GrammarSource
 
 
 class RequestStates:
-    """The tokens and blocks of each request and, on the last stage, its sampling and scoring.
+    """The tokens and blocks of each request and, on the last stage, the states for sampling and scoring.
 
-    The first of several stages receives its tokens from the last one.
+    The first of several stages receives sampled tokens from the last one.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RequestStates:
             self._token_feed = TokenFeed(pipeline, self.batch, num_slots)
 
     def apply_output(self, output: SchedulerOutput) -> None:
-        """Apply the changes of a step."""
+        """Apply a step's changes of requests."""
         if self._spec.tells_segments:
             mark_second_segments(output.new_requests, self._spec.vocab_size)
         self.batch.apply_output(output)
@@ -111,7 +111,10 @@ class RequestStates:
                 self.prompt_logprobs.add_request(new.slot, new.sampling_params.prompt_logprobs)
 
     def release_requests(self) -> list[HeldRequest]:
-        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        """Free every slot.
+
+        Return the requests that were in the slots, with the tokens and blocks that the KV cache holds.
+        """
         for slot in range(self.batch.num_slots):
             self._remove(slot)
         if self.encoders is not None:
@@ -126,14 +129,14 @@ class RequestStates:
             self.encoders.remove_request(slot)
 
     def await_tokens(self, plan: StepPlan) -> None:
-        """Wait for tokens that the last stage samples and this step needs."""
+        """Wait until the tokens that this step needs have arrived from the last stage."""
         if self._token_feed is not None:
             self._token_feed.await_tokens(plan.slots_S)
 
     def expect_tokens(self, slots_R: Int32Array) -> None:
-        """Record that the last stage samples for these slots, unless they are pooled.
+        """Record that the last stage samples for these slots, except those that are pooled.
 
-        The first stage also receives the tokens.
+        The first stage also starts to receive the tokens.
         """
         slots_R = slots_R[~self.pooling.find(slots_R)]
         if self._token_feed is None:
@@ -155,7 +158,7 @@ class RequestStates:
     def await_bitmasks(
         self, output: SchedulerOutput, await_grammar: GrammarSource
     ) -> Grammar | None:
-        """Return the tokens that the step's slots with a grammar may sample, or None if there are none.
+        """Wait for the bitmasks of tokens that slots with a grammar may sample; None if there are none.
 
         Raises:
             EngineError: The bitmasks have the wrong size.
@@ -176,7 +179,7 @@ class RequestStates:
         return Grammar(slots, np.cumsum(num_rows) - num_rows, bitmask.reshape(num_rows.sum(), -1))
 
     def close(self) -> None:
-        """Receive all tokens that the last stage still sends."""
+        """Receive all tokens that the last stage has sent."""
         if self._token_feed is not None:
             self._token_feed.close()
 
@@ -184,7 +187,7 @@ class RequestStates:
 def _pooling_head(
     model: Model, dense_layers: DenseLayers | None
 ) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
-    """Return the function from the pooled vector of a slot to scores or an embedding; None if it stays as it is."""
+    """Return the function from a slot's pooled vector to scores or an embedding; None if it is the result."""
     score_head, loras = model.score_head, model.loras
     if score_head is None:
         return None if dense_layers is None else lambda vector_I, _: dense_layers(vector_I)

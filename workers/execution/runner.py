@@ -25,7 +25,7 @@ class PendingOutput(Protocol):
         """Return whether the output is ready."""
 
     def wait(self) -> None:
-        """Sleep until the output is ready. May be called from any thread."""
+        """Wait until the output is ready. May be called from any thread."""
 
     def output(self) -> ModelRunnerOutput:
         """Wait for the output and return it."""
@@ -34,38 +34,41 @@ class PendingOutput(Protocol):
 StepResult = ModelRunnerOutput | PendingOutput
 
 GrammarSource = Callable[[int], GrammarOutput | None]
-"""Waits for the bitmasks of a step. Return None if they will not arrive."""
+"""Waits for the bitmasks of a step. Returns None if they will not arrive."""
 
 
 class Runner(Protocol):
-    """Executes steps. `allocate_kv_cache` and `warm_up` must precede the first `execute`."""
+    """Executes steps. Call `allocate_kv_cache` and `warm_up` before the first `execute`."""
 
     @property
     def loras(self) -> LoraLoader | None:
-        """The loader of LoRA adapters; None if requests may use none."""
+        """The loader of LoRA adapters; None without --enable-lora."""
 
     @property
     def connector(self) -> KVConnector | None:
-        """The workers' half of the KV connector, once the KV cache is allocated; None without one."""
+        """The workers' half of the KV connector, once the KV cache is allocated; None without a connector."""
 
     def allocate_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate the KV cache and the CPU offload."""
 
     def warm_up(self) -> None:
-        """Prepare everything that would delay the first step."""
+        """Do all preparations that would otherwise delay the first step."""
 
     def execute(self, output: SchedulerOutput, await_grammar: GrammarSource) -> StepResult:
-        """Begin a step. Outputs become ready in the order of the steps, if they are not ready at once."""
+        """Start a step. Outputs become ready in the order of the steps, at once on a CPU."""
 
     def release_requests(self) -> list[HeldRequest]:
-        """Free every slot. Return the requests that were in them, with what the KV cache holds of each."""
+        """Free every slot.
+
+        Return the requests that were in the slots, with the tokens and blocks that the KV cache holds.
+        """
 
     @property
     def invitations_fd(self) -> int | None:
-        """A file descriptor that is readable when another replica needs this worker's experts; None without any."""
+        """File descriptor that is readable when another replica needs this worker's experts; None if never."""
 
     def join_rounds(self) -> None:
-        """Compute rows of other replicas, which chose experts of this rank, until there is no invitation."""
+        """Compute rows of other replicas, which chose experts of this rank, until no replica asks for more."""
 
     def close(self) -> None:
-        """Finish all transfers that other workers of the replica wait for."""
+        """Complete all transfers that other workers of the replica wait for."""

@@ -1,8 +1,8 @@
 """The integers of a step on the device.
 
-They are in one buffer, which arrives in one copy and keeps its address, as captured graphs require.
+They are in one buffer, which is filled by one copy and keeps its address, as captured graphs require.
 
-Shapes: T tokens and S requests of a step, R sampled rows, G KV-cache groups, B blocks a row; T and S may be padded.
+Shapes: T tokens and S requests of a step, R sampled rows, G KV-cache groups, B blocks per row; T and S may be padded.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ NO_SLOT: Final = -1
 """Value in `slot_mapping` for padding tokens, whose keys and values are not stored."""
 
 NO_ADAPTER: Final = -1
-"""The number of a token without a LoRA adapter."""
+"""The adapter number of a token without a LoRA adapter."""
 
 MAX_TOKENS: Final = 2**31 - 1
-"""Maximum tokens of all slots together, because a token's index among them is a 32-bit integer."""
+"""Maximum number of tokens of all slots together, because a token's index among them is a 32-bit integer."""
 
 _ALIGNMENT: Final = 4
-"""Arrays begin at multiples of 16 bytes, so that kernels may load words of that size."""
+"""Alignment of arrays in bytes, so that kernels can load 16-byte words."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step, int32 on the device. Padding uses the slot after the last; padding requests have no tokens.
+    """One step, int32 on the device. Padding tokens use the slot after the last; padding requests have no tokens.
 
-    `token_index_T` is the index of each token in the flat `PersistentBatch.token_ids_NL`. `rotary_T3` are the rotary
-    positions, for models where they have three dimensions. `adapters_T` is the number of each token's LoRA adapter, or
-    -1.
+    `token_index_T` is the index of each token in the flattened `PersistentBatch.token_ids_NL`. `rotary_T3` are the
+    rotary positions, for models in which these have three dimensions. `adapters_T` is the number of each token's LoRA
+    adapter, or -1.
     """
 
     token_index_T: torch.Tensor
@@ -59,7 +59,7 @@ class DeviceStep:
 class StepBuffers:
     """Buffers for steps of up to `max_tokens` tokens and as many requests as the batch has slots.
 
-    `adapter_by_slot` has the number of each slot's LoRA adapter; None without adapters.
+    `adapter_by_slot` has the number of each slot's LoRA adapter; None if LoRA is disabled.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StepBuffers:
         self._block_tables = [torch.zeros_like(table_NB) for table_NB in batch.device_block_tables]
 
     def fill(self, plan: StepPlan, num_tokens: int, num_requests: int) -> DeviceStep:
-        """Start copying a plan to the device, padded to these numbers."""
+        """Start to copy a plan to the device, padded to these numbers of tokens and requests."""
         layout = _layout(self._sizes(num_tokens, num_requests, len(plan.sampling_rows)))
         is_cuda = self._integers.device.type == "cuda"
         host = torch.empty(layout[-1].stop, dtype=torch.int32, pin_memory=is_cuda)
@@ -91,7 +91,7 @@ class StepBuffers:
     def view(self, num_tokens: int, num_requests: int, num_rows: int = 0) -> DeviceStep:
         """Return the arrays that `fill` writes for a step of this size.
 
-        The rows come last, so that their number does not move the other arrays.
+        The array of sampled rows comes last, so that its length does not move the other arrays.
         """
         sizes = self._sizes(num_tokens, num_requests, num_rows)
         sections = [self._integers[section] for section in _layout(sizes)]
@@ -107,7 +107,7 @@ class StepBuffers:
         )
 
     def gather_block_tables(self, step: DeviceStep) -> None:
-        """Copy the block-table rows of the step's requests to its contiguous table."""
+        """Copy the block-table rows of the step's requests to the step's contiguous table."""
         for group, table_NB in zip(step.groups, self._batch.device_block_tables, strict=True):
             torch.index_select(table_NB, 0, step.slots_S, out=group.block_table)
 
@@ -144,7 +144,7 @@ class StepBuffers:
 
 
 def _layout(sizes: Sequence[int]) -> list[slice]:
-    """Return the positions of consecutive, aligned arrays of these sizes."""
+    """Return the offsets of consecutive, aligned arrays with these sizes."""
     padded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
     starts = accumulate(padded, initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]

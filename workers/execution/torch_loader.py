@@ -1,4 +1,4 @@
-"""Loads a model whose layers run in torch."""
+"""Load a model whose layers run in torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def load_in_torch(
     breaks_graphs: bool,
     loras: LoraAdapters | None,
 ) -> TorchDecoder:
-    """Load the layers of a model, which are those of transformers if there is a `foreign` model.
+    """Load the layers of a model. If `foreign`, a model of transformers, is given, load its layers instead of Engine's.
 
     Raises:
-        CheckpointError: The checkpoint cannot be served.
-        ConfigError: Only a native program supports what is configured.
+        CheckpointError: The model is not supported, or its files are damaged.
+        ConfigError: The configuration needs a native program.
     """
     device, dtype = (
         torch_device(attention.device),
@@ -74,7 +74,7 @@ def load_in_torch(
 
 
 def _check(config: EngineConfig, attention: AttentionSpec) -> None:
-    """Set the number of threads, and refuse what only native programs support."""
+    """Set the number of threads, and reject configurations that only native programs support."""
     if config.model.quantization is not None:
         raise ConfigError(
             f"--quantization {config.model.quantization} needs the native CPU backend, "
@@ -84,8 +84,8 @@ def _check(config: EngineConfig, attention: AttentionSpec) -> None:
         raise ConfigError(
             "--kv-cache-dtype int8 needs the native CPU backend, which is not available"
         )
-    # OpenMP's threads spin at barriers. When the frontend or the engine core needs a processor that one of them holds,
-    # every operation waits for a time slice. Leaving one processor free for them is faster.
+    # OpenMP's threads spin at barriers. If the frontend or the engine core needs a CPU core on which one of them spins,
+    # every operation waits for a time slice. Leaving one core to these processes is faster.
     torch.set_num_threads(
         config.device.threads or max(1, (usable_cores() - 1) // config.parallel.num_workers)
     )
@@ -94,7 +94,7 @@ def _check(config: EngineConfig, attention: AttentionSpec) -> None:
 def layer_kernels(
     dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
 ) -> LayerKernels:
-    """Return the operations of layers for a device."""
+    """Return the implementations of a layer's operations for a device."""
     if device.type != "cuda":
         return LayerKernels()
     # Imported here, because Triton is installed only with torch for CUDA.

@@ -1,1 +1,1 @@
-"""Draft models."""
+"""Draft models and drafting heads (EAGLE, multi-token prediction)."""

@@ -1,6 +1,6 @@
-"""The rows of a step that count, for the models and heads that draft after it.
+"""The tokens of a step that were accepted, as input of the models and heads that draft after it.
 
-Shapes: S slots of a step, T tokens, E elements of the hidden states of a token.
+Shapes: S slots of a step, T tokens, E elements of a token's hidden states.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ...batch import SlotArray
 
 
 class ComputedRows(NamedTuple):
-    """The tokens that a step computed for good: `counts_S` of each slot, from position `begins_S`.
+    """The accepted tokens that a step computed: `counts_S` of each slot, from position `begins_S`.
 
-    The hidden states of the first one are in row `rows_S` of `hidden_TE`, and the others follow. `hidden_TE` is None if
-    the model does not keep its hidden states.
+    The hidden states of a slot's first token are in row `rows_S` of `hidden_TE`, and those of the other tokens follow.
+    `hidden_TE` is None if the model does not keep hidden states.
     """
 
     slots_S: SlotArray

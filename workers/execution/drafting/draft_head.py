@@ -1,14 +1,15 @@
-"""A head that proposes drafts from the hidden states of the model: a layer of EAGLE or of multi-token prediction.
+"""A head that proposes drafts from the model's hidden states: a layer of EAGLE or of multi-token prediction.
 
-At each position it reads the hidden state of the position's token and the embedding of the next token. It runs for
-every token that the model computes, because hidden states are not kept. So its keys and values are at the places of
-the model's blocks of full attention, and the prefix cache, preemption and the handoff to another core serve both.
+At each position, the head reads the hidden state of the token there and the embedding of the next token. It runs for
+every token that the model computes, because hidden states are not kept. The head's keys and values are stored next to
+those in the model's full-attention blocks. The prefix cache, preemption and the handoff to another core therefore cover
+both.
 
-The keys and values of the last token of a block depend on the first token of the next block, which another request
-with the same block may not have. Blocks may also come from elsewhere without keys and values of the head. Drafts are
-then likelier to be wrong, which changes nothing else.
+The head's keys and values for the last token of a block depend on the first token of the next block, which may differ
+between requests that share the block. Blocks loaded by a connector may also lack the head's keys and values. In both
+cases drafts are more likely to be rejected, and nothing else changes.
 
-Shapes: S slots of a step, T tokens, D hidden size, E elements of the hidden states of a token.
+Shapes: S slots of a step, T tokens, D hidden size, E elements of a token's hidden states.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from .head_layouts import HeadLayout, read_layout
 
 
 class DraftHead:
-    """The drafting head of a worker. Each rank of a tensor-parallel model has all of it.
+    """The drafting head of a worker. With tensor parallelism, each rank has the whole head.
 
     Raises:
-        CheckpointError: The head cannot be served.
-        ConfigError: It does not fit to the model.
+        CheckpointError: The head is not supported, or its files are damaged.
+        ConfigError: The head does not fit the model.
     """
 
     def __init__(
@@ -126,31 +127,31 @@ class DraftHead:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block beside those of the model's KV cache, which includes the head's."""
+        """Bytes per block in addition to the model's KV cache: 0, because that includes the head's."""
         return 0
 
     def use_batch(self, batch: PersistentBatch, num_blocks: int) -> None:
-        """Prepare for the requests of `batch`."""
+        """Prepare to draft for the requests of `batch`."""
         self._batch = batch.with_own_lengths(self._group)
         self._num_tokens = batch.num_tokens
 
     def apply_output(self, output: SchedulerOutput) -> None:
-        """Do nothing: requests have no state here."""
+        """Do nothing, because requests have no state in this class."""
 
     def release_requests(self) -> None:
-        """Do nothing: requests have no state here."""
+        """Do nothing, because requests have no state in this class."""
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
-        """Run the head for the tokens of a step, and write drafts for slots that may have some.
+        """Run the head for the tokens of a step, and write drafts for the slots that may have some.
 
-        Return the number of drafts of the request with the most, one for each pass through the head. Without `samples`
-        there are none.
+        Return the number of passes through the head, which equals the most drafts of one request. Unless `samples` is
+        true, nothing was sampled and no drafts are written.
         """
         slots_S = computed.slots_S.astype(np.int64)
         lengths_S = self._num_tokens[slots_S].astype(np.int64)
         begins_S = computed.begins_S.astype(np.int64)
-        # The token after the last one is not known if nothing was sampled.
+        # If nothing was sampled, the token after the last one is unknown.
         counts_S = np.minimum(computed.counts_S, lengths_S - 1 - begins_S)
         rows_S = computed.rows_S.astype(np.int64)
         has_rows_S = counts_S > 0
@@ -184,7 +185,10 @@ class DraftHead:
     def _draft(
         self, slots_S: Int64Array, lengths_S: Int64Array, limits_S: Int32Array, outputs_SE: Tensor
     ) -> None:
-        """Write `limits_S` drafts after the tokens of each slot, the first of which follow from `outputs_SE`."""
+        """Write `limits_S` drafts after the tokens of each slot.
+
+        The first draft follows from the hidden states `outputs_SE`.
+        """
         tokens = on_host(self._batch.token_ids_NL)
         for index in range(int(limits_S.max())):
             if index:
@@ -199,7 +203,7 @@ class DraftHead:
             tokens[slots_S, positions_S] = chosen_S.numpy()
 
     def _choose(self, outputs_SE: Tensor, slots_S: Int32Array, positions_S: Int32Array) -> Tensor:
-        """Return the tokens at these positions that follow from the head's hidden states, [S]."""
+        """Return the draft tokens [S] at these positions, chosen from the head's hidden states `outputs_SE`."""
         normed_SD = outputs_SE[:, : self._layout.spec.hidden_size]
         if self._token_ids is None:
             return self._target.choose_tokens(normed_SD, slots_S, positions_S)
@@ -209,7 +213,7 @@ class DraftHead:
     def _run(
         self, slots_S: SlotArray, begins_S: SlotArray, counts_S: SlotArray, hidden_TD: Tensor
     ) -> Tensor:
-        """Return the head's hidden states [T, E] at `counts_S` positions of each slot, from `begins_S`."""
+        """Run the head at `counts_S` positions per slot, from `begins_S` on. Return its hidden states [T, E]."""
         plan = plan_chunks(slots_S, begins_S, counts_S)
         tokens = on_host(self._batch.token_ids_NL)
         embedded_TD = self._fusion.embed(
@@ -225,7 +229,7 @@ class DraftHead:
         return self._model.kept_hidden_TE
 
     def warm_up(self) -> None:
-        """Run the head into the null block, because kernels are prepared on first use."""
+        """Run the head with the null block once, because kernels are prepared on first use."""
         num_tokens = min(self._batch.block_size, self._batch.max_model_len) - 1
         for count in (num_tokens, 1):
             hidden_TD = torch.zeros((count, self._layout.spec.hidden_size), dtype=torch.float32)

@@ -1,11 +1,11 @@
 """A small model that proposes drafts for the requests of a larger one.
 
-Its keys and values are in tensors of its own, at the places of the model's blocks of full attention. So the block
-tables, the prefix cache, preemption and the handoff to another core serve both models. Where the keys and values of a
-block are missing, because the draft model did not run when the block was filled, it computes them before it proposes.
+The draft model's keys and values are in tensors of its own, under the block numbers of the model's full-attention
+group. Block tables, prefix cache, preemption and the handoff to another core therefore serve both models. If the draft
+model did not run when a block was filled, it computes the missing keys and values before it proposes.
 
-A draft is drawn from the draft model's logits with the parameters and the random number of its position, like the
-token that it must equal.
+A draft is sampled from the draft model's logits with the sampling parameters and the random number of its position,
+because the model will sample the token that it must equal in the same way.
 
 Shapes: S slots of a step.
 """
@@ -38,15 +38,15 @@ from ..parallel_state import ParallelState
 from .computed import ComputedRows
 
 _PADDING_TOKENS: Final = 1024
-"""The sizes of equal vocabularies may differ by the padding of their matrices."""
+"""Maximum difference between the vocabulary sizes of model and draft model, which comes from padding the matrices."""
 
 
 class DraftModel:
-    """The draft model of a worker. Each rank of a tensor-parallel model has all of it.
+    """The draft model of a worker. With tensor parallelism, each rank has the whole draft model.
 
     Raises:
-        CheckpointError: The draft model cannot be served.
-        ConfigError: It does not fit to the model.
+        CheckpointError: The draft model is not supported, or its files are damaged.
+        ConfigError: The draft model does not fit the model.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DraftModel:
         if not isinstance(model, NativeDecoder):
             raise self._refusal("the native CPU program does not support it")
         if not isinstance(target, NativeDecoder):
-            # Loading a native program leaves torch one thread, with which the model itself would be slow.
+            # Loading a native program limits torch to one thread. If the model itself ran in torch, it would be slow.
             torch.set_num_threads(num_threads)
         self._vocab_size = model.spec.num_token_ids
         difference = abs(self._vocab_size - target.spec.num_token_ids)
@@ -103,7 +103,7 @@ class DraftModel:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Size of one block in bytes, over all layers of the draft model."""
         return self._cache.block_bytes
 
     def use_batch(self, batch: PersistentBatch, num_blocks: int) -> None:
@@ -115,7 +115,7 @@ class DraftModel:
         decoding = self._model.decoding(self._batch, self._cache.layers)
         assert decoding is not None
         self._decoding: NativeDecoding = decoding
-        # Which blocks have all their tokens computed. The null block never counts.
+        # True for blocks in which the draft model has computed every token. The null block never counts.
         self._is_full = np.zeros(num_blocks, np.bool_)
         self._num_computed: Int64Array = np.zeros(batch.num_slots, np.int64)
         self._num_full: Int64Array = np.zeros(batch.num_slots, np.int64)
@@ -152,10 +152,10 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, computed: ComputedRows, drafts: Drafts, *, samples: bool) -> int:
-        """Write drafts for slots that may have some. Return the number of passes through the draft model.
+        """Write drafts for the slots that may have some. Return the number of passes through the draft model.
 
-        Without `samples`, only compute the tokens that the model has computed. A pass computes at most as many tokens
-        as a step of the model. Requests of which more are missing get no drafts yet.
+        Unless `samples` is true, only compute the tokens that the model has computed. A pass computes at most as many
+        tokens as a step of the model. Requests with more missing tokens get no drafts yet.
         """
         slots_S: Int64Array = computed.slots_S.astype(np.int64)
         self._drop_rejected(slots_S)
@@ -189,14 +189,14 @@ class DraftModel:
             num_passes += 1
         if not samples or not len(slots_S):
             return num_passes
-        # Of the drafts the last one has no keys and values yet.
+        # The keys and values of the last draft have not been computed.
         counts_S = self._batch.num_tokens[slots_S] - starts_S
         self._num_computed[slots_S] = starts_S + counts_S - 1
         drafts.add_found(slots_S, self._cut_unknown(slots_S, starts_S, counts_S))
         return num_passes
 
     def _drop_rejected(self, slots_S: Int64Array) -> None:
-        """Count the computed tokens without rejected drafts, and mark the blocks that they fill."""
+        """Subtract rejected drafts from the computed tokens of slots, and mark the blocks that are now complete."""
         known_S = np.minimum(self._num_computed[slots_S], self._target.num_tokens[slots_S] - 1)
         self._num_computed[slots_S] = known_S
         num_full_S = known_S // self._block_size
@@ -208,7 +208,7 @@ class DraftModel:
             self._num_full[slot] = end
 
     def _catch_up(self, slots_S: Int64Array, ends_S: Int64Array, samples: bool) -> BoolArray:
-        """Compute the missing tokens of slots, and the first draft after them. Return which slots have one."""
+        """Compute the missing tokens of slots, and the first draft after them. Return which slots got a draft."""
         begins_S = self._num_computed[slots_S]
         missing_S = ends_S - begins_S
         before_S = np.cumsum(missing_S) - missing_S
@@ -232,7 +232,7 @@ class DraftModel:
         return is_ready_S
 
     def _are_known(self, slots_S: Int64Array) -> bool:
-        """Return whether the draft model has the last token of every slot."""
+        """Return whether the draft model's vocabulary contains the last token of every slot."""
         columns = self._batch.num_tokens[slots_S] - 1
         last = on_host(self._batch.token_ids_NL)[slots_S, columns]
         return bool((last < self._vocab_size).all())
@@ -240,7 +240,7 @@ class DraftModel:
     def _cut_unknown(
         self, slots_S: Int64Array, starts_S: Int32Array, counts_S: Int32Array
     ) -> Int32Array:
-        """Return the number of drafts of each slot before the first one that the model does not have."""
+        """Return the number of drafts of each slot before the first one that is not in the model's vocabulary."""
         if self._vocab_size <= self._target_vocab_size:
             return counts_S
         tokens = on_host(self._batch.token_ids_NL)
@@ -251,7 +251,7 @@ class DraftModel:
         return kept
 
     def warm_up(self) -> None:
-        """Run the draft model into the null block, because kernels are prepared on first use."""
+        """Run the draft model with the null block once, because kernels are prepared on first use."""
         for num_tokens in (min(self._block_size, self._batch.max_model_len), 1):
             plan = plan_chunks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([num_tokens]))
             self._model.forward(
@@ -263,7 +263,7 @@ class DraftModel:
 
 
 def _draft_config(config: EngineConfig, path: str) -> EngineConfig:
-    """Return the configuration with which a worker loads the draft model."""
+    """Return the model configuration with which a worker loads the draft model."""
     model = msgspec.structs.replace(
         config.model,
         path=path,

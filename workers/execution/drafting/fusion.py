@@ -1,6 +1,6 @@
-"""The beginning of a drafting head, which makes the input of its layer of embeddings and hidden states.
+"""The first part of a drafting head, which combines embeddings and hidden states into the input of its layer.
 
-Shapes: T tokens, D hidden size of the head, E elements of the hidden states that the model keeps of a token.
+Shapes: T tokens, D hidden size of the head, E elements of the hidden states that the model keeps for a token.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .head_layouts import HeadLayout
 
 
 class Fusion:
-    """The embedding, the norms and the projection of a head.
+    """The embedding, the norms and the projection of a drafting head.
 
     Args:
         layout: The layout of the head.
         checkpoint: The head's checkpoint.
         target: The model, which keeps the hidden states that the head reads.
         dtype: The dtype of the matrices.
-        num_threads: The threads that compute the projection.
-        name: What errors call the head.
+        num_threads: The number of threads that compute the projection.
+        name: The name of the head in error messages.
 
     Raises:
         CheckpointError: A tensor is missing.
-        ConfigError: The head is for another model.
+        ConfigError: The head was trained for another model.
     """
 
     def __init__(
@@ -79,7 +79,10 @@ class Fusion:
                 self._embedding_VD = embedding_VD
 
     def _equals_target(self, embedding_VD: Tensor) -> bool:
-        """Return whether samples of an embedding are equal to those of the model, which then serves both."""
+        """Return whether the head's embedding equals the model's, judged by samples.
+
+        If so, the model's is used for both.
+        """
         if embedding_VD.shape[1] != self._target_size:
             return False
         count = min(len(embedding_VD), self._target.spec.vocab_size)
@@ -93,13 +96,13 @@ class Fusion:
         return self._embedding_VD[ids_T.clamp(max=len(self._embedding_VD) - 1)].float()
 
     def read_target(self, hidden_TE: Tensor) -> Tensor:
-        """Return the hidden states, [T, D], that the head reads of those that the model keeps."""
+        """Return the part of the model's kept hidden states that the head reads, [T, D]."""
         layout, size = self._layout, self._target_size
         states = hidden_TE[:, size:] if layout.reads_kept else hidden_TE[:, :size]
         return self._projected(states.contiguous()) if layout.projects_states else states
 
     def read_own(self, hidden_TE: Tensor) -> Tensor:
-        """Return the hidden states, [T, D], that the head reads of its own, [T, 2 D]."""
+        """Return the part of the head's own hidden states [T, 2 D] that its next pass reads, [T, D]."""
         if self._layout.returns_normed:
             return hidden_TE[:, : self._size]
         return hidden_TE[:, self._size :]
@@ -130,13 +133,13 @@ def _norm(x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
 def read_token_ids(
     layout: HeadLayout, checkpoint: Checkpoint, vocab_size: int, name: str
 ) -> Tensor | None:
-    """Return the model's token of each token of a head with its own output projection, int64; None without one.
+    """Return the model's token id for each token of a head with its own output projection, int64; None without one.
 
     Args:
         layout: The layout of the head.
         checkpoint: The head's checkpoint.
         vocab_size: The size of the model's vocabulary.
-        name: What errors call the head.
+        name: The name of the head in error messages.
 
     Raises:
         ConfigError: A token is not in the model's vocabulary.

@@ -1,8 +1,8 @@
-"""The layouts of published drafting heads: where their tensors are, and what they read.
+"""The layouts of published drafting heads: the names of their tensors, and which hidden states they read.
 
-A head predicts the token after the next one. It makes one vector of the next token's embedding and the model's hidden
-state of the last token, which passes a decoder layer. An output projection, mostly the model's own, makes logits of the
-result.
+A head predicts the token after the next one. It combines the embedding of the next token and the model's hidden state
+of the last token into one vector, which passes through a decoder layer. An output projection, usually the model's own,
+turns the result into logits.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ _EAGLE3_NAMES: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """A head in a checkpoint.
+    """The layout of a head in a checkpoint.
 
-    `spec` is its decoder layer, without embedding, and without output projection unless the head has one of its own.
-    `tensor_names` translates the names of the other tensors to those above; the projection is not optional.
+    `spec` describes its decoder layer. It has no embedding, and an output projection only if the head has its own.
+    `tensor_names` translates the names of the other tensors to those above; only the projection is required.
 
-    The projection reads the hidden state behind the embedding, or before it with `has_hidden_first`. The hidden state
-    is that of the model after its final norm, or those that the model keeps with `reads_kept`. For the following token
-    it is the head's own, after its final norm with `returns_normed`, else before it.
+    The projection reads the concatenation of embedding and hidden state, or of hidden state and embedding if
+    `has_hidden_first`. For the first draft, the hidden state is the model's after its final norm, or the ones that the
+    model keeps if `reads_kept`. For later drafts it is the head's own, after its final norm if `returns_normed`, else
+    before it.
 
-    With `projects_states` the projection reads only hidden states of the model, and makes one of them. The layer then
-    reads the embedding and that hidden state, both normed, side by side, and adds its output to the hidden state, which
-    is the normed one with `adds_to_normed`.
+    If `projects_states`, the projection reads only hidden states of the model and reduces them to one. The layer then
+    reads the concatenation of the embedding and that hidden state, both normed. It adds its output to the hidden state,
+    normed if `adds_to_normed`.
     """
 
     spec: ModelSpec
@@ -63,7 +64,7 @@ def read_layout(
     """Return the layout of the head in a checkpoint.
 
     Raises:
-        CheckpointError: There is none, or not of a known layout.
+        CheckpointError: There is no head, or its layout is not supported.
     """
     if speculative.method is ProposerMethod.MTP:
         return _read_mtp(target, checkpoint)
@@ -73,10 +74,10 @@ def read_layout(
 
 
 def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Sequence[int]:
-    """Return the layers of the model whose inputs the head reads; behind the last layer is the final norm.
+    """Return the model's layers whose inputs the head reads; the number of layers means the final norm.
 
     Raises:
-        CheckpointError: The head's config has layers that the model does not have.
+        CheckpointError: The head's config names layers that the model does not have.
     """
     count = len(target.layers)
     if speculative.method is not ProposerMethod.EAGLE3 or speculative.model is None:
@@ -86,7 +87,7 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
     name = "eagle_aux_hidden_state_layer_ids"
     section = fields.section("eagle_config")
     layers = fields.get(name) or (None if section is None else section.get(name))
-    # The configs of the first published heads do not name their layers.
+    # The configs of the first published heads do not name the layers.
     layers = layers or [2, count // 2, count - 3]
     if not isinstance(layers, list) or any(
         not isinstance(layer, int) or not 0 <= layer <= count for layer in layers
@@ -96,7 +97,7 @@ def find_kept_layers(speculative: SpeculativeConfig, target: ModelSpec) -> Seque
 
 
 def _read_eagle(checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of an EAGLE head (arXiv 2401.15077): a layer without input norm, and without a final one."""
+    """Return the layout of an EAGLE head (arXiv 2401.15077), a layer without input norm and final norm."""
     config = dict(checkpoint.config)
     names = config.get("architectures") or ["LlamaForCausalLM"]
     config["architectures"] = [re.sub(r"^Eagle(?=[A-Z])", "", str(names[0]))]
@@ -115,7 +116,7 @@ def _read_eagle(checkpoint: Checkpoint) -> HeadLayout:
 def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
     """Return the layout of an EAGLE-3 head (arXiv 2503.01840) for Llama.
 
-    Speculators, a library that trains such heads, has the fields of the layer in a section.
+    In heads trained with the library Speculators, the fields of the layer are in a section of the config.
     """
     config: dict[str, Any] = dict(checkpoint.config)
     section = config.get("transformer_layer_config")
@@ -171,9 +172,10 @@ def _read_eagle3(checkpoint: Checkpoint) -> HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class _MTPNames:
-    """A layout of layers for multi-token prediction: regular expressions of the names of tensors, and properties.
+    """How one family stores layers for multi-token prediction: regular expressions of tensor names, and properties.
 
-    `start` begins all names, `layer` those of the decoder layer. `others` are copies of tensors of the model.
+    `start` matches the beginning of all names, and `layer` the names of the decoder layer's tensors. `others` match
+    copies of tensors of the model.
     """
 
     start: str
@@ -189,7 +191,7 @@ class _MTPNames:
 
 
 def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
-    """Return those of DeepSeek-V3 and GLM-4.5, of MiMo, and of Qwen3-Next and Qwen3.5."""
+    """Return the known layouts: those of DeepSeek-V3 and GLM-4.5, of MiMo, and of Qwen3-Next and Qwen3.5."""
     return (
         _MTPNames(
             start=rf"layers\.{num_layers}\.",
@@ -226,7 +228,7 @@ def _mtp_layouts(num_layers: int) -> tuple[_MTPNames, ...]:
 
 
 def _read_mtp(target: ModelSpec, checkpoint: Checkpoint) -> HeadLayout:
-    """Return the layout of the layer for multi-token prediction in a model's checkpoint."""
+    """Return the layout of the multi-token-prediction layer in a model's checkpoint."""
     stored = checkpoint.names()
     for names in _mtp_layouts(len(target.layers)):
         pattern = re.compile(rf"(^|.*\.){names.start}{names.projection}\.weight")
@@ -266,7 +268,7 @@ def _mtp_layout(target: ModelSpec, names: _MTPNames) -> HeadLayout:
 
 
 def _attending(target: ModelSpec) -> LayerSpec:
-    """Return the last layer of a model that attends and has no state."""
+    """Return the last layer of a model that has attention and no recurrent state."""
     layers = [layer for layer in target.layers if layer.attends and layer.recurrent is None]
     return replace(layers[-1] if layers else target.layers[-1], kv_source=None)
 

@@ -1,4 +1,4 @@
-"""Verification of drafts by models in torch: one pass computes all drafts, and tokens are sampled one after the other.
+"""Verify drafts with models in torch: one pass computes all drafts, then tokens are sampled one after the other.
 
 Shapes: S requests of a step, T their last tokens and drafts, K sampled tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from ..request_states import RequestStates
 def plan_verification(
     requests: RequestStates, slots_S: Int64Array, num_drafts_S: Int32Array
 ) -> StepPlan:
-    """Return the plan of a step that computes the last token of each request and the drafts behind it."""
+    """Return the plan of a step that computes the last token of each request and the drafts after it."""
     batch = requests.batch
     plan = plan_chunks(slots_S, batch.num_tokens[slots_S] - 1, 1 + num_drafts_S)
     if batch.rotary is not None:
@@ -39,18 +39,18 @@ def choose_verified(
     step: int,
     num_predicted_S: Int32Array,
 ) -> ModelRunnerOutput:
-    """Sample after the last token of each request, and after each draft as long as it was sampled, too.
+    """Sample a token after the last token of each request, and after each draft that was sampled itself.
 
-    The tokens are appended to the batch, and replace drafts that were not sampled. The n-th tokens of all requests are
-    sampled together, because each depends on those before it.
+    The sampled tokens are appended to the batch, and replace drafts that were not sampled. The n-th tokens of all
+    requests are sampled together, because each depends on the previous one.
 
     Args:
-        requests: The requests.
-        plan: What `plan_verification` returned.
-        logits_TV: The logits of its tokens.
-        grammar: The tokens that some requests may sample.
+        requests: The states of the requests.
+        plan: The result of `plan_verification`.
+        logits_TV: The logits of the plan's tokens.
+        grammar: The tokens that requests with a grammar may sample.
         step: The number of the step.
-        num_predicted_S: The drafts of each request that are from a prediction of the client.
+        num_predicted_S: How many drafts of each request come from a prediction of the client.
     """
     batch, sampler = requests.batch, requests.sampler
     starts_S, ends_S = plan.query_start_loc[:-1], plan.query_start_loc[1:]
@@ -85,7 +85,7 @@ def choose_verified(
 
 
 def _grammar_at(grammar: Grammar, slots: Int32Array, place: int) -> Grammar | None:
-    """Return the masks of these slots after `place` drafts."""
+    """Return the bitmasks of these slots after `place` drafts."""
     is_in_G = np.isin(grammar.slots_G, slots)
     if not is_in_G.any():
         return None
@@ -96,7 +96,7 @@ def _grammar_at(grammar: Grammar, slots: Int32Array, place: int) -> Grammar | No
 
 @dataclass(slots=True)
 class _Sampled:
-    """The tokens of `num_rows` requests, which are sampled in any order, and log-probabilities of some."""
+    """Collects the tokens of `num_rows` requests, sampled in any order, and the log-probabilities of some."""
 
     num_rows: int
     _rows: list[NDArray[Any]] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Sampled:
     _logprobs: list[Logprobs] = field(default_factory=list)
 
     def add(self, rows: NDArray[Any], sampled: SamplerOutput, wants: BoolArray) -> None:
-        """Add one token of each of `rows`, and the log-probabilities of those that want them."""
+        """Add one token for each of `rows`, with log-probabilities for the rows that want them."""
         self._rows.append(rows)
         self._tokens.append(on_host(sampled.raw_token_ids).astype(np.int64))
         if sampled.raw_logprobs is not None:
@@ -119,14 +119,14 @@ class _Sampled:
 
     @property
     def tokens_K(self) -> Int64Array:
-        """The tokens, those of each request together."""
+        """Return the tokens, ordered by request."""
         order = np.argsort(np.concatenate(self._rows), kind="stable")
         tokens: Int64Array = np.concatenate(self._tokens)[order]
         return tokens
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """The log-probabilities in the order of the tokens; None if no request wants any."""
+        """Return the log-probabilities in the order of the tokens; None if no request wants any."""
         if not self._logprobs:
             return None
         order = np.argsort(np.concatenate(self._logprob_rows), kind="stable")

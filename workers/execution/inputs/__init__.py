@@ -1,1 +1,1 @@
-"""Encoder inputs of requests in a worker: outputs of encoders, and sources that cross attention reads."""
+"""Encoder inputs of requests in a worker: encoder outputs, and the sources that cross attention reads."""

@@ -1,10 +1,10 @@
-"""Alignments of a decoder's tokens with the outputs of the encoder, from the attention of some heads.
+"""Align a decoder's tokens with the encoder's outputs, using the cross attention of some heads.
 
-Heads of Whisper whose attention follows the speech give the times of words (arXiv 2212.04356; dynamic time warping over
-this matrix is the frontend's part).
+Some heads of Whisper follow the speech with their attention, which gives the times of words (arXiv 2212.04356). The
+frontend applies dynamic time warping to the matrix that is computed here.
 
-Shapes: T tokens of a step, P tokens of a prompt, E outputs of the encoder, F of them that are read, N chosen heads of a
-layer, K head dimension, D hidden size.
+Shapes: T tokens of a step, P tokens of a prompt, E outputs of the encoder, F of them that are read, N alignment heads
+of a layer, K head dimension, D hidden size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMALLEST_DEVIATION: Final = 1e-10
 
 
 class _Prompt:
-    """A prompt that is being aligned: the chosen heads' keys in each layer, and their attention so far."""
+    """A prompt that is being aligned: the alignment heads' keys per layer, and their attention weights so far."""
 
     def __init__(self, num_frames: int, keys_of_layer: dict[int, Tensor]) -> None:
         self.num_frames = num_frames
@@ -41,8 +41,8 @@ class _Prompt:
 class Alignments:
     """Aligns the prompts of requests with `PoolingKind.ALIGNMENT`.
 
-    The queries of a step come from the model, and the keys are computed anew from the encoder's outputs. A worker of
-    several computes the heads that it has; the sum over the workers is complete.
+    The model passes in the queries of each step; the keys are computed again from the encoder's outputs. With tensor
+    parallelism, each worker computes the heads that it has, and the workers' results are summed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Alignments:
     def from_config(
         cls, config: EngineConfig, model: Model, checkpoint: Checkpoint, device: torch.device
     ) -> Alignments | None:
-        """Return the alignments of a speech model; None if it has no heads for them, or several stages."""
+        """Return an aligner, or None if the model names no alignment heads or has several pipeline stages."""
         audio = config.model.audio
         if audio is None or config.parallel.pipeline_parallel_size > 1:
             return None
@@ -79,12 +79,12 @@ class Alignments:
         return cls(model, checkpoint, heads, device) if heads else None
 
     def record(self, layer: int, q_THK: Tensor) -> None:
-        """Take the queries of the step's tokens in a layer."""
+        """Receive the queries of the step's tokens in one layer."""
         if layer in self._heads:
             self._queries[layer] = q_THK
 
     def add_prompt(self, slot: int, num_frames: int, encoded_ED: Tensor) -> None:
-        """Align the prompt of a slot with the first `num_frames` outputs of the encoder."""
+        """Start to align the prompt of a slot with the first `num_frames` outputs of the encoder."""
         num_frames = min(num_frames or len(encoded_ED), len(encoded_ED))
         keys = {
             layer: torch.einsum("ed,nkd->nek", encoded_ED.float(), keys_NKD)
@@ -94,13 +94,13 @@ class Alignments:
         self._model.record_queries(self)
 
     def remove_prompt(self, slot: int) -> None:
-        """Drop the prompt of a slot."""
+        """Discard the prompt of a slot."""
         if self._prompts.pop(slot, None) is not None and not self._prompts:
             self._model.record_queries(None)
             self._queries.clear()
 
     def add_chunk(self, slot: int, tokens: slice, *, is_first: bool) -> None:
-        """Read the attention of a chunk of the prompt, which has these tokens of the step."""
+        """Compute the attention weights for a chunk of the prompt, which consists of `tokens` of the step."""
         prompt = self._prompts[slot]
         if is_first:
             prompt.weights.clear()
@@ -132,7 +132,7 @@ class Alignments:
 
 
 def _median(x_NPF: Tensor) -> Tensor:
-    """Return the median of each number and its neighbors in time."""
+    """Return the running median over time of each row."""
     reach = _MEDIAN_WIDTH // 2
     if x_NPF.shape[-1] <= reach:
         return x_NPF
@@ -147,9 +147,9 @@ def _read_keys(
     heads_of_layer: dict[int, list[int]],
     device: torch.device,
 ) -> dict[int, Tensor]:
-    """Return the projection to the keys [N, K, D] of the chosen heads of each layer.
+    """Return the key projection [N, K, D] of the alignment heads of each layer.
 
-    A bias of keys adds the same to all scores of a query, so it does not matter.
+    The bias of keys is omitted, because it adds the same number to all scores of a query.
     """
     assert spec.source is not None
     weights = weight_reader(

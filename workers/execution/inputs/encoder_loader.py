@@ -1,4 +1,4 @@
-"""Loads the encoders of images, sounds and sources."""
+"""Load the encoders of images, sounds and source texts."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def load_tower(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Encoder:
-    """Load the encoder of a model's images or sounds.
+    """Load the encoder for a model's images or sounds.
 
     Raises:
-        CheckpointError: The checkpoint cannot be served.
+        CheckpointError: The encoder is not supported, or its files are damaged.
     """
     if device.type == "cpu":
         dtype = torch.float32
@@ -64,7 +64,7 @@ def load_tower(
 
 
 def _tower_layers(spec: LayersSpec, layers: Iterable[LayerWeights], num_threads: int) -> Layers:
-    """Return the layers of a tower as a native program, or in torch if it does not support them."""
+    """Return the layers of a tower as a native program, or in torch if they are not supported natively."""
     try:
         return NativeLayers(spec, layers, num_threads)
     except NotSupportedNatively as error:
@@ -79,10 +79,10 @@ def load_source_encoder(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
 ) -> SourceEncoder:
-    """Load the encoder of an encoder-decoder model. Every stage of a pipeline computes all of it.
+    """Load the encoder of an encoder-decoder model. Every pipeline stage computes the whole encoder.
 
     Raises:
-        CheckpointError: The checkpoint cannot be served.
+        CheckpointError: The encoder is not supported, or its files are damaged.
         ConfigError: The encoder cannot be divided as configured.
     """
     spec = group_layers(source.encoder, source.max_positions, config.parallel.tensor_parallel_size)

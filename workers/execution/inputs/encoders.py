@@ -1,4 +1,4 @@
-"""The encoder inputs of a worker's requests, and the outputs that its encoder cache holds.
+"""The encoder inputs of a worker's requests, and the encoder outputs that the worker has cached.
 
 Shapes: T tokens of a step, D hidden size.
 """
@@ -26,9 +26,9 @@ _DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
 class Encoders:
-    """Encodes inputs when a step asks for it, and keeps the outputs until one releases them.
+    """Encodes inputs when a step requires it, and keeps the outputs until a later step frees them.
 
-    Without an `encoder` all inputs are embeddings, which are moved to `device`.
+    Without an `encoder`, all inputs are embeddings, which are copied to `device`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Encoders:
     ) -> None:
         self._encoder = encoder
         self._hidden_size = spec.hidden_size
-        # Nothing is added to embeddings after the first layers.
+        # The outputs for later layers are all zero for embeddings that the client sent.
         self._padding = spec.num_deepstack_layers * spec.hidden_size
         self._device = torch_device(device)
         self._inputs: dict[int, list[EncoderInput]] = {}
@@ -44,7 +44,7 @@ class Encoders:
         self._outputs: dict[bytes, torch.Tensor] = {}
 
     def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
-        """Keep the inputs of requests that take a slot."""
+        """Store the inputs of requests that get a slot."""
         for new in new_requests:
             if new.encoder_inputs:
                 last = new.encoder_inputs[-1]
@@ -52,12 +52,12 @@ class Encoders:
                 self._ends[new.slot] = last.position + last.num_tokens
 
     def remove_request(self, slot: int) -> None:
-        """Drop the inputs of a slot."""
+        """Discard the inputs of a slot."""
         self._inputs.pop(slot, None)
         self._ends.pop(slot, None)
 
     def clear(self) -> None:
-        """Drop all inputs and outputs: the next core starts with an empty cache."""
+        """Discard all inputs and outputs, because the next core starts with an empty cache."""
         self._inputs.clear()
         self._ends.clear()
         self._outputs.clear()
@@ -74,7 +74,7 @@ class Encoders:
         """Return the embeddings of an input.
 
         Raises:
-            EngineError: It is damaged, or the model reads none of its kind.
+            EngineError: The input is damaged, or the model has no encoder for its kind.
         """
         if not item.embeddings:
             if self._encoder is None:
@@ -94,16 +94,16 @@ class Encoders:
         return torch.nn.functional.pad(rows, (0, self._padding))
 
     def warm_up(self) -> None:
-        """Encode an input that no request has, because kernels are prepared on first use."""
+        """Encode a dummy input, because kernels are prepared on first use."""
         if self._encoder is not None:
             self._encoder.warm_up()
 
     def output(self, content_hash: bytes) -> torch.Tensor:
-        """Return the outputs for an input, which are in the cache."""
+        """Return the cached outputs of an input."""
         return self._outputs[content_hash]
 
     def are_read(self, slots_S: Int32Array, num_computed_N: Int32Array) -> bool:
-        """Return whether the next token of one of the slots reads an output."""
+        """Return whether the next token of any of the slots is replaced by an encoder output."""
         return any(
             item.position <= num_computed_N[slot] < item.position + item.num_tokens
             for slot in self._inputs.keys() & set(slots_S.tolist())
@@ -137,7 +137,7 @@ class Encoders:
 
 
 def _output_rows(item: EncoderInput, first: int, last: int) -> NDArray[np.int64]:
-    """Return the row of an input's output for each of its tokens [first, last), or -1 for its separators."""
+    """For the tokens [first, last) of an input, return the output row of each, or -1 for separators."""
     tokens = np.arange(first, last)
     if not item.row_length:
         return tokens

@@ -1,4 +1,4 @@
-"""The caches of cross attention: filled with keys and values of a source when its request takes a slot.
+"""Fill the caches of cross attention with the keys and values of a source, when its request gets a slot.
 
 Shapes: E outputs of an encoder, D hidden size.
 """
@@ -20,7 +20,7 @@ from .encoders import Encoders
 
 
 class Sources:
-    """Stores what the encoder computed for requests that take a slot, and how much it is."""
+    """Encodes the sources of requests that get a slot, and stores the keys, the values and the number of outputs."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Sources:
         self._groups = sorted(model.spec.cross_groups)
 
     def store(self, new_requests: Sequence[NewRequestData]) -> None:
-        """Store the sources of these requests.
+        """Encode and store the sources of these requests.
 
         Raises:
-            EngineError: A request has no source, or another size than it says.
+            EngineError: A request does not have exactly one source, or its size is not what the request states.
         """
         for new in new_requests:
             if len(new.encoder_inputs) != 1:
@@ -62,7 +62,7 @@ class Sources:
                 self._alignments.add_prompt(new.slot, pooling.num_frames, encoded_ED)
 
     def _place(self, slot: int, group: int) -> AttentionBatch:
-        """Return the outputs of a slot's source as a sequence of tokens in its blocks."""
+        """Return a plan that places the outputs of a slot's source into its blocks like a sequence of tokens."""
         length, block_size = int(self._batch.source_lens[slot]), self._batch.block_size
         table = self._batch.block_tables[group][slot : slot + 1]
         positions = np.arange(length)
