@@ -1,7 +1,7 @@
-"""The rotary positions of requests with images, for models with positions in three dimensions.
+"""The rotary positions of requests with images, for models whose positions have three dimensions.
 
-A token's position in time, down and across an image (M-RoPE, arXiv 2409.12191) is a function of the encoder inputs
-before it. Each worker computes the positions from the inputs that a request takes its slot with. So chunks, preemption
+A token's position in time and in an image's height and width (M-RoPE, arXiv 2409.12191) depends on the encoder inputs
+before it. Each worker computes the positions from the inputs with which a request gets its slot, so chunks, preemption
 and recovery cannot change them.
 
 Shapes: N slots, T tokens of a step, P tokens up to the end of a request's last encoder input.
@@ -20,10 +20,10 @@ from ..protocol.messages import EncoderInput
 
 
 class RotaryPositions:
-    """The rotary positions of the tokens of every slot.
+    """The rotary positions of the tokens in every slot.
 
-    `offsets_N` int32 is the difference between the rotary position of a token behind all encoder inputs, which is the
-    same in all dimensions, and its index. It is 0 for text.
+    `offsets_N` int32 is the difference between rotary position and index for the tokens after all encoder inputs, the
+    same in all dimensions. It is 0 for text.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,7 +32,7 @@ class RotaryPositions:
         self._prompts: dict[int, Int32Array] = {}
 
     def add_request(self, slot: int, inputs: Sequence[EncoderInput]) -> None:
-        """Compute the positions of a request that takes a slot.
+        """Compute the positions of a request that gets a slot.
 
         Raises:
             EngineError: An input has no grid, which a correct frontend never sends.
@@ -49,11 +49,11 @@ class RotaryPositions:
     def of_step(
         self, slots_S: Int32Array, query_start_loc: Int32Array, positions_T: Int32Array
     ) -> Int32Array | None:
-        """Return the positions int32 [T, 3] of a step's tokens, or None if all are text.
+        """Return the positions, int32 [T, 3], of a step's tokens; None if they are all text.
 
         Args:
-            slots_S: The slots in their order.
-            query_start_loc: The first token of each slot and the end of the last, int32 [S + 1].
+            slots_S: The slots in the order of the step.
+            query_start_loc: The index of the first token of each slot, and the end of the last, int32 [S + 1].
             positions_T: The index of each token in its sequence.
         """
         lengths_S = self._lengths_N[slots_S]
@@ -71,7 +71,7 @@ class RotaryPositions:
 
 
 def _positions(inputs: Sequence[EncoderInput]) -> tuple[Int32Array, int]:
-    """Return the positions int32 [P, 3] up to the end of the last input, and that of the token behind it."""
+    """Return the positions int32 [P, 3] up to the end of the last input, and the position of the token after it."""
     parts: list[NDArray[np.int64]] = []
     token, base, following = 0, 0, 0
     for item in inputs:

@@ -1,4 +1,4 @@
-"""Spans of a sequence in which tokens see those behind them too, such as the tokens of an image.
+"""Spans of a sequence whose tokens also attend to later tokens of the span, such as the tokens of an image.
 
 Shapes: S scheduled slots, T scheduled tokens.
 """
@@ -15,7 +15,7 @@ from ..protocol.messages import EncoderInput
 
 
 class Spans:
-    """The spans of the requests in a worker's slots. A step has all remaining tokens of a span, or none."""
+    """The spans of the requests in a worker's slots. A step computes all remaining tokens of a span, or none."""
 
     def __init__(self, kind: SpanKind) -> None:
         self._kind = kind
@@ -24,7 +24,7 @@ class Spans:
     def add_request(
         self, slot: int, num_prompt_tokens: int, inputs: Sequence[EncoderInput]
     ) -> None:
-        """Replace the spans of a slot by those of a request with these encoder inputs."""
+        """Set the spans of a slot to those of a new request with these encoder inputs."""
         if self._kind is SpanKind.PROMPT:
             spans = [(0, num_prompt_tokens)]
         else:
@@ -34,9 +34,10 @@ class Spans:
     def visible_tokens(
         self, slots_S: Int32Array, query_start_loc: Int32Array, positions_T: Int32Array
     ) -> Int32Array | None:
-        """Return which tokens each token sees, int32 [T, 2]; None if each sees those up to itself.
+        """Return the range of positions that each token attends to, int32 [T, 2]; None if attention is causal for all.
 
-        They are the first position that it sees even outside of a window, and the position after the last one.
+        The first number is the position from which a token attends even outside of a window. The second is the position
+        after the last one that it attends to.
         """
         visible_T2: Int32Array | None = None
         for row in np.flatnonzero(np.diff(query_start_loc) > 1).tolist():

@@ -1,6 +1,6 @@
 """A worker process, which owns one shard of the model and executes its core's steps in order.
 
-A worker survives its core. The next core greets it and finds the model loaded and the KV cache in place.
+A worker survives its core. The next core greets it, and finds the model loaded and the KV cache filled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Worker:
         pulse.count_dropped_frames = lambda: self._core.num_dropped_frames
         self._is_output_rank = rank == config.parallel.output_rank
         self._received: deque[WorkerCommand] = deque()
-        # Steps that were begun and have no output yet.
+        # Steps that have started and have no output yet.
         self._computing: deque[PendingOutput] = deque()
         self._device = DeviceWatch()
         self._poller = zmq.Poller()
@@ -106,7 +106,7 @@ class Worker:
         while not isinstance(command := self._receive(), Shutdown):
             if isinstance(command, SchedulerOutput):
                 if command.step != self._next_step:
-                    # A step of the previous core, which is obsolete.
+                    # This is a step of the previous core, which is obsolete.
                     continue
                 self._next_step += 1
                 self._pulse.begin_step()
@@ -128,7 +128,7 @@ class Worker:
                         self._connector = runner.connector
                         self._poller.register(self._connector.fd, zmq.POLLIN)
                     runner.warm_up()
-                    # Without freezing, a collection would traverse all of torch and delay a step by 0.1 s.
+                    # Without freezing, a garbage collection would traverse all of torch and delay a step by 0.1 s.
                     gc.freeze()
                     gc.enable()
                     memory = msgspec.structs.replace(
@@ -150,7 +150,7 @@ class Worker:
         runner.close()
 
     def _catch_up(self, runner: Runner) -> None:
-        """Execute the last steps of a core that ended, which other workers may be executing together with this one."""
+        """Execute the last steps of an exited core, in which other workers may be waiting for this one."""
         if self._step_log_path is None or not self._next_step:
             return
         for step in read_steps(self._step_log_path, self._epoch, self._next_step):
@@ -159,7 +159,7 @@ class Worker:
             self._pulse.end_step()
 
     def _inject_crash(self, step: SchedulerOutput) -> None:
-        """Crash like a fault in native code if the step contains the token for which tests inject crashes."""
+        """If the step contains the token for which tests inject crashes, crash like a fault in native code."""
         token_id = self._config.recovery.inject_crash
         if token_id is not None and any(
             token_id in int32_view(new.token_ids) for new in step.new_requests
@@ -167,7 +167,7 @@ class Worker:
             os.kill(os.getpid(), signal.SIGSEGV)
 
     def _send_or_defer(self, result: StepResult) -> None:
-        """Send the output of the step that was just begun, or keep it until it is ready."""
+        """Send the output of the step that just started, or keep it until it is ready."""
         if not isinstance(result, ModelRunnerOutput):
             self._computing.append(result)
             return
@@ -183,14 +183,14 @@ class Worker:
             self._pulse.begin_step()
 
     def _send_computed(self) -> None:
-        """Wait for all steps that were begun, and send their outputs."""
+        """Wait for all steps that have started, and send their outputs."""
         while self._computing:
             self._send(self._computing.popleft().output())
 
     def _receive(self) -> WorkerCommand:
-        """Return the next command. Meanwhile, send outputs as they become ready.
+        """Return the next command. While waiting, send outputs as they become ready.
 
-        All waiting commands are received at once, because the hello of a new core invalidates those before it.
+        All waiting commands are received at once, because the greeting of a new core invalidates those before it.
         """
         while True:
             while self._computing and self._computing[0].is_ready():
@@ -211,7 +211,10 @@ class Worker:
             self._wait()
 
     def _wait(self) -> None:
-        """Sleep until a command or an output arrives. Join rounds of other replicas, if they invite this worker."""
+        """Sleep until a command or an output arrives.
+
+        Meanwhile, compute experts for other replicas if they ask for it.
+        """
         readable = dict(self._poller.poll())
         if self._device.fd in readable:
             self._device.clear()
@@ -219,13 +222,13 @@ class Worker:
             self._join_rounds()
 
     def _report_loras(self, loras: LoraLoader) -> bool:
-        """Report the LoRA adapters that are loaded by now. Return whether others are being loaded."""
+        """Report the LoRA adapters that have been loaded. Return whether others are still being loaded."""
         for number, error in loras.take_answers():
             self._core.send(LoraLoaded(self._rank, number, error))
         return loras.is_loading
 
     def _report_transfers(self, connector: KVConnector) -> None:
-        """Send what the KV connector reports, once a core has greeted this worker that may receive it."""
+        """Send the reports of the KV connector, once a core has greeted this worker and can receive them."""
         if self._next_step:
             for output in connector.take_reports():
                 self._core.send(KVConnectorReport(self._rank, output))
@@ -236,8 +239,8 @@ class Worker:
         self._received.append(command)
 
     def _await_grammar(self, step: int) -> GrammarOutput | None:
-        """Return the bitmasks of `step`, or None if the core shuts down or is replaced first."""
-        # The core computes the bitmasks from the tokens of earlier steps.
+        """Wait for the bitmasks of `step`. Return None if the core shuts down or is replaced first."""
+        # The core computes the bitmasks after it has received the tokens of earlier steps.
         self._send_computed()
         while True:
             for command in self._received:

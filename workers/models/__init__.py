@@ -1,1 +1,1 @@
-"""Decoders assembled from a `ModelSpec` that is read from the checkpoint's own config."""
+"""Decoders that are assembled from a `ModelSpec`, which is read from the checkpoint's own config."""

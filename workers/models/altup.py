@@ -1,7 +1,7 @@
-"""Layers with alternating updates: a token has several hidden states, of which each layer computes one (Gemma 3n).
+"""Layers with alternating updates (AltUp, Gemma 3n): a token has several hidden states, and each layer computes one.
 
-Shapes: T tokens of a step, D hidden size, N streams, which are a token's hidden states, P elements of a token's input
-of one layer.
+Shapes: T tokens of a step, D hidden size, N streams (the hidden states of a token), P elements of a token's input for
+one layer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SMALLEST_SQUARE = 1e-5
 
 
 class Streams:
-    """Makes the streams of the embeddings, or one hidden state of the streams, by a product for each further stream.
+    """Expands embeddings to the streams, or reduces these to one hidden state, by one matrix per further stream.
 
-    The products get the root mean square of the first stream.
+    The products are scaled to the root mean square of the first stream.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Streams:
         return torch.cat((x_TD, *others), -1)
 
     def reduce(self, x_TE: Tensor) -> Tensor:
-        """Return the mean [T, D] of the streams [T, N * D] after their products."""
+        """Return the mean [T, D] of the streams [T, N * D], after multiplying each further one by its matrix."""
         first_TD, *others = x_TE.unflatten(-1, (-1, self._size)).unbind(1)
         target_T1 = _square_mean(first_TD).sqrt()
         products = [
@@ -74,7 +74,7 @@ def _with_magnitude(x_TD: Tensor, target_T1: Tensor) -> Tensor:
 
 
 class AltUpLayer:
-    """Predicts the streams, computes attention and MLP of one, and corrects all of them by its error."""
+    """Predicts all streams, computes attention and MLP of one, and corrects all streams by the prediction error."""
 
     def __init__(
         self,
@@ -144,7 +144,10 @@ class AltUpLayer:
         caches: Sequence[tuple[Tensor, Any]],
         inputs_TP: Tensor | None,
     ) -> None:
-        """Replace the streams `x_TE`, [T, N * D]. There is never a block to be added, and none is returned."""
+        """Update the streams `x_TE`, [T, N * D], in place.
+
+        Nothing is left to be added, so the second result is None.
+        """
         active, count = self._altup.active, self._altup.num_streams
         x_TND = x_TE.unflatten(-1, (count, -1))
         factors_TNN = self._predict(self._modalities(x_TND[:, active])).unflatten(-1, (count, -1))
@@ -177,6 +180,6 @@ class AltUpLayer:
         return x_TD + self._mlp_output_norm(self._mlp.forward(self._mlp_input_norm(x_TD)))
 
     def _modalities(self, x_TD: Tensor) -> Tensor:
-        """Return the inputs [T, N] of the products that give the factors of streams."""
+        """Return the inputs [T, N] of the products that compute the mixing factors of the streams."""
         normed_TD = self._router_norm(x_TD.contiguous()) * self._router_scale
         return self._router(normed_TD).float().tanh().to(x_TD.dtype)

@@ -1,7 +1,7 @@
 """The attention block of a decoder layer.
 
-Shapes: T tokens of a step, D hidden size, H query heads and G key/value heads of this shard, K head dimension,
-Q rows of heads in a group: its queries, key and value; R rotated dimensions.
+Shapes: T tokens of a step, D hidden size, H query heads and G key/value heads of this shard, K head dimension, Q rows
+of heads in a group (its queries, key and value), R rotated dimensions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .weights import Rows, WeightReader
 
 
 class Attention:
-    """Fused query, key and value projection, norms, rotation, attention, output projection."""
+    """The fused projection to queries, keys and values, then norms, rotation, attention and the output projection."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Attention:
         if spec.has_value_norm:
             ones_GK = torch.ones(len(kv_heads), spec.head_dim, device=weights.device)
             self._value_norm = HeadNorm(ones_GK, spec.norm_eps)
-        # The backend's kernels fuse only a root-mean-square norm before the rotation.
+        # The backend's kernels can fuse only an RMS norm with the rotation.
         self._has_separate_norm = self._head_norm is not None and (
             spec.rotates_before_norm or isinstance(self._head_norm, HeadLayerNorm)
         )
@@ -137,13 +137,13 @@ class Attention:
         return self._output(attended_THK[..., : self._output_dim].flatten(1))
 
     def _scaled(self, qk_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
-        """Return the queries and keys with the queries scaled by their positions."""
+        """Return the queries and keys, with the queries scaled by a factor that depends on their positions."""
         q_THK, k_TGK = qk_THK.split((self._num_heads, self._num_kv_heads), 1)
         return torch.cat((scale_queries(q_THK, positions_T, scaling), k_TGK), 1)
 
 
 def scale_queries(q_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> Tensor:
-    """Return queries scaled by their positions."""
+    """Return queries multiplied by a factor that depends on their positions."""
     steps_T = ((positions_T + scaling.offset) / scaling.length).floor()
     factor_T11 = (1 + scaling.beta * steps_T.log1p()).view(-1, 1, 1)
     return (q_THK * factor_T11).to(q_THK.dtype)
@@ -152,7 +152,7 @@ def scale_queries(q_THK: Tensor, positions_T: Tensor, scaling: QueryScaling) -> 
 def qkv_rows(
     spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
 ) -> list[Rows]:
-    """Return the rows of the projection to this rank's queries, keys, values and gates, in this order."""
+    """Return this rank's rows of the projection to queries, keys, values and gates, in this order."""
     heads, kv_heads = shard.heads(spec), shard.kv_heads(spec)
     if spec.has_grouped_qkv:
         order_K = _rope_order(spec, layer)
@@ -195,7 +195,7 @@ def qkv_rows(
         [queries_part, keys_part, values_part],
     )
     if spec.value_dim is not None:
-        # Rows fill the values up to the size of keys.
+        # Pad the values with zero rows to the size of the keys.
         values = torch.arange(len(values_part)).view(-1, spec.value_dim)
         filled = values[:, torch.arange(spec.head_dim) % spec.value_dim]
         rows[2] = replace(rows[2], order=filled.flatten())
@@ -224,7 +224,7 @@ def qkv_rows(
 
 
 def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
-    """Return the rows of the projection to gates of elements, or those of heads once for each element."""
+    """Return the rows of the gate projection. A gate for a whole head is repeated for each of its elements."""
     name = f"{prefix}gate_proj"
     if not spec.has_head_gates:
         return Rows(name, spec.num_heads * spec.head_dim, _elements(spec, heads), has_bias=False)
@@ -233,7 +233,7 @@ def _gate_rows(spec: ModelSpec, prefix: str, heads: range) -> Rows:
 
 
 def _rope_order(spec: ModelSpec, layer: LayerSpec) -> Tensor:
-    """Return the stored row of each row of a head in the order that rotation needs."""
+    """For each row of a head, in the order that rotation needs, return its index in the checkpoint."""
     if layer.rope is None:
         return torch.arange(spec.head_dim)
     rotary_dim = layer.rope.rotary_dim
@@ -243,7 +243,7 @@ def _rope_order(spec: ModelSpec, layer: LayerSpec) -> Tensor:
 
 
 def rotary_order(order: RopeOrder, rotary_dim: int) -> Tensor:
-    """Return the stored row of each rotated row in the order that rotation needs."""
+    """For each rotated row of a head, in the order that rotation needs, return its index in the checkpoint."""
     rows_R = torch.arange(rotary_dim)
     if order == "interleaved":
         return rows_R.view(-1, 2).T.flatten()
@@ -261,7 +261,7 @@ def _alibi_slopes(spec: ModelSpec, heads: range, device: torch.device) -> Tensor
 
 
 def _distance_biases(spec: ModelSpec, weights: WeightReader, heads: range) -> Tensor | None:
-    """Return each query head's bias for keys from `max_distance` positions before a token to as many behind it."""
+    """Return each query head's bias for keys from `max_distance` positions before a token to as many after it."""
     if not spec.num_distance_buckets:
         return None
     biases_BH = read_distance_biases(spec, weights)
@@ -272,7 +272,7 @@ def _distance_biases(spec: ModelSpec, weights: WeightReader, heads: range) -> Te
 
 
 def read_distance_biases(spec: ModelSpec, weights: WeightReader) -> Tensor:
-    """Return the number of each bucket of distances for each head."""
+    """Return the stored biases, float32 [buckets, heads]."""
     shape = spec.num_distance_buckets, spec.num_heads
     return weights.read_float32("distance_biases.weight", *shape)
 
@@ -280,8 +280,8 @@ def read_distance_biases(spec: ModelSpec, weights: WeightReader) -> Tensor:
 def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
     """Return the bucket of each distance from a token to a key (T5, arXiv 1910.10683).
 
-    Without a causal mask, half of the buckets are for keys behind the token. Half of each half are for one distance
-    each; those of the other ones grow with the distance, and the last has all from `max_distance` on.
+    Without a causal mask, half of the buckets are for keys after the token. In each direction, half of the buckets
+    cover one distance each. The others cover growing ranges, and the last one all distances from `max_distance` on.
     """
     num_buckets = spec.num_distance_buckets
     half = num_buckets if spec.is_causal else num_buckets // 2
@@ -296,7 +296,7 @@ def distance_buckets(distances: Tensor, spec: ModelSpec) -> Tensor:
 def head_norm(
     spec: ModelSpec, layer: LayerSpec, weights: WeightReader, prefix: str, shard: ModelShard
 ) -> HeadNorm:
-    """Return a norm over every query head and every key head."""
+    """Return a norm over each query head and each key head."""
     order_K = _rope_order(spec, layer).to(weights.device)
 
     def read(kind: str) -> Tensor:
@@ -324,7 +324,7 @@ def head_norm(
 def _read_each_head(
     weights: WeightReader, prefix: str, kind: str, count: int, heads: range, spec: ModelSpec
 ) -> Tensor:
-    """Return the parameters of these heads' norms [H, K], which are one tensor or one for each head."""
+    """Return the weights of these heads' norms [H, K], which are stored as one tensor or as one per head."""
     if not weights.has(f"{prefix}0.{kind}"):
         all_HK = weights.read_float32(f"{prefix}{kind}", count, spec.head_dim)
         return all_HK[heads.start : heads.stop]
@@ -335,7 +335,7 @@ def _read_each_head(
 
 
 class FullNorm:
-    """Norms over all query heads together and over all key heads together, across ranks."""
+    """Norms over all query heads together, and over all key heads together, across ranks."""
 
     def __init__(
         self, spec: ModelSpec, weights: WeightReader, prefix: str, shard: ModelShard
@@ -353,16 +353,16 @@ class FullNorm:
         )
 
     def __call__(self, qk_THK: Tensor) -> Tensor:
-        """Return the normed queries and keys of this rank, [T, H + G, K]."""
+        """Return this rank's queries and keys [T, H + G, K], normed over the heads of all ranks."""
         q_THK, k_TGK = qk_THK.split(self._num_heads, 1)
         q_THK = self._norm(self._q_norm, q_THK, self._spec.num_heads)
         k_TGK = self._norm(self._k_norm, k_TGK, self._spec.num_kv_heads)
         return torch.cat((q_THK, k_TGK), 1)
 
     def _norm(self, norm: RMSNorm, x_THK: Tensor, num_heads: int) -> Tensor:
-        """Norm all heads of the model, and return this rank's."""
+        """Norm the heads of all ranks, and return this rank's heads."""
         tensor_parallel = self._shard.tensor_parallel
-        # If several ranks have the same heads, the heads of one of them are enough.
+        # If several ranks share the same heads, count these only once.
         step = max(1, tensor_parallel.size // num_heads)
         all_THK = torch.cat(tuple(tensor_parallel.stack(x_THK)[::step]), 1)
         own = tensor_parallel.part(num_heads)

@@ -19,16 +19,16 @@ from .weights import Rows, WeightReader
 
 
 class QueryRecorder(Protocol):
-    """Receives the queries of cross attention."""
+    """Receives the queries of cross attention. `Alignments` implements this protocol."""
 
     def record(self, layer: int, q_THK: Tensor) -> None:
-        """Take the queries of the step's tokens in a layer, before they are scaled."""
+        """Receive the queries of the step's tokens in one layer, before they are scaled."""
 
 
 class CrossAttention:
-    """Projection of queries, attention, output projection. Keys and values are stored when a request starts.
+    """The projection of queries, attention and the output projection. Keys and values are stored when a request starts.
 
-    `recorder` receives the queries of all steps, with the layer's `index`.
+    `recorder` receives the queries of all steps, together with the layer's `index`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CrossAttention:
         )
 
     def store(self, encoded_ED: Tensor, kv_cache: Tensor, metadata: Any) -> None:
-        """Store the keys and values of an encoder's outputs. `metadata` is that of a sequence of so many tokens."""
+        """Store the keys and values of an encoder's outputs. `metadata` describes a sequence with as many tokens."""
         kv_EGK = self._keys_and_values(encoded_ED).unflatten(-1, (-1, self._head_dim))
         k_EGK, v_EGK = kv_EGK.split(self._num_kv_heads, 1)
         self._backend.store(k_EGK, v_EGK, kv_cache, metadata, self._layer)

@@ -1,7 +1,7 @@
-"""The decoder for all model families; `ModelSpec` describes their differences and `ModelShard` the local part.
+"""The decoder for all model families. `ModelSpec` describes how they differ, and `ModelShard` which part is local.
 
-Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard,
-K head dimension, V vocabulary, P positions.
+Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads and G key/value heads of this shard, K head
+dimension, V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TOKEN_TYPES: Final = "embed_token_types.weight"
 
 
 class Decoder(TorchDecoder):
-    """The model of `spec`, or a shard of it, with its weights on one device.
+    """The model described by `spec`, or a shard of it, with its weights on one device.
 
     Args:
-        attention: Attention with the heads of the shard.
-        max_model_len: The longest sequence that will be served; some rotary embeddings depend on it.
-        loras: The adapters that requests may use.
+        attention: An attention backend with the heads of the shard.
+        max_model_len: The length of the longest sequence that will be served; some rotary embeddings depend on it.
+        loras: The LoRA adapters that requests may use.
 
     Raises:
         CheckpointError: A tensor is missing, has another shape than the spec says, or does not belong to the model.
@@ -113,7 +113,8 @@ class Decoder(TorchDecoder):
                 types = weights.read(_TOKEN_TYPES, spec.num_token_types, spec.hidden_size)
                 self._first_type_D = types[0]
                 if spec.tells_segments:
-                    # A token of the second type has the difference to the first one in its own embedding.
+                    # The row of the first type is added to every token, and this difference to tokens of the second
+                    # type.
                     self._second_type_D = types[1] - types[0]
             self._positions_PD: Tensor | None = None
             if spec.num_positions:
@@ -156,16 +157,16 @@ class Decoder(TorchDecoder):
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Fill the KV caches and return the hidden states [T, D] in `hidden_dtype`; those of the last stage are normed.
+        """Fill the KV caches, and return the hidden states [T, D] in `hidden_dtype`, normed on the last stage.
 
-        Hidden states between stages have all streams and the inputs of the further layers, [T, `stage_width`].
+        Between stages, hidden states include all streams and the inputs of later layers, [T, `stage_width`].
 
         Args:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
                 overwritten.
             positions_T: Integer positions.
-            kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
-            attn_metadata: The attention backend's metadata or the `StateBatch` for each KV-cache group.
+            kv_caches: One tensor per KV-cache group that a layer of the shard reads, in the order of the layers.
+            attn_metadata: For each KV-cache group, the attention backend's metadata or the `StateBatch`.
         """
         if self.shard.expert_group is not None:
             self.shard.expert_group.begin_round(self.join_round)
@@ -222,10 +223,10 @@ class Decoder(TorchDecoder):
         """Store the keys and values of an encoder's outputs in the caches of cross attention.
 
         Args:
-            encoded_ED: The outputs.
-            kv_caches: As for `forward`.
-            attn_metadata: The attention backend's metadata for each group of cross attention, as for a sequence of so
-                many tokens.
+            encoded_ED: The outputs of the encoder.
+            kv_caches: The same as for `forward`.
+            attn_metadata: For each cross-attention group, the attention backend's metadata of a sequence with as many
+                tokens.
         """
         caches = iter(kv_caches)
         encoded_ED = encoded_ED.to(self.hidden_dtype)
@@ -235,7 +236,7 @@ class Decoder(TorchDecoder):
                 layer.cross.store(encoded_ED, of_layer[-1], attn_metadata[layer.cache_groups[-1]])
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Give the queries of cross attention in all further steps to a recorder, or to none."""
+        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
         for index, layer in zip(self.shard.layers, self._layers, strict=True):
             if layer.cross is not None:
                 layer.cross.index, layer.cross.recorder = index, recorder
@@ -258,20 +259,20 @@ class Decoder(TorchDecoder):
         return x_TD + is_second_T1 * self._second_type_D
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the hidden states and the inputs of the layers that the previous stage sent."""
+        """Split what the previous stage sent into the hidden states and the inputs of the layers."""
         if self._embeds or self.spec.per_layer_inputs is None:
             return inputs, ()
         width = self.spec.stage_width(len(self.spec.layers))
         return inputs[:, :width], self._per_layer_parts(inputs[:, width:])
 
     def _per_layer_parts(self, inputs_TE: Tensor) -> Sequence[Tensor]:
-        """Return the inputs of each layer."""
+        """Return a separate tensor with the inputs of each layer."""
         assert self.spec.per_layer_inputs is not None
         return inputs_TE.split(self.spec.per_layer_inputs.size, -1)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model."""
+        """Return the logits [S, V] in float32, with the LoRA adapters of these slots; None for the base model."""
         change = None
         if self.loras is not None and self._head_changes is not None and slots_S is not None:
             change = partial(self._head_changes.apply, adapters=self.loras.of_slots(slots_S))
@@ -298,7 +299,7 @@ def _layer(
     shard: ModelShard,
     kernels: LayerKernels,
 ) -> AltUpLayer | DecoderLayer:
-    """Return the layer `layer` of a spec from `for_layer`."""
+    """Create one layer. `spec` must come from `for_layer`."""
     if spec.altup is not None:
         return AltUpLayer(spec, spec.altup, layer, weights, prefix, attention, shard, kernels)
     return DecoderLayer(spec, layer, weights, prefix, attention, shard, kernels)

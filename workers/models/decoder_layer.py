@@ -1,6 +1,6 @@
 """A layer of a decoder.
 
-Shapes: T tokens of a step, D hidden size, P the size of a layer's own inputs.
+Shapes: T tokens of a step, D hidden size, P size of a layer's own inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .weights import WeightReader
 
 
 def added(x_TD: Tensor, block_TD: Tensor | None, spec: ModelSpec, norm: RMSNorm | None) -> Any:
-    """Add a block's output to the residual stream in place, and return the stream, normed if there is a norm."""
+    """Add a block's output to the residual stream in place. Return the stream, normed if there is a norm."""
     if block_TD is None:
         return x_TD if norm is None else norm(x_TD)
     if norm is None:
@@ -42,7 +42,7 @@ def read_norm(
     kernels: LayerKernels,
     consumer: Linear | None = None,
 ) -> RMSNorm:
-    """Return the norm `name` over the hidden size."""
+    """Return the norm called `name` over the hidden size."""
     size = spec.hidden_size
     if spec.has_norm_weights:
         weight_D = weights.read_vector(f"{name}.weight", size) + spec.norm_weight_offset
@@ -69,7 +69,10 @@ def _attention(
 
 
 class DecoderLayer:
-    """Attention or a recurrent part, or both, and MLP or experts, each between its norms, on the residual stream."""
+    """A decoder layer: attention or a recurrent mixer or both, then an MLP or experts, each with its norms.
+
+    Each block reads the residual stream and adds its output to it.
+    """
 
     def __init__(
         self,
@@ -147,9 +150,9 @@ class DecoderLayer:
         caches: Sequence[tuple[Tensor, Any]],
         inputs_TP: Tensor | None,
     ) -> Tensor | None:
-        """Add the previous block's output to the stream `x_TD`, and return the output to be added next, if any.
+        """Add the previous block's output to the stream `x_TD`. Return it, and the output to be added next, if any.
 
-        `caches` are the tensors and the metadata of the layer's `cache_groups`, and `inputs_TP` the layer's own input.
+        `caches` are the tensors and the metadata of the layer's `cache_groups`. `inputs_TP` is the layer's own input.
         """
         if self.cache_groups:
             x = added(x_TD, block_TD, self._spec, self._attention_input_norm)
@@ -187,7 +190,7 @@ class DecoderLayer:
     def _read_source(
         self, cross: CrossAttention, x_TD: Tensor, block_TD: Tensor, cache: tuple[Tensor, Any]
     ) -> Tensor:
-        """Add the attention's output to the stream, and return that of the cross attention."""
+        """Add the attention's output to the stream, and return the output of the cross attention."""
         if self._spec.norms_stream:
             self._add_and_norm(x_TD, block_TD, self._attention_output_norm)
             return cross.forward(x_TD, *cache)
@@ -212,7 +215,7 @@ class DecoderLayer:
         tables: RotaryTables | None,
         caches: Sequence[tuple[Tensor, Any]],
     ) -> Tensor:
-        """Return the output of the attention and of the recurrent part."""
+        """Return the sum of the outputs of attention and recurrent mixer."""
         outputs = []
         if self._attention is not None:
             attended_TD = self._attention.forward(x, positions_T, tables, *caches[0])

@@ -1,4 +1,4 @@
-"""Dense layers of an embedding model, which multiply its pooled vectors (sentence-transformers' module Dense).
+"""Dense layers of an embedding model, which are applied to its pooled vectors (sentence-transformers' module Dense).
 
 Shapes: I input and O output features of a layer.
 """
@@ -29,7 +29,7 @@ _ACTIVATIONS: Final[dict[DenseActivation, Callable[[Tensor], Tensor]]] = {
 
 
 class DenseLayers:
-    """The layers, in float32. They read one vector at a time, so that it does not depend on the batch."""
+    """The dense layers, in float32. They read one vector at a time, so that a result does not depend on the batch."""
 
     def __init__(self, layers: list[tuple[DenseConfig, Tensor, Tensor | None]]) -> None:
         self._layers = layers

@@ -1,4 +1,4 @@
-"""The interface of encoders: what turns images, sounds and source texts into outputs that a decoder reads."""
+"""The interface of encoders, which turn images, sounds and source texts into outputs that a decoder reads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Encoder(Protocol):
-    """Computes embeddings for the data of encoder inputs, or the outputs that cross attention reads."""
+    """Computes the embeddings of encoder inputs, or the outputs that cross attention reads."""
 
     def encode(self, data: bytes) -> torch.Tensor:
-        """Return the outputs [rows, D] for the data of an input."""
+        """Return the outputs [rows, D] for the data of one input."""
 
     def warm_up(self) -> None:
-        """Encode an input that no request has."""
+        """Encode a dummy input, because kernels are prepared on first use."""

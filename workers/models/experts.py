@@ -1,8 +1,8 @@
 """A mixture of experts in place of a layer's MLP.
 
-Shapes: T tokens of a step, D hidden size, E experts, e those of this rank, C experts that a token chooses,
-A = T * C choices, ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. Where replicas
-divide the experts: N ranks, M messages that this rank sends, B messages that it receives; A are its own choices, or
+Shapes: T tokens of a step, D hidden size, E experts, e experts of this rank, C experts that a token chooses, A = T * C
+choices ordered by expert, F intermediate size, L size of the experts' inputs, which may be D. If replicas divide the
+experts: N ranks, M messages that this rank sends, B messages that it receives; A are then the rank's own choices, or
 those of the messages.
 """
 
@@ -25,7 +25,7 @@ from .mlp import MLP
 from .weights import WeightReader
 
 _SMALLEST_SUM = 1e-20
-"""Keeps the division by a sum of scores finite, as in the DeepSeek models."""
+"""Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models."""
 
 
 class Router:
@@ -79,7 +79,7 @@ class Router:
         return experts_TC, weights_TC * spec.scale
 
     def _mixed(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts and weights of the sparse mixer."""
+        """Return the experts and weights of the sparse mixer (Phi-3.5-MoE)."""
         experts, weights, left_TE = [], [], logits_TE
         for _ in range(self._spec.num_experts_per_token):
             best_T1, expert_T1 = left_TE.max(-1, keepdim=True)
@@ -91,7 +91,7 @@ class Router:
         return torch.cat(experts, -1), torch.cat(weights, -1)
 
     def _within_best_groups(self, choice_TE: Tensor) -> Tensor:
-        """Return the scores with those of experts outside of the best groups at minus infinity."""
+        """Return the scores, with minus infinity for experts outside of the best groups."""
         spec = self._spec
         groups = choice_TE.unflatten(-1, (spec.num_groups, -1))
         num_best = 1 if spec.group_score == "best" else 2
@@ -102,14 +102,14 @@ class Router:
 
 
 class Experts:
-    """The router, the experts of this rank, and the shared experts.
+    """The router, this rank's part of the experts, and the shared experts.
 
-    Ranks have a part of the intermediate elements of every expert, or with expert parallelism whole experts. If the
-    ranks of several replicas divide the experts, each row visits the ranks of the experts that it chose.
+    Ranks have a part of the intermediate elements of every expert or, with expert parallelism, whole experts. If the
+    ranks of several replicas divide the experts, each row is sent to the ranks of the experts that it chose.
     """
 
     gate_up = None
-    """A norm before it rounds for no product, since the router needs the exact values."""
+    """None, so that a norm before the experts does not round its output: the router needs exact values."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Experts:
                 ExpertChanges(each, weights.loras) for each in (adapted_gate_up, adapted_down)
             )
         self._gate_up = kernels.grouped_linear(gate_up, gate_up_biases)
-        # One rank of those that share an expert adds its bias.
+        # Of the ranks that share an expert, only one adds its bias.
         self._down = kernels.grouped_linear(down, down_biases if placement.adds_bias else [])
         self._activation = (
             kernels.gated_activation(spec.activation)
@@ -204,7 +204,7 @@ class Experts:
     def forward(self, x_TD: Any, router_x_TD: Any = None) -> Tensor:
         """Return the output [T, D] of the chosen and the shared experts.
 
-        `router_x_TD` is the router's input, by default that of the experts.
+        `router_x_TD` is the router's input, if it differs from the experts' input.
         """
         experts_TC, weights_TC = self._router(x_TD if router_x_TD is None else router_x_TD)
         x_TL = x_TD if self._to_latent is None else self._to_latent(x_TD)
@@ -219,7 +219,7 @@ class Experts:
         return y_TD if self._shared is None else y_TD.add_(self._shared_output(x_TD))
 
     def join_round(self, like: Tensor) -> None:
-        """Compute rows of other replicas in a round in which this one has none.
+        """Compute rows of other replicas in an exchange to which this one contributes none.
 
         The hidden states have the dtype and device of `like`.
         """
@@ -237,7 +237,7 @@ class Experts:
         expert_A = (experts_TC - self._placement.experts.start).flatten()
         if self._placement.elsewhere:
             is_elsewhere_A = (expert_A < 0) | (expert_A >= num_own)
-            # Choices of other ranks' experts come last, where no expert computes them.
+            # Sort choices of other ranks' experts to the end, where no expert computes them.
             expert_A = expert_A.masked_fill(is_elsewhere_A, num_own)
             weights_TC = weights_TC.masked_fill(is_elsewhere_A.view_as(weights_TC), 0.0)
         sorted_A, order_A = expert_A.sort(stable=True)
@@ -248,10 +248,11 @@ class Experts:
     def _exchange(
         self, group: ExpertGroup, x_TL: Tensor, experts_TC: Tensor, weights_TC: Tensor
     ) -> Tensor:
-        """Return the weighted sums [T, L] of outputs of all experts, and compute the rows of other ranks.
+        """Return the weighted sums [T, L] over all experts, and compute the rows that other ranks sent.
 
-        A message is a row, the numbers of the experts that it chose among those of the receiver, or -1, and the
-        choices' weights if they multiply inputs. A rank returns the outputs in the order of messages and choices.
+        A message is one row with the numbers of the experts that it chose, as numbered by the receiver, or -1. It
+        includes the weights of the choices if these multiply the inputs. A rank returns the outputs in the order of
+        messages and choices.
         """
         parts = group.parts(self._spec.num_experts)
         sizes_N = torch.tensor([len(part) for part in parts], device=x_TL.device)
@@ -289,16 +290,16 @@ class Experts:
         return self._kernels.combine(y_AL, order_A, weights_TC)
 
     def _inputs(self, x_TL: Tensor, order_A: Tensor, weights_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs [A, L] of ordered choices, and the weights of the outputs."""
+        """Return the inputs [A, L] of the ordered choices, and the weights for their outputs."""
         x_AL = x_TL[order_A // self._num_chosen]
         if not self._spec.scales_inputs:
             return x_AL, weights_TC
         return (x_AL * weights_TC.flatten()[order_A, None]).to(x_TL.dtype), weights_TC.sign()
 
     def _compute(self, x_AL: Tensor, expert_A: Tensor, token_A: Tensor | None = None) -> Tensor:
-        """Return the outputs of rows, which are ordered by the number of this rank's expert.
+        """Return the outputs of rows that are ordered by the number of this rank's expert.
 
-        `token_A` are the tokens of this step that they belong to, None if they are of other replicas.
+        `token_A` are the step's tokens to which the rows belong; None if the rows come from other replicas.
         """
         bounds_e = torch.arange(len(self._placement.experts), device=x_AL.device)
         ends_e = torch.searchsorted(expert_A, bounds_e, right=True, out_int32=True)
@@ -320,9 +321,9 @@ class Experts:
 
 
 class ExpertsBesideMLP:
-    """Experts that read the same hidden states as the layer's MLP, and norms around both.
+    """Experts in addition to the layer's MLP, both of which read the same hidden states, with norms around both.
 
-    The router's input has a norm with weights divided by the square root of the hidden size.
+    The norm of the router's input includes division by the square root of the hidden size.
     """
 
     def __init__(
@@ -348,7 +349,7 @@ class ExpertsBesideMLP:
         )
 
     def forward(self, mlp_TD: Tensor, x_TD: Tensor) -> Tensor:
-        """Return the sum of the MLP's output `mlp_TD` and that of the experts for the hidden states `x_TD`."""
+        """Return the sum of the MLP's output `mlp_TD` and the experts' output for the hidden states `x_TD`."""
         y_TD = self.experts.forward(self._input_norm(x_TD), self._router_norm(x_TD))
         total_TD: Tensor = self._mlp_output_norm(mlp_TD) + self._output_norm(y_TD)
         return total_TD

@@ -1,7 +1,7 @@
-"""Divides a model's layers into KV-cache groups of equal size.
+"""Divide a model's layers into KV-cache groups of equal size.
 
-The unit of size is the cache tensor, which holds one layer with the most elements for a token, or several layers with
-fewer.
+The size of a group is its number of cache tensors. A cache tensor holds one layer with the most elements per token, or
+several layers with fewer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..layers.spec import Chunk, LayerSpec, ModelSpec, Window
 
 
 class _Attention(NamedTuple):
-    """Attention with a window, or full attention, and the number of layers that share a cache tensor."""
+    """Full or windowed attention: its window, key/value heads, and how many such layers share a cache tensor."""
 
     window: Window | None
     layers_per_tensor: int
@@ -26,7 +26,7 @@ class _Attention(NamedTuple):
 
 
 class _CrossAttention(NamedTuple):
-    """Attention to the outputs of an encoder."""
+    """Attention to the outputs of an encoder, at most `max_positions` of them."""
 
     max_positions: int
 
@@ -35,14 +35,14 @@ _Kind: TypeAlias = _Attention | RecurrentLayer | _CrossAttention
 
 
 def group_layers(spec: ModelSpec, max_model_len: int, ranks: int = 1) -> ModelSpec:
-    """Return the spec with every layer assigned to a group: full attention first, then states, then cross attention.
+    """Return the spec with every layer assigned to groups, ordered: full attention, windows, states, cross attention.
 
-    Layers with a window have groups of their own, unless no sequence is longer than the window, and so have layers with
-    other key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another
+    Layers with a window have groups of their own, unless no sequence exceeds the window. So do layers with other
+    key/value heads. Layers with attention and a state are in two groups. A layer that reads the cache of another layer
     is in the same group. The group size is chosen so that few groups are incomplete. `ranks` is the tensor-parallel
     size.
 
-    There are no indexers if no sequence is longer than the number of keys that they choose.
+    Indexers are dropped if no sequence exceeds the number of keys that they choose.
     """
     spec = _without_needless_indexers(spec, max_model_len)
     kinds = [_kinds(spec, layer, max_model_len, ranks) for layer in spec.layers]
@@ -84,7 +84,7 @@ def _without_needless_indexers(spec: ModelSpec, max_model_len: int) -> ModelSpec
 
 
 def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, ...]:
-    """Return the KV-cache groups of a spec from `group_layers`."""
+    """Return the KV-cache groups of a spec that `group_layers` has returned."""
     groups = {
         group: _kv_cache_group(kind)
         for layer in spec.layers
@@ -97,7 +97,7 @@ def kv_cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVCacheGroup, 
 
 
 def _kinds(spec: ModelSpec, layer: LayerSpec, max_model_len: int, ranks: int) -> list[_Kind]:
-    """Return what the layer stores, in the order of its `cache_groups`."""
+    """Return the kinds of cache that the layer needs, in the order of its `cache_groups`."""
     kinds: list[_Kind] = []
     if layer.attends and layer.kv_source is None:
         kinds.append(

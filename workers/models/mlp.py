@@ -33,7 +33,7 @@ class MLP:
         sparsity: float = 0.0,
     ) -> None:
         self._tensor_parallel, self._intermediate = shard.tensor_parallel, intermediate
-        # The standard deviations above the mean that this part of a normal distribution is below.
+        # The number of standard deviations above the mean below which this fraction of a normal distribution lies.
         self._threshold = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._gate_multiplier, self._multiplier = spec.gate_multiplier, spec.mlp_multiplier
         hidden = spec.hidden_size
@@ -77,7 +77,7 @@ class MLP:
         return y_TD if self._multiplier == 1.0 else y_TD.mul_(self._multiplier)
 
     def _sparse(self, gate_TF: Tensor, threshold: float) -> Tensor:
-        """Return the gates above their mean plus `threshold` standard deviations, less that; 0 for the others."""
+        """Subtract mean + `threshold` standard deviations from the gates, and set negative results to 0."""
         x_TF, count = gate_TF.float(), self._intermediate
         mean_T1 = self._tensor_parallel.sum(x_TF.sum(-1, keepdim=True)) / count
         squares_T1 = self._tensor_parallel.sum((x_TF - mean_T1).square().sum(-1, keepdim=True))
@@ -85,7 +85,7 @@ class MLP:
 
 
 def read_xielu(weights: WeightReader, prefix: str) -> XIELU:
-    """Return the activation with the trained numbers of one layer."""
+    """Return the xIELU activation with the trained parameters of one layer."""
     alpha_p, alpha_n = (
         weights.read_vector(f"{prefix}{name}", 1) for name in ("alpha_p", "alpha_n")
     )

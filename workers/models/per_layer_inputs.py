@@ -1,6 +1,6 @@
-"""Inputs of each layer beside the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4).
+"""Per-layer embeddings (PLE of Gemma 3n and 4): for each token, every layer has an input besides the hidden state.
 
-Shapes: T tokens of a step, D hidden size, L layers, P elements of a token's input of one layer.
+Shapes: T tokens of a step, D hidden size, L layers, P elements of a token's input for one layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .weights import WeightReader
 
 
 class PerLayerInputs:
-    """Computes the inputs of all layers in the first stage."""
+    """Computes the inputs of all layers. Runs in the first stage."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PerLayerInputs:
         self._norm = kernels.norm(weight_P + spec.norm_weight_offset, spec.norm_eps)
 
     def __call__(self, input_ids_T: Tensor, x_TD: Tensor) -> Tensor:
-        """Return the inputs [T, L * P] of tokens with the scaled embeddings `x_TD`."""
+        """Return the inputs [T, L * P] for tokens with the scaled embeddings `x_TD`."""
         known_T = input_ids_T.masked_fill(input_ids_T >= self._spec.vocab_size, 0)
         stored_TLP = (
             self._embed(known_T).mul_(self._table_scale).unflatten(-1, (-1, self._spec.size))
@@ -57,7 +57,7 @@ class PerLayerInputs:
 
 
 class PerLayerBlock:
-    """The last block of a layer: a gate on the layer's input, between two products, and a norm."""
+    """The last block of a layer: a product whose result gates the layer's input, another product, and a norm."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PerLayerBlock:
         self._norm = kernels.norm(weight_D + spec.norm_weight_offset, spec.norm_eps)
 
     def forward(self, x_TD: Tensor, inputs_TP: Tensor) -> Tensor:
-        """Return what the block adds to the hidden states `x_TD`."""
+        """Return the block's output, which is added to the hidden states `x_TD`."""
         gated_TP = self._activation(self._gate(x_TD)) * inputs_TP
         block_TD: Tensor = self._norm(self._project(gated_TP))
         return block_TD

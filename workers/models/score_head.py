@@ -27,13 +27,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _NAMES: Final = ("dense", "norm", "output")
 
 _Layer = tuple[Tensor, Tensor | None]
-"""A weight and a bias."""
+"""A weight, and a bias or None."""
 
 
 class ScoreHead:
-    """The head of `spec`, in float32. It reads one vector at a time, so scores do not depend on the batch.
+    """The classification head of `spec`, in float32.
 
-    LoRA adapters may change or replace its layers.
+    It reads one vector at a time, so that scores do not depend on the batch. LoRA adapters may change or replace its
+    layers.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ScoreHead:
         return None if spec.score_head is None else cls(spec, weights, loras)
 
     def pack(self, changes: Sequence[Change | None]) -> dict[str, _Layer]:
-        """Return the layers with an adapter."""
+        """Return the head's layers as changed by an adapter."""
         names = [name for name in _NAMES if name in self._layers]
         layers = dict(self._layers)
         for name, change in zip(names, changes, strict=True):
@@ -100,14 +101,14 @@ class ScoreHead:
         return layers
 
     def install(self, number: int, packed: dict[str, _Layer] | None) -> None:
-        """Give this number to an adapter."""
+        """Put an adapter in place of the one that had this number; None if it does not change the head."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed
 
     @torch.inference_mode()
     def __call__(self, vector_D: Tensor, adapter: int = -1) -> Tensor:
-        """Return the scores [L] of the classes, with the adapter of this number or that of none."""
+        """Return the scores [L] of the classes, with the adapter of this number, or -1 for none."""
         layers = self._installed.get(adapter, self._layers)
         if "dense" in layers:
             vector_D = self._activation(F.linear(vector_D, *layers["dense"]))

@@ -1,4 +1,4 @@
-"""The common part of decoders in torch: sampling from their logits.
+"""The base class of decoders in torch, which adds sampling from their logits.
 
 Shapes: T tokens of a step, S of them sampled, D hidden size, V vocabulary.
 """
@@ -27,25 +27,25 @@ from .score_head import ScoreHead
 
 
 class TorchDecoder(ABC):
-    """A model, or a shard of it, with its weights on one device."""
+    """A model, or a shard of it, in torch, with its weights on one device."""
 
     loras: LoraAdapters | None = None
-    """The adapters that requests may use."""
+    """The LoRA adapters that requests may use; None without --enable-lora."""
 
     score_head: ScoreHead | None = None
-    """The model's classification head."""
+    """The model's classification head, if it has one."""
 
     encoder: Encoder | None = None
-    """The encoder of the model's images, sounds or sources."""
+    """The encoder of the model's images, sounds or sources, if it has one."""
 
     is_foreign = False
-    """True if the layers are those of transformers."""
+    """True if the layers are computed by transformers' code instead of Engine's."""
 
     placed: Placed | None = None
-    """The encoder outputs that the tokens of the current step read."""
+    """The encoder outputs that the tokens of the current step read, if any."""
 
     rotary_T3: Tensor | None = None
-    """The rotary positions of the current step where they differ from its positions, integers [T, 3]."""
+    """The rotary positions of the current step, integers [T, 3]; None if they equal the token positions."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TorchDecoder(ABC):
         kv_caches: Sequence[Tensor],
         attn_metadata: Sequence[Any],
     ) -> Tensor:
-        """Fill the KV caches and return the hidden states [T, D] in `hidden_dtype`; those of the last stage are normed.
+        """Fill the KV caches, and return the hidden states [T, D] in `hidden_dtype`, normed on the last stage.
 
         Args:
             inputs: Token ids [T] for the first stage, else hidden states [T, D] of the previous stage, which are
@@ -82,23 +82,23 @@ class TorchDecoder(ABC):
     def store_source(
         self, encoded_ED: Tensor, kv_caches: Sequence[Tensor], attn_metadata: Mapping[int, Any]
     ) -> None:
-        """Store the keys and values of an encoder's outputs; only decoders with cross attention have any."""
+        """Store the keys and values of an encoder's outputs. Only decoders with cross attention implement this."""
         raise NotImplementedError
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Give the queries of cross attention to a recorder; only decoders with cross attention have any."""
+        """Pass the queries of cross attention to a recorder. Only decoders with cross attention implement this."""
         raise NotImplementedError
 
     def join_round(self) -> None:
-        """Compute rows of other replicas, if these divide the experts."""
+        """Compute rows of other replicas, if replicas divide the experts."""
         raise NotImplementedError
 
     @abstractmethod
     def compute_logits(self, hidden_SD: Tensor, slots_S: Int32Array | None = None) -> Tensor:
-        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model."""
+        """Return the logits [S, V] in float32, with the LoRA adapters of these slots; None for the base model."""
 
     def make_sampler(self, batch: PersistentBatch) -> TorchSampler:
-        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from now on."""
         self._sampler = TorchSampler(
             batch.num_slots, self.spec.vocab_size, batch.device, self.kernels.choose_tokens
         )

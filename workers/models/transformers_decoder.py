@@ -1,10 +1,10 @@
 """A decoder of any family that the installed transformers has, with Engine's paged attention and sampler.
 
-Families without a spec of their own run as transformers' module. Its attention interface calls Engine's attention,
-which keeps the keys and values; the module sees the tokens of all requests of a step as one sequence.
+Families for which Engine has no spec run as a module of transformers. The module's attention interface calls Engine's
+attention, which stores keys and values. The module sees the tokens of all requests of a step as one sequence.
 
-Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads, G key/value heads, K head dimension,
-V vocabulary.
+Shapes: T tokens of a step, S of them sampled, D hidden size, H query heads, G key/value heads, K head dimension, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 @dataclass(frozen=True, slots=True)
 class _SeenLayer:
-    """The arguments with which a layer calls the attention."""
+    """The arguments with which a layer called the attention in a trial run."""
 
     num_heads: int
     num_kv_heads: int
@@ -57,11 +57,11 @@ def has_transformers() -> bool:
 
 
 class TransformersModel:
-    """A module of transformers, without weights, and the `ModelSpec` that its calls of the attention show.
+    """A module of transformers without weights, and a `ModelSpec` derived from its calls of the attention.
 
     Args:
         path: A directory with a config.json.
-        trusts_remote_code: Whether Python code of the checkpoint may run.
+        trusts_remote_code: If true, Python code in the checkpoint may run.
 
     Raises:
         CheckpointError: transformers does not have this architecture, or it cannot run with paged attention.
@@ -76,7 +76,7 @@ class TransformersModel:
                 "--model-impl transformers needs the package transformers: "
                 "pip install 'engine-serve[transformers]'"
             )
-        # Importing it takes seconds, which other models should not pay for.
+        # Imported here, because importing transformers takes seconds that other models should not spend.
         transformers: Any = importlib.import_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         self.path = path
@@ -106,7 +106,7 @@ class TransformersModel:
     def _note(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Note the arguments of one layer's attention, and return an empty result of its shape."""
+        """Record the arguments of one layer's attention, and return an empty result of its shape."""
         for name in ("s_aux", "alibi", "position_bias"):
             if options.get(name) is not None:
                 raise NotImplementedError(f"its attention has {name}")
@@ -158,7 +158,7 @@ class TransformersModel:
         )
 
     def load(self, dtype: torch.dtype, device: torch.device, attend: AttentionFunction) -> Any:
-        """Return the module with its weights, which calls `attend`."""
+        """Return the module with its weights. Its attention calls `attend`."""
         self._transformers.AttentionInterface.register(_ATTENTION, attend)
         try:
             module: Any = self._transformers.AutoModelForCausalLM.from_pretrained(
@@ -184,7 +184,7 @@ def run_module(module: Any, input_ids_T: Tensor, positions_T: Tensor) -> Any:
 
 
 class _GivenHiddenStates(nn.Module):
-    """Takes the place of the layers where only the head is wanted."""
+    """A module that replaces the layers when only the head is to be computed."""
 
     output_class: type
     hidden_SD: Tensor
@@ -194,11 +194,10 @@ class _GivenHiddenStates(nn.Module):
 
 
 class TransformersDecoder(TorchDecoder):
-    """The whole model, as transformers' module.
+    """The whole model as a module of transformers.
 
     Raises:
-        CheckpointError: The weights cannot be loaded, or the model computes other values when its tokens are divided
-            among steps.
+        CheckpointError: The weights cannot be loaded, or the results change if a sequence is divided among steps.
     """
 
     is_foreign = True
@@ -220,7 +219,7 @@ class TransformersDecoder(TorchDecoder):
         self._metadata: Sequence[Any] = ()
         self._module = model.load(dtype, attention.device, self._attend)
         self._given = _GivenHiddenStates()
-        # The head with all that a family does to logits, on given hidden states.
+        # Run the head of the family, including all that it does to logits, on given hidden states.
         self._head = copy.copy(self._module)
         self._head._modules = {
             **self._module._modules,
@@ -231,7 +230,7 @@ class TransformersDecoder(TorchDecoder):
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Attend as a layer of the module; queries [1, H, T, K], keys and values [1, G, T, K]."""
+        """Compute the attention of one layer: queries [1, H, T, K], keys and values [1, G, T, K]."""
         index: Any = module.layer_idx
         q_THK, k_TGK, v_TGK = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         attended_THK = self.attention.forward(
@@ -269,10 +268,10 @@ class TransformersDecoder(TorchDecoder):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compute a sequence at once, and again in two steps beside others.
+        """Compute a sequence in one step, and again in two steps together with other sequences.
 
         Raises:
-            CheckpointError: The results differ: layers see tokens by another way than the attention.
+            CheckpointError: The results differ, so layers depend on other tokens by other means than attention.
         """
         block_size, vocab_size = self.attention.block_size, self.spec.vocab_size
         num_blocks = -(-_SELF_CHECK_TOKENS // block_size)
@@ -284,7 +283,7 @@ class TransformersDecoder(TorchDecoder):
         tokens = np.random.default_rng(0).integers(0, vocab_size, (3, _SELF_CHECK_TOKENS))
 
         def hidden_states(*chunks: tuple[int, int, int]) -> Tensor:
-            """Return the hidden states of chunks, each of a sequence from one position to another."""
+            """Return the hidden states of chunks (sequence, start, stop), computed in one step."""
             step = _Chunks(np.array(chunks, np.int32), num_blocks, block_size)
             metadata = [self.attention.build(step.batch(), w) for w in self.spec.windows_by_group]
             ids_T = torch.from_numpy(np.concatenate([tokens[i, a:b] for i, a, b in chunks]))

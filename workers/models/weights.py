@@ -26,7 +26,7 @@ from .lora.linear import adapt
 from .lora.matrices import AdaptedMatrix, AdaptedRows
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with (loaded bytes, total bytes) as weights arrive."""
+"""A function that is called with (loaded bytes, total bytes) while weights are loaded."""
 
 _EMBEDDING = "embed_tokens.weight"
 _FIRST_OUTPUT = "layers.0.self_attn.o_proj.weight"
@@ -49,8 +49,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 class Rows:
     """Rows `part` of the module `name`, which has `total` rows.
 
-    With `order`, only those of them at these indices of the part, in this order. Without `has_bias`, a bias of them is
-    0 and not stored, even if other rows have one.
+    If `order` is given, it lists the rows to take, as indices within the part. Unless `has_bias`, the bias of these
+    rows is 0 and not stored, even if other rows of a product have one.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Rows:
 
 
 class WeightReader:
-    """Reads the text decoder's tensors, under whatever prefix the checkpoint uses.
+    """Reads the tensors of the text decoder, under whatever prefix the checkpoint uses, and checks their shapes.
 
-    Every tensor that `shard` (by default the whole model) uses must be read. `has_head` says whether the output
-    projection is a separate tensor, `has_embedding` whether the model starts from tokens. Quantized matrices are not
-    dequantized if `can_keep` accepts them. `tensor_names` is that of `ModelSpec`; all names of tensors here are the
-    translated ones. With `is_transposed` the layers' matrices are stored as [inputs, outputs], and read as [outputs,
-    inputs]. Products get the adapters of `loras`, if it is set.
+    `finish` checks that every tensor was read that belongs to `shard`, by default the whole model. `has_head` says
+    whether the output projection is a separate tensor, and `has_embedding` whether the model starts from tokens.
+    Quantized matrices stay quantized if `can_keep` accepts them. `tensor_names` are those of `ModelSpec`; all tensor
+    names here are the translated ones. If `is_transposed`, the matrices of the layers are stored as [inputs, outputs],
+    and returned as [outputs, inputs]. If `loras` is given, products add its adapters.
     """
 
     loras: LoraAdapters | None = None
@@ -141,11 +141,14 @@ class WeightReader:
         return torch_device(self._device)
 
     def read(self, name: str, *shape: int, part: range | None = None, dim: int = 0) -> Tensor:
-        """Return the decoder's tensor `name`, e.g. "layers.0.mlp.up_proj.weight", or a part of one dimension."""
+        """Return the decoder's tensor `name`, e.g.
+
+        "layers.0.mlp.up_proj.weight", or the range `part` of dimension `dim`.
+        """
         return self._read(self._prefix + name, shape, part, dim)
 
     def read_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        """Read a vector like `read`, but in float32, so that values stored with more bits than `dtype` keep them."""
+        """Read a vector in float32, so that values stored with more bits than `dtype` keep them."""
         return self._read(self._prefix + name, (size,), part, dtype=torch.float32)
 
     def read_float32(self, name: str, *shape: int) -> Tensor:
@@ -160,11 +163,11 @@ class WeightReader:
         return self._read(self._prefix + name, shape, dtype=torch.float32).flatten()
 
     def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a tensor has; a reader without a checkpoint takes the given one."""
+        """Return the shape of a tensor in the checkpoint. A reader without a checkpoint returns `default`."""
         return self._shape(name)
 
     def skip(self, prefixes: Sequence[str]) -> None:
-        """Do not expect the tensors with these prefixes to be read: another rank has them."""
+        """Mark the tensors with these prefixes as not needed, because another rank reads them."""
         start = tuple(self._prefix + prefix for prefix in prefixes)
         skipped = {name for name in self._unread if name.startswith(start)}
         self._unread -= skipped
@@ -177,10 +180,10 @@ class WeightReader:
     def rows(
         self, prefix: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]
     ) -> list[Rows]:
-        """Return the rows `parts` of the modules `names` with these numbers of rows.
+        """Return the rows `parts` of the modules `names`, which have `sizes` rows.
 
-        They may be stored as one module, whose name joins theirs: "gate_up_proj" for "gate_proj" and "up_proj", or
-        "up_gate_proj" if it has them in that order.
+        They may be stored as one module with a joint name: "gate_up_proj" for "gate_proj" and "up_proj", or
+        "up_gate_proj" if it stores them in that order.
         """
         for order in (range(len(names)), range(len(names))[::-1]):
             fused = "_".join(names[i].removesuffix("_proj") for i in order) + "_proj"
@@ -203,7 +206,7 @@ class WeightReader:
         ]
 
     def read_biases(self, rows: Sequence[Rows]) -> Tensor:
-        """Return the biases of rows of several modules."""
+        """Return the concatenated biases of rows of several modules."""
         parts = [
             r.select(self.read(f"{r.name}.bias", r.total, part=r.part))
             if r.has_bias
@@ -215,11 +218,11 @@ class WeightReader:
     def read_matrix(
         self, name: str, rows: int, columns: int, part: range | None = None, dim: int = 0
     ) -> Weight:
-        """Read a matrix for products, quantized if possible."""
+        """Return a matrix for products, quantized if it is stored so and can be kept."""
         return self._stacked([self._read_matrix(self._prefix + name, (rows, columns), part, dim)])
 
     def read_matrix_rows(self, rows: Sequence[Rows], columns: int) -> Weight:
-        """Read rows of several modules for products, quantized if all of them can be."""
+        """Return rows of several modules for products, quantized if all of them can be kept so."""
         names = (f"{self._prefix}{r.name}.weight" for r in rows)
         shapes = ((r.total, columns) for r in rows)
         parts = [
@@ -229,7 +232,7 @@ class WeightReader:
         return self._stacked([_ordered(part, r.order) for part, r in zip(parts, rows, strict=True)])
 
     def adapt_rows(self, linear: Linear, rows: Sequence[Rows], columns: int) -> Linear:
-        """Return the product with rows of several modules, with the LoRA adapters added."""
+        """Return a product with rows of several modules, to which LoRA adapters add."""
         parts = [
             AdaptedMatrix(AdaptedRows(r.name, r.total, r.select_from_all), columns) for r in rows
         ]
@@ -238,38 +241,38 @@ class WeightReader:
     def adapt_columns(
         self, linear: Linear, name: str, rows: int, columns: int, part: range
     ) -> Linear:
-        """Return the product with some columns of a module, with the LoRA adapters added."""
+        """Return a product with some columns of a module, to which LoRA adapters add."""
         matrix = AdaptedMatrix(AdaptedRows(name, rows, lambda x: x), columns, part)
         return adapt(linear, [matrix], self.loras, self.device)
 
     def read_head_bias(self, vocab_size: int, part: range | None = None) -> Tensor:
-        """Return the bias of the output projection, or a part of it. It may be stored as a row."""
+        """Return the bias of the output projection, or a part of it. It may be stored as a vector or as one row."""
         name = self._head.removesuffix("weight") + "bias"
         if self._stored_shape(name, (vocab_size,)) == (1, vocab_size):
             return self._read(name, (1, vocab_size), part, 1).flatten()
         return self._read(name, (vocab_size,), part)
 
     def read_head(self, vocab_size: int, hidden_size: int, part: range | None = None) -> Weight:
-        """Return the output projection, or rows of it, of a model that does not tie it to the embedding."""
+        """Return the output projection, or some rows of it. Not for models in which it is the embedding."""
         return self._stacked([self._read_matrix(self._head, (vocab_size, hidden_size), part)])
 
     def read_score_head(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of the classification head, which has no prefix, in float32."""
+        """Return a tensor of the classification head in float32. Its name has no prefix."""
         return self._read(f"score_head.{name}", shape, dtype=torch.float32)
 
     def read_token_rows(
         self, token_ids: Sequence[int], vocab_size: int, hidden_size: int, *, of_embedding: bool
     ) -> Tensor:
-        """Return the rows of tokens in the output projection, or in the embedding, in float32."""
+        """Return the rows of some tokens in the output projection, or in the embedding, in float32."""
         name = self._prefix + _EMBEDDING if of_embedding else self._head
         shape = vocab_size, hidden_size
         rows = [self._read(name, shape, range(i, i + 1), dtype=torch.float32) for i in token_ids]
         return torch.cat(rows)
 
     def read_kv_scales(self, prefix: str, num_kv_heads: int, heads: range) -> Tensor | None:
-        """Return the divisors of these heads' keys and values in an FP8 cache, float32 [2, G], or None.
+        """Return the divisors of these heads' keys and values in an FP8 cache, float32 [2, G]; None if none are stored.
 
-        A calibrated checkpoint has one number for a layer's keys and one for its values, or one for each head.
+        A calibrated checkpoint has one number per layer for keys and one for values, or one per head.
         """
         names = [f"{self._prefix}{prefix}{name}" for name in _KV_SCALES]
         if not self._stored.keys() >= set(names):
@@ -285,7 +288,7 @@ class WeightReader:
         return torch.stack(scales).to(self.device)
 
     def finish(self) -> None:
-        """Raise an error if tensors are left that the decoder does not use: the checkpoint is of another model."""
+        """Raise CheckpointError if tensors are left that the decoder does not use, as of another model."""
         if self._unread:
             raise self._error(
                 f"{len(self._unread)} tensors do not belong to a model of this configuration, "
@@ -339,7 +342,7 @@ class WeightReader:
             )
 
     def _mark_read(self, name: str) -> None:
-        """Mark a tensor as read, which it is from its first part on."""
+        """Mark a tensor as read, even if only a part of it was read."""
         if name in self._unread:
             self._unread.discard(name)
             self._loaded += self._size(name)
@@ -347,7 +350,7 @@ class WeightReader:
             self._on_progress(self._loaded, self._total)
 
     def _is_elsewhere(self, name: str, shard: ModelShard) -> bool:
-        """Return whether the tensor belongs to another stage."""
+        """Return whether the tensor belongs to another pipeline stage."""
         head = (self._head, self._head.removesuffix("weight") + "bias")
         name = name if name in head else name.removeprefix(self._prefix)
         if match := _LAYER.match(name):
@@ -386,7 +389,7 @@ def _ordered(matrix: Tensor | QuantizedMatrix, order: Tensor | None) -> Tensor |
 
 
 class DummyWeightReader(WeightReader):
-    """Creates random tensors in the shapes that are requested."""
+    """Creates random tensors with the shapes that are requested, for `LoadFormat.DUMMY`."""
 
     def __init__(self, checkpoint: DummyCheckpoint, dtype: torch.dtype, device: torch.device):
         self.checkpoint = checkpoint
@@ -413,7 +416,7 @@ class DummyWeightReader(WeightReader):
         return made_up(name, shape, dtype or self.dtype, self.device)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Accept any name and shape."""
+        """Do nothing, because any name and shape is right."""
 
     def _stored_shape(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
         return default
@@ -422,7 +425,7 @@ class DummyWeightReader(WeightReader):
 def weight_reader(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> WeightReader:
-    """Return the reader for the checkpoint's kind; `options` are arguments of `WeightReader`."""
+    """Return the reader for this kind of checkpoint. `options` are passed to `WeightReader`."""
     if isinstance(checkpoint, DummyCheckpoint):
         return DummyWeightReader(checkpoint, dtype, device)
     if device.type == "cuda":

@@ -1,6 +1,6 @@
-"""The supported model families: from a Hugging Face config to a `ModelSpec`.
+"""The supported model families: functions from a Hugging Face config to a `ModelSpec`.
 
-`registry` lists them; each other module has those of one lineage, as functions from config fields to a spec.
+`registry` lists all families. Every other module contains the families of one lineage.
 """
 
 from .registry import UnknownArchitecture, model_spec

@@ -1,4 +1,4 @@
-"""The common part of the families' mappings: the form of a family, and a Llama model to differ from."""
+"""What the families' modules have in common: the type `Family`, and the spec of a Llama model as a base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...layers.spec import Activation, LayerSpec, ModelSpec, QueryScaling, Score
 
 
 class Family(NamedTuple):
-    """A supported architecture, its `model_type`, and the function from its config to its spec."""
+    """A supported architecture, its `model_type`, and the function that maps its config to a spec."""
 
     architecture: str
     model_type: str
@@ -34,7 +34,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def base_spec(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: Any) -> ModelSpec:
-    """Return the spec of a Llama model with `differences`."""
+    """Return the spec of a Llama model, changed by `differences`."""
     num_heads, head_size = fields.integer("num_attention_heads"), head_dim(fields)
     activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
@@ -75,12 +75,12 @@ def with_score_head(
     Args:
         spec: The spec of the model without the head.
         fields: The model's config.
-        output: A regular expression for the start of the names of the head's output projection.
-        dense: The same for the product before it; None for a head without one.
-        dense_bias: Whether that product has a bias.
-        activation: The activation between them.
-        norm: The same for the norm after it; None for a head without one.
-        output_bias: Whether the output projection has a bias.
+        output: A regular expression for the prefix of the tensor names of the head's output projection.
+        dense: The same for the head's dense layer, which precedes it; None for a head without one.
+        dense_bias: True if the dense layer has a bias.
+        activation: The activation after the dense layer.
+        norm: A regular expression for the prefix of the norm after the activation; None for a head without one.
+        output_bias: True if the output projection has a bias.
     """
     head = ScoreHeadSpec(
         read_num_labels(fields),
@@ -101,14 +101,14 @@ def with_score_head(
         spec,
         score_head=head,
         tensor_names=(*names, *spec.tensor_names),
-        # There is no other head.
+        # A classifier has no output projection to the vocabulary.
         tie_word_embeddings=True,
         head_bias=False,
     )
 
 
 def head_dim(fields: ConfigFields) -> int:
-    """Return the head dimension, by default the hidden size divided by the number of heads."""
+    """Return the head dimension; by default, the hidden size divided by the number of heads."""
     default = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     return fields.integer("head_dim", default)
 
@@ -119,14 +119,14 @@ def uniform_layers(
     window: int | None = None,
     query_scaling: QueryScaling | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Return equal layers."""
+    """Return the specs of layers that are all equal."""
     return (LayerSpec(rope, window, query_scaling=query_scaling),) * fields.layer_count(
         "num_hidden_layers"
     )
 
 
 def sliding_layers(fields: ConfigFields, default: Callable[[int], bool]) -> list[bool]:
-    """Return whether each layer has a window; `default` applies if the config does not say."""
+    """Return for each layer whether it has a sliding window; `default` applies if the config does not say."""
     num_layers = fields.layer_count("num_hidden_layers")
     layer_types = fields.per_layer("layer_types", num_layers)
     if layer_types is None:
@@ -138,6 +138,6 @@ def sliding_layers(fields: ConfigFields, default: Callable[[int], bool]) -> list
 
 
 def attention_biases(fields: ConfigFields) -> dict[str, bool]:
-    """Return the differences of a spec whose `attention_bias` applies to all projections of the attention."""
+    """Return changes of a spec for configs whose `attention_bias` applies to all projections of the attention."""
     bias = fields.boolean("attention_bias", False)
     return {"qkv_bias": bias, "attention_output_bias": bias}

@@ -1,4 +1,4 @@
-"""Families of encoder-decoder models: the decoder's spec, which has that of the encoder as its source."""
+"""Families of encoder-decoder models. The decoder's spec contains the spec of the encoder as its `source`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WHISPER_DECODER_NAMES: Final = (
 _SOUND_ENCODER_NAMES: Final = (
     (r"^(model\.)?decoder\..*", ""),
     (r"^proj_out\..*", ""),
-    # These are read with the convolutions.
+    # These tensors are loaded together with the convolutions.
     (r"^(model\.)?encoder\.(conv\d|groupnorm|embed_positions)\..*", ""),
     (r"^(model\.)?encoder\.", ""),
 )
@@ -72,21 +72,21 @@ _MOONSHINE_MLP_NAMES: Final = ((r"\.mlp\.fc2\.", ".mlp.down_proj."),)
 
 
 def _with_source(decoder: ModelSpec, source: SourceSpec) -> ModelSpec:
-    """Return a decoder whose layers read the outputs of an encoder."""
+    """Return a decoder whose layers attend to the outputs of an encoder."""
     encoder = replace(source.encoder, is_causal=False, has_head=False)
     layers = tuple(replace(layer, reads_source=True) for layer in decoder.layers)
     return replace(decoder, layers=layers, source=replace(source, encoder=encoder))
 
 
 def _encoder_fields(fields: ConfigFields, **names: str) -> ConfigFields:
-    """Return the fields of the encoder under Llama's names, given its own names for them."""
+    """Return the encoder's fields under Llama's names, given the names that this family uses."""
     return fields.with_values(
         {name: fields.get(other) for name, other in names.items() if fields.get(other) is not None}
     )
 
 
 def _bart_fields(fields: ConfigFields) -> tuple[ConfigFields, ConfigFields]:
-    """Return the fields of the decoder and of the encoder."""
+    """Return the fields of the decoder and those of the encoder."""
     fields = fields.with_defaults(
         rms_norm_eps=1e-5,
         hidden_act=fields.text("activation_function", "gelu"),
@@ -149,7 +149,7 @@ def _whisper(fields: ConfigFields) -> ModelSpec:
 def _bart_model(fields: ConfigFields, **differences: Any) -> ModelSpec:
     decoder, encoder = _bart_fields(fields)
     positions = max_source_positions(fields)
-    # Positions count from the third row of the table.
+    # The first two rows of the position table are unused.
     common = differences | {
         "num_positions": positions,
         "position_offset": 2,

@@ -1,4 +1,4 @@
-"""Families of bidirectional encoders with learned positions, which embed text."""
+"""Families of bidirectional text encoders with learned positions, such as BERT."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ POST_NORMED: Final[dict[str, Any]] = {
     "qkv_bias": True,
     "attention_output_bias": True,
     "mlp_bias": True,
-    # The head is not used.
+    # The masked-language-model head is not used.
     "tie_word_embeddings": True,
 }
-"""The differences of BERT from Llama, but for the names of its tensors."""
+"""The fields in which BERT's spec differs from Llama's, except for the names of tensors."""
 
 
 def _encoder_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
-    """Return the spec of a BERT model with `differences`."""
+    """Return the spec of a BERT model, changed by `differences`."""
     bert = POST_NORMED | {"tensor_names": _BERT_NAMES}
     return base_spec(fields, uniform_layers(fields, None), **bert | differences)
 
@@ -95,7 +95,7 @@ def _bert(fields: ConfigFields) -> ModelSpec:
 
 def _roberta(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(hidden_act="gelu", rms_norm_eps=1e-5, type_vocab_size=1)
-    # Positions count from the row after that of padding.
+    # Positions start at the row after the padding token's.
     offset = fields.integer("pad_token_id", 1, minimum=0) + 1
     fields = fields.with_values(
         {"max_position_embeddings": fields.integer("max_position_embeddings", 514) - offset}
@@ -123,7 +123,7 @@ def _mpnet(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(
         hidden_act="gelu", rms_norm_eps=1e-12, max_position_embeddings=512, vocab_size=30527
     )
-    # Positions count from the row after that of padding, which is always 1.
+    # Positions start at the row after the padding token's, which is always 1.
     fields = fields.with_values(
         {"max_position_embeddings": fields.integer("max_position_embeddings") - 2}
     )

@@ -1,4 +1,4 @@
-"""The families with mixtures of experts."""
+"""Families with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_experts(
     has_experts: Callable[[int], bool] = lambda _: True,
     **differences: Any,
 ) -> ModelSpec:
-    """Return the spec with experts in the layers whose index `has_experts` accepts."""
+    """Return the spec with experts in those layers whose index `has_experts` accepts."""
     layers = tuple(
         replace(layer, experts=experts) if has_experts(i) else layer
         for i, layer in enumerate(spec.layers)
@@ -64,10 +64,10 @@ def read_experts(
     intermediate_size: str = "moe_intermediate_size",
     **differences: Any,
 ) -> ExpertsSpec:
-    """Return the experts by the names of fields that most families have; the numbers are defaults.
+    """Return the description of the experts, by the field names of most families; the numbers are defaults.
 
     Raises:
-        CheckpointError: A number is missing, or more experts are to be chosen than there are.
+        CheckpointError: A number is missing, or a token would choose more experts than there are.
     """
     count = fields.integer(_first_of(fields, EXPERT_COUNTS), num_experts)
     return ExpertsSpec(
@@ -79,18 +79,21 @@ def read_experts(
 
 
 def _first_of(fields: ConfigFields, names: Sequence[str]) -> str:
-    """Return the first of these names that the config has."""
+    """Return the first of these names that the config contains."""
     return next((name for name in names if fields.get(name) is not None), names[0])
 
 
 def first_dense(fields: ConfigFields, default: int) -> Callable[[int], bool]:
-    """Return whether a layer has experts: all but the first, of which `default` is the usual number."""
+    """Return a function that says whether a layer has experts: all layers except the first ones.
+
+    The config has the number of the first ones; `default` is the usual number.
+    """
     first = fields.integer("first_k_dense_replace", default, minimum=0)
     return lambda i: i >= first
 
 
 def has_sparse_step(fields: ConfigFields) -> Callable[[int], bool]:
-    """Return whether a layer has experts, by its index: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Return a function that says whether a layer has experts, by `decoder_sparse_step` and `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
     return lambda i: i not in dense and (i + 1) % step == 0
@@ -99,7 +102,7 @@ def has_sparse_step(fields: ConfigFields) -> Callable[[int], bool]:
 def has_listed_experts(
     fields: ConfigFields, default: Callable[[int], bool]
 ) -> Callable[[int], bool]:
-    """Return whether a layer has experts by `mlp_layer_types`; `default` applies if the config does not say."""
+    """Return a function that says whether a layer has experts, by `mlp_layer_types`; else `default` is used."""
     kinds = fields.per_layer("mlp_layer_types", fields.layer_count("num_hidden_layers"))
     return default if kinds is None else lambda i: kinds[i] == "sparse"
 
@@ -154,7 +157,7 @@ def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def _qwen3_vl_moe(fields: ConfigFields) -> ModelSpec:
-    # The weights of chosen experts always sum to 1.
+    # The weights of the chosen experts always sum to 1, whatever the config says.
     fields = fields.with_values({"norm_topk_prob": True})
     return _qwen3_moe(interleaved_axes(fields.with_defaults(num_key_value_heads=16)))
 
@@ -186,7 +189,7 @@ def _flex_olmo(fields: ConfigFields) -> ModelSpec:
 
 
 def granite_experts(fields: ConfigFields) -> ExpertsSpec:
-    """Return the experts of a Granite model, with shared ones if it has a size of them."""
+    """Return the experts of a Granite model. It has shared experts if the config has a size for them."""
     return read_experts(
         fields,
         8,
@@ -201,7 +204,7 @@ def _granite_moe(fields: ConfigFields) -> ModelSpec:
 
 
 def deepseek_experts(fields: ConfigFields) -> ExpertsSpec:
-    """Return the experts of DeepSeek-V3, which several families took over."""
+    """Return the experts of DeepSeek-V3, whose form several families have adopted."""
     size = fields.integer("moe_intermediate_size")
     return read_experts(
         fields,
@@ -243,7 +246,7 @@ def _glm4_moe_images(fields: ConfigFields) -> ModelSpec:
 
 
 def unused_layers(fields: ConfigFields) -> TensorNames:
-    """Return the translation that drops the layers after the last, which predict further tokens."""
+    """Return a tensor-name translation that drops the layers after the last, which are for multi-token prediction."""
     first = fields.layer_count("num_hidden_layers")
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     count = fields.integer(_first_of(fields, names), 0, minimum=0)
@@ -349,7 +352,7 @@ def _phimoe(fields: ConfigFields) -> ModelSpec:
         head_bias=fields.boolean("lm_head_bias", False),
         **attention_biases(fields),
     )
-    # The sparse mixer is defined for two experts, whatever the config says.
+    # The sparse mixer is only defined for two experts per token.
     experts = read_experts(
         fields.with_values({"num_experts_per_tok": 2}),
         16,

@@ -51,7 +51,7 @@ def _gemma(fields: ConfigFields, layers: tuple[LayerSpec, ...], **differences: A
 
 def _gemma1(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(tie_word_embeddings=True)
-    # Some configs on the hub name the exact activation, with which the models were not trained.
+    # Some configs on the hub name the exact GELU, but the models were trained with the tanh approximation.
     fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh", "hidden_activation": None})
     return llama(
         fields, norm_weight_offset=1.0, embedding_scale=fields.integer("hidden_size") ** 0.5
@@ -75,7 +75,7 @@ def _vault_gemma(fields: ConfigFields) -> ModelSpec:
 
 
 def _gemma3(fields: ConfigFields) -> ModelSpec:
-    # The configs on the hub leave out whatever is their class's default.
+    # The configs on the hub omit fields whose values are the defaults of their class.
     fields = fields.with_defaults(**_GEMMA_DEFAULTS, **DEFAULTS_OF_GEMMA3)
     local_rope = read_rope_of_layer_type(
         fields,
@@ -92,11 +92,11 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
     window = fields.optional_integer("sliding_window")
     is_encoder = fields.get("use_bidirectional_attention") is True
     if is_encoder and window is not None:
-        # A token sees as many tokens behind it as before it.
+        # The window extends as far after a token as before it.
         window = window // 2 + 1
     local = LayerSpec(local_rope, window)
     layers = tuple(local if sliding else LayerSpec(global_rope) for sliding in slides)
-    # Its configs may name an attn_logit_softcapping, which the models do not have.
+    # Some configs have an attn_logit_softcapping, which the models do not use.
     return _gemma(fields, layers, qk_norm="head", is_causal=not is_encoder)
 
 
@@ -138,9 +138,10 @@ _GEMMA3N_DEFAULTS = {
 def _gemma_with_shared_layers(
     fields: ConfigFields, layers: list[LayerSpec], **differences: Any
 ) -> ModelSpec:
-    """Return the spec of Gemma 3n or 4: the last layers read the keys and values of the last layer of their kind.
+    """Return the spec of Gemma 3n or 4, whose last layers read the keys and values of an earlier layer of their kind.
 
-    Checkpoints may have keys and values for those layers, too, which nothing reads.
+    That is the last layer of the kind with keys and values of its own. Checkpoints may contain unused keys and values
+    for the later ones.
     """
     num_own = len(layers) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     if num_own < 1:
@@ -233,7 +234,7 @@ def _gemma4(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(**_GEMMA4_DEFAULTS)
     num_layers = fields.layer_count("num_hidden_layers")
     slides = sliding_layers(fields, lambda i: (i + 1) % 6 != 0)
-    # The last layer attends to everything, whatever the config says.
+    # The last layer has full attention, whatever the config says.
     slides[-1] = False
     local_size, num_local = head_dim(fields), fields.integer("num_key_value_heads")
     shares_projection = fields.boolean("attention_k_eq_v", False)
@@ -244,7 +245,7 @@ def _gemma4(fields: ConfigFields) -> ModelSpec:
         fields, "sliding_attention", local_size, theta_field="rope_local_base_freq", theta=1e4
     )
     if fields.get("rope_parameters") is None:
-        # The defaults of transformers.
+        # Use the defaults of transformers.
         parameters = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}
         }
@@ -298,9 +299,9 @@ def _gemma4_unified(fields: ConfigFields) -> ModelSpec:
 def _global_layer_fields(
     fields: ConfigFields, slides: list[bool], shares_projection: bool
 ) -> ConfigFields:
-    """Return the head size and the number of key/value heads of the layers with full attention.
+    """Return the head size and the number of key/value heads of the full-attention layers.
 
-    Older configs have fields of their own for them, newer ones a section for each layer.
+    Older configs have separate fields for them, newer ones a section per layer.
     """
     num_kv_heads = fields.integer("num_key_value_heads")
     per_layer = fields.section("per_layer_config")
@@ -311,7 +312,7 @@ def _global_layer_fields(
         return fields.with_values({"head_dim": size, "num_key_value_heads": num_kv_heads})
     same = {"head_dim": head_dim(fields), "num_key_value_heads": num_kv_heads}
     found = [same] * len(slides)
-    # Numbers of layers may have leading zeros.
+    # Layer numbers may have leading zeros.
     for name in per_layer.config:
         section = per_layer.section(name)
         if not name.isdecimal() or int(name) >= len(slides) or section is None:

@@ -1,4 +1,4 @@
-"""GPT-2 and the families of its time: layer norms, biases and an MLP without a gate."""
+"""GPT-2 and families of its time, which have layer norms, biases and an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MPT_NAMES = (
 
 
 def alibi_slopes(fields: ConfigFields) -> tuple[float, ...]:
-    """Return the slopes of ALiBi: a geometric series, and every other number of a finer one for the other heads.
+    """Return the slopes of ALiBi, one per head: a geometric series, then every other element of a finer series.
 
     Raises:
         CheckpointError: There are more heads than the hidden size has elements.
@@ -77,9 +77,9 @@ def alibi_slopes(fields: ConfigFields) -> tuple[float, ...]:
 def gpt_spec(
     fields: ConfigFields, *, has_biases: bool = True, has_groups: bool = False, **differences: Any
 ) -> ModelSpec:
-    """Return the spec of a model with layer norms and an MLP without a gate, with `differences`.
+    """Return the spec of a model with layer norms and an MLP without a gate, changed by `differences`.
 
-    With `has_groups`, several query heads may share a key/value head.
+    If `has_groups`, several query heads may share a key/value head.
     """
     gpt: dict[str, Any] = {
         "has_gate": False,
@@ -99,7 +99,7 @@ def gpt_spec(
 
 
 def _has_grouped_qkv(fields: ConfigFields) -> bool:
-    """Return whether the fused projection is divided by heads; in GGUF files it is not."""
+    """Return whether the rows of the fused projection are grouped by head. In GGUF files they are not."""
     return fields.boolean("has_grouped_qkv", True)
 
 
@@ -114,7 +114,7 @@ def _gpt2(fields: ConfigFields) -> ModelSpec:
         fields,
         attention_scale=_attention_scale(fields),
         num_positions=fields.integer("max_position_embeddings"),
-        # GGUF files have matrices in the usual order.
+        # GGUF files store matrices in the usual order.
         has_transposed_matrices=fields.boolean("has_transposed_matrices", True),
         tensor_names=_GPT2_NAMES,
     )
@@ -133,7 +133,7 @@ def _gpt_bigcode(fields: ConfigFields) -> ModelSpec:
         fields,
         attention_scale=_attention_scale(fields),
         num_kv_heads=1 if is_multi_query else fields.integer("num_attention_heads"),
-        # With one key/value head the rows are those of all queries, the key and the value.
+        # With a single key/value head, the rows are all queries, then the key, then the value.
         has_grouped_qkv=not is_multi_query,
         num_positions=fields.integer("max_position_embeddings"),
         tensor_names=_GPT2_NAMES,
@@ -157,7 +157,7 @@ def _gpt_neo(fields: ConfigFields) -> ModelSpec:
 def _gpt_neo_windows(fields: ConfigFields) -> list[int | None]:
     """Return the window of each layer.
 
-    `attention_types` has pairs of a pattern and its number of repetitions.
+    `attention_types` is a list of pairs: a pattern, and how often it is repeated.
     """
     count, window = fields.layer_count("num_hidden_layers"), fields.integer("window_size", 256)
     kinds = fields.per_layer("attention_layers", count)
@@ -200,7 +200,10 @@ def _mpt(fields: ConfigFields) -> ModelSpec:
 
 
 def _mpt_slopes(num_heads: int, largest: float) -> tuple[float, ...]:
-    """Return the slopes of ALiBi from a series for a power of two of heads, of which every other one comes first."""
+    """Return MPT's slopes of ALiBi.
+
+    If the number of heads is no power of two, every other slope of the next one comes first.
+    """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2 ** (-largest * i / power) for i in range(1, power + 1)]
     if power != num_heads:
@@ -314,12 +317,12 @@ def _falcon(fields: ConfigFields) -> ModelSpec:
         layers=uniform_layers(fields, None if has_alibi else read_rope(fields, size)),
         has_biases=fields.boolean("bias", False),
         num_kv_heads=num_kv_heads,
-        # The models scale the slopes like the products of queries and keys.
+        # The models scale ALiBi's biases by the same factor as the products of queries and keys.
         alibi_slopes=tuple(slope * size**-0.5 for slope in slopes),
         is_parallel=is_parallel,
         norms=norms,
         has_grouped_qkv=_has_grouped_qkv(fields),
-        # GGUF files name the two norms otherwise.
+        # GGUF files have other names for the two norms.
         tensor_names=(*_MEGATRON_NAMES, (r"\.input_layernorm\.", ".ln_mlp."))
         if norms.mlp_input == "ln_mlp"
         else _MEGATRON_NAMES,
@@ -348,7 +351,7 @@ def _persimmon(fields: ConfigFields) -> ModelSpec:
 
 def _biogpt(fields: ConfigFields) -> ModelSpec:
     is_scaled = fields.boolean("scale_embedding", True)
-    # The config's field is not that of its norms.
+    # The field of the config with this name is not the epsilon that the norms use.
     fields = fields.with_values({"layer_norm_eps": None, "rms_norm_eps": 1e-5}).with_defaults(
         hidden_act="gelu", tie_word_embeddings=True, max_position_embeddings=1024
     )

@@ -1,4 +1,4 @@
-"""Families whose layers are recurrent, except for some that attend."""
+"""Families with recurrent layers, and with attention in some layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GRANITE_DENSE_NAMES = (
 
 
 def recurrent_layer(fields: ConfigFields) -> RecurrentLayer:
-    """Return the recurrent layers of a family that has them."""
+    """Return the description of a family's recurrent layers."""
     layer = read_recurrent_layer(fields)
     if layer is None:
         raise fields.error(
@@ -68,7 +68,7 @@ def mixed_layers(
     attends: Callable[[int], bool],
     names: tuple[str, ...] = ("layer_types", "layers_block_type"),
 ) -> tuple[LayerSpec, ...]:
-    """Return layers that either attend or are recurrent; `attends` applies if the config does not say."""
+    """Return layers with either attention or a recurrent mixer; `attends` applies if the config does not say."""
     count = fields.layer_count("num_hidden_layers")
     recurrent = LayerSpec(None, recurrent=recurrent_layer(fields), attends=False)
     kinds = next((kinds for name in names if (kinds := fields.per_layer(name, count))), None)
@@ -113,7 +113,7 @@ def _lfm2(fields: ConfigFields) -> ModelSpec:
 
 
 def _lfm3(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of an LFM3: some layers of an LFM2 with windows, norms of outputs, and a gate for each head."""
+    """Return the spec of an LFM3: an LFM2 with windows in some layers, norms of block outputs, and gated heads."""
     fields = fields.with_defaults(
         block_auto_adjust_ff_dim=False,
         head_dim=128,
@@ -278,7 +278,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelSpec:
         raise fields.error("attention_bias with an attention_in_multiplier is not supported")
     gate, mlp = read_factors(fields, "mlp_multipliers", 2)
     layer = LayerSpec(read_rope(fields, head_size), recurrent=recurrent_layer(fields))
-    # The factors on queries, keys and values are applied to scores and outputs, which are linear in them.
+    # The factors on queries, keys and values are applied to scores and outputs instead, which are linear in them.
     return base_spec(
         fields,
         (layer,) * fields.layer_count("num_hidden_layers"),
@@ -331,7 +331,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelSpec:
         norms=NormNames(attention_input="norm", mlp_input="norm"),
         has_gate=False,
         mlp_bias=fields.boolean("mlp_bias", False),
-        # Transformers never ties them, whatever the config says.
+        # transformers never ties the embeddings, whatever the config says.
         tie_word_embeddings=False,
         tensor_names=(
             (r"\.mixer\.([qkvo]_proj)\.", r".self_attn.\1."),
@@ -408,7 +408,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
         raise fields.error("mla_use_nope: false is not supported")
     own = fields.section("linear_attn_config")
     attending = None if own is None else _indices(own, "full_attn_layers")
-    # Layers are numbered from 1 there.
+    # This config numbers layers from 1.
     layers = mixed_layers(
         fields,
         None,
@@ -419,7 +419,7 @@ def _kimi_linear(fields: ConfigFields) -> ModelSpec:
     spec = latent_spec(
         fields,
         layers=layers,
-        # As in Nemotron-H.
+        # The same as in Nemotron-H.
         tie_word_embeddings=False,
         tensor_names=(
             (rf"\.layers\.({recurrent})\.self_attn\.", r".layers.\1.mixer."),

@@ -1,4 +1,4 @@
-"""The families with multi-head latent attention."""
+"""Families with multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .llama import llama4_scaling
 
 
 def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
-    """Return the spec of a model with latent attention, with `differences`; by default its layers are equal."""
+    """Return the spec of a model with latent attention, changed by `differences`; by default all layers are equal."""
     latent = LatentSpec(
         fields.optional_integer("q_lora_rank"),
         fields.integer("kv_lora_rank"),
@@ -48,7 +48,7 @@ def latent_spec(fields: ConfigFields, **differences: Any) -> ModelSpec:
 
 
 def _scale_for_length(fields: ConfigFields) -> float:
-    """Return the factor on scores of a model whose context was extended."""
+    """Return the additional factor on attention scores for models whose context was extended by YaRN."""
     rope = fields.first_section("rope_scaling", "rope_parameters")
     weight = rope.number("mscale_all_dim", 0.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -79,7 +79,7 @@ def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
 
 
 def _with_sigmoid_experts(fields: ConfigFields, has_experts: Callable[[int], bool]) -> ModelSpec:
-    """Return the spec of DeepSeek-V3 with experts in these layers."""
+    """Return the spec of DeepSeek-V3, with experts in the layers that `has_experts` accepts."""
     is_interleaved = fields.boolean("rope_interleave", True)
     spec = latent_spec(fields, rope_order="interleaved" if is_interleaved else "half")
     return with_experts(
@@ -97,7 +97,7 @@ def _glm4_moe_lite(fields: ConfigFields) -> ModelSpec:
 def _sparse_latent(fields: ConfigFields) -> ModelSpec:
     """Return the spec of DeepSeek-V3.2 or GLM-5.
 
-    The indexers of a GLM-5 rotate pairs of neighbors, and some of its layers have none.
+    GLM-5's indexers rotate pairs of neighboring elements, and some of its layers have no indexer.
     """
     is_glm = fields.text("model_type") == "glm_moe_dsa"
     fields = fields.with_defaults(n_shared_experts=1, routed_scaling_factor=2.5)
@@ -126,7 +126,7 @@ def _sparse_latent(fields: ConfigFields) -> ModelSpec:
 
 
 def _with_indexers(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the layers, of which those listed as full in the config choose keys."""
+    """Return the layers with indexers. Layers whose type is "full" choose keys; the others reuse that choice."""
     kinds = fields.per_layer("indexer_types", len(layers))
     if kinds is None and (pattern := fields.get("index_topk_pattern")) is not None:
         letters = {"F": "full", "S": "shared"}

@@ -1,4 +1,4 @@
-"""Families of Llama's time that have layer norms instead of root-mean-square norms."""
+"""Families like Llama, but with layer norms instead of RMS norms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
     is_rms = fields.get("rms_norm_eps") is not None
     eps = fields.positive("rms_norm_eps" if is_rms else "layer_norm_eps", 1e-5)
     spec = _cohere2(fields)
-    # Dense layers rotate even if they have no window, if their pattern says that none has.
+    # Dense layers rotate although they have no window, if their pattern gives none of them a window.
     rope = read_rope(fields, head_dim(fields))
     layers = tuple(
         replace(layer, rope=rope) if periods[0] == 1 and not has_experts(i) else layer
@@ -115,7 +115,7 @@ def _cohere2_moe(fields: ConfigFields) -> ModelSpec:
             norm_kind="rms" if is_rms else "layer",
             norm_eps=eps,
             intermediate_size=fields.optional_integer("prefix_dense_intermediate_size") or size,
-            # Both halve the sum of routed and shared experts, and leave the attention as it is.
+            # Both families halve the sum of routed and shared experts, which leaves attention unchanged.
             residual_multiplier=0.5 if is_average else 1.0,
             attention_multiplier=2.0 if is_average else 1.0,
         ),

@@ -12,7 +12,7 @@ from .common import Family, attention_biases, base_spec, head_dim, sliding_layer
 
 
 def llama(fields: ConfigFields, **differences: Any) -> ModelSpec:
-    """Return the spec of a Llama model, with `differences`."""
+    """Return the spec of a Llama model, changed by `differences`."""
     same: dict[str, Any] = {
         "mlp_bias": fields.boolean("mlp_bias", False),
         **attention_biases(fields),
@@ -57,7 +57,7 @@ def llama4_scaling(fields: ConfigFields) -> QueryScaling | None:
 
 
 def qwen_layers(fields: ConfigFields) -> tuple[LayerSpec, ...]:
-    """Return the layers of a Qwen model, which may have windows from some layer on."""
+    """Return the layers of a Qwen model, the last of which may have windows."""
     rope = read_rope(fields, head_dim(fields))
     if not fields.boolean("use_sliding_window", False):
         return uniform_layers(fields, rope)
@@ -73,7 +73,7 @@ def qwen2(fields: ConfigFields) -> ModelSpec:
 
 
 def _mimo(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a MiMo model without its layers that predict further tokens."""
+    """Return the spec of a MiMo model without its layers for multi-token prediction."""
     return replace(qwen2(fields), tensor_names=((r"^model\.mtp_layers\..*", ""),))
 
 
@@ -86,9 +86,9 @@ def qwen3(fields: ConfigFields) -> ModelSpec:
 def interleaved_axes(
     fields: ConfigFields, default: tuple[int, int, int] | None = None
 ) -> ConfigFields:
-    """Return the fields of a model whose rotary axes always alternate, whether or not its config says so.
+    """Return the fields of a model whose rotary axes are always interleaved, even if its config does not say so.
 
-    `default` is its mrope_section if the config has none.
+    `default` is used as mrope_section if the config has none.
     """
     if default is not None:
         fields = with_axes(fields, default)
@@ -101,7 +101,7 @@ def interleaved_axes(
 
 
 def with_axes(fields: ConfigFields, default: tuple[int, int, int]) -> ConfigFields:
-    """Return the fields with this mrope_section if the config has none."""
+    """Return the fields, with `default` as mrope_section if the config has none."""
     sections = [fields.section(name) for name in ("rope_scaling", "rope_parameters")]
     if any(section is not None and section.get("mrope_section") for section in sections):
         return fields
@@ -144,7 +144,7 @@ def smollm3(fields: ConfigFields) -> ModelSpec:
 
 
 def olmo2(fields: ConfigFields, **differences: Any) -> ModelSpec:
-    """Return the spec of an OLMo 2 model, with `differences`."""
+    """Return the spec of an OLMo 2 model, changed by `differences`."""
     return llama(
         fields.with_defaults(rms_norm_eps=1e-5),
         norms=NormNames(

@@ -19,7 +19,7 @@ _POST_NORMS = NormNames(
 )
 
 GLM_AXES = 8, 12, 12
-"""The frequencies of the rotary axes of GLM-4.1V."""
+"""The number of frequencies per rotary axis of GLM-4.1V."""
 
 
 def _apertus(fields: ConfigFields) -> ModelSpec:
@@ -66,12 +66,12 @@ def _exaone4(fields: ConfigFields) -> ModelSpec:
     rope, window = read_rope(fields, head_dim(fields)), fields.optional_integer("sliding_window")
     pattern = fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:
-        # One letter for each layer of the pattern, of which "L" has a window.
+        # The pattern has one letter per layer; "L" means a window.
         sliding = sliding_layers(fields, lambda i: pattern[i % len(pattern)] == "L")
     else:
         period = fields.integer("sliding_window_pattern", 4, minimum=0)
         sliding = sliding_layers(fields, lambda i: bool(window and period and (i + 1) % period))
-    # In models with windows the other layers have no position encoding.
+    # In models with windows, layers without one have no position encoding.
     layers = tuple(
         LayerSpec(rope, window) if slides else LayerSpec(rope if window is None else None)
         for slides in sliding
@@ -124,7 +124,7 @@ def _glm4_images(fields: ConfigFields) -> ModelSpec:
 
 
 def _glm_ocr(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of GLM-OCR, whose heads may be larger than in GLM-4.1V."""
+    """Return the spec of GLM-OCR, whose head size may differ from GLM-4.1V's."""
     fields = with_axes(fields, GLM_AXES).with_defaults(
         head_dim=head_dim(fields),
         num_key_value_heads=8,
@@ -150,7 +150,7 @@ def hunyuan(fields: ConfigFields) -> ModelSpec:
     scaling = fields.first_section("rope_parameters", "rope_scaling")
     alpha = scaling.number("alpha", 0.0)
     if alpha and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
-        # A fixed NTK-aware scaling: the base is that of sequences `alpha` times as long.
+        # A fixed NTK-aware scaling: the rotary base for sequences `alpha` times as long.
         size = head_dim(fields)
         if size <= 2:
             raise fields.error(f"head_dim must be above 2, got {size}")
@@ -176,7 +176,7 @@ def _hyperclovax(fields: ConfigFields) -> ModelSpec:
 
 
 def _internlm3(fields: ConfigFields) -> ModelSpec:
-    # Its own configs have a field for queries, keys and values, and one for all other projections.
+    # The model's own config has one field for queries, keys and values, and one for all other projections.
     has_biases = fields.boolean("bias", fields.boolean("attention_bias", False))
     return llama(
         fields.with_defaults(num_key_value_heads=2, head_dim=128, rms_norm_eps=1e-5),
@@ -199,7 +199,7 @@ def _nanochat(fields: ConfigFields) -> ModelSpec:
         has_gate=False,
         has_norm_weights=False,
         has_embedding_norm=True,
-        # A norm without weights gives the same before and after rotation, except if that scales.
+        # Rotation does not change the result of a norm without weights, unless it also scales.
         qk_norm="head",
         rotates_before_norm=True,
         rope_order="swapped",
@@ -223,7 +223,7 @@ def _olmo3(fields: ConfigFields) -> ModelSpec:
 
 
 def _paddleocr_vl(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of PaddleOCR-VL, which rotates like Qwen2-VL and otherwise is ERNIE 4.5."""
+    """Return the spec of PaddleOCR-VL, which is ERNIE 4.5 with Qwen2-VL's rotation."""
     rope = with_axes(fields.with_defaults(num_key_value_heads=2), (16, 24, 24))
     return replace(ernie4_5(rope), rope_order="half")
 

@@ -1,4 +1,4 @@
-"""The registry of model families."""
+"""The registry of model families, which finds the family of a checkpoint's config."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FAMILIES = (
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 _BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 _SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
-"""Model types that checkpoints have for another one."""
+"""Model types of checkpoints that have the same spec as another model type."""
 
 _WITH_ANY_DECODER = {
     "AyaVisionForConditionalGeneration",
@@ -85,7 +85,7 @@ _WITH_ANY_DECODER = {
     "VipLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 }
-"""Architectures whose decoder may be of any family: that of `text_config`."""
+"""Architectures whose decoder, described by `text_config`, may be of any family."""
 
 
 _WITHOUT_LOGIT_SCALE = {
@@ -98,7 +98,7 @@ _WITHOUT_OTHER_HEAD = re.compile(rf"({CLASSIFIER_SUFFIX}|(Text)?Model)$")
 
 
 class UnknownArchitecture(CheckpointError):
-    """Raised for an architecture that no family has."""
+    """Raised for an architecture that belongs to no family."""
 
 
 def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpec:
@@ -119,7 +119,7 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
         values: dict[str, Any] = {"model_type": family.model_type}
         if _WITHOUT_LOGIT_SCALE.intersection(fields.texts("architectures")):
             values["logit_scale"] = 1.0
-        # The head belongs to the whole model.
+        # The head's tensors have no prefix, because they belong to the whole model.
         if (is_tied := fields.get("tie_word_embeddings")) is not None:
             values["tie_word_embeddings"] = is_tied
         fields = text_fields.with_values(values)
@@ -132,9 +132,9 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
             )
         spec = replace(spec, is_causal=False)
     if not has_head(fields):
-        # Nothing reads the head, and the checkpoint need not have any.
+        # The output projection is not used, and the checkpoint need not contain one.
         spec = replace(spec, tie_word_embeddings=True, head_bias=False)
-    # Images' tokens may see each other in models whose text is causal.
+    # The tokens of an image may attend to each other even if text is causal.
     name = "use_bidirectional_attention"
     if spec.is_causal and (config.get(name) or fields.get(name)) not in (None, False, "vision"):
         raise fields.error(f"{name} is not supported for this family; use another model")
@@ -164,14 +164,17 @@ def model_spec(config: Mapping[str, Any], path: str | PathLike[str]) -> ModelSpe
 
 
 def _family(fields: ConfigFields) -> Family:
-    """Return the family of the architecture if one is given, because classifiers share their model type."""
+    """Return the family for the architecture, else for the model type.
+
+    Classifiers share their model type with others.
+    """
     architectures = fields.texts("architectures")
     text = fields.section("text_config")
     if text is not None and _WITH_ANY_DECODER.intersection(architectures):
         fields = text.with_defaults(model_type="llama")
         architectures = []
     if architectures:
-        # Every decoder can have a classification head, or be stored without any, as embedding models are.
+        # Every decoder may have a classification head, or be stored without any head, as embedding models are.
         known = (_WITHOUT_OTHER_HEAD.sub("ForCausalLM", name) for name in architectures)
         names = (*architectures, *known)
         found = next((_BY_ARCHITECTURE[name] for name in names if name in _BY_ARCHITECTURE), None)

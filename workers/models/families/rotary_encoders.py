@@ -1,4 +1,4 @@
-"""Families of bidirectional encoders with rotary positions."""
+"""Families of bidirectional text encoders with rotary positions."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def _modernbert(fields: ConfigFields) -> ModelSpec:
             ("sliding_attention", "local_rope_theta", 10_000.0),
         )
     ]
-    # A token sees as many tokens behind it as before it.
+    # The window extends as far after a token as before it.
     window = fields.integer("local_attention", 128) // 2 + 1
     period = fields.integer("global_attn_every_n_layers", 3)
     layers = [
         LayerSpec(ropes[1], window) if slides else LayerSpec(ropes[0])
         for slides in sliding_layers(fields, lambda i: i % period != 0)
     ]
-    # The first layer reads the normed embedding.
+    # The first layer needs no norm, because its input, the embedding, is normed already.
     first = NormNames(None, None, _MODERNBERT_NORMS.mlp_input, None)
     layers[0] = LayerSpec(layers[0].rope, layers[0].window, norms=first)
     return base_spec(
@@ -128,7 +128,7 @@ def _post_normed(fields: ConfigFields, theta: float, **differences: Any) -> Mode
 
 
 def _with_ntk_scaling(fields: ConfigFields) -> ConfigFields:
-    """Return the fields with GTE's scaling as a larger base and a linear scaling, to which it is equal."""
+    """Return the fields with GTE's NTK scaling replaced by an equivalent larger base and linear scaling."""
     scaling = fields.section("rope_scaling")
     if scaling is None or scaling.text("type", scaling.text("rope_type", "")) != "ntk":
         return fields
@@ -212,7 +212,7 @@ def _jina3_classifier(fields: ConfigFields) -> ModelSpec:
 
 def _eurobert(fields: ConfigFields) -> ModelSpec:
     fields = fields.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=8192)
-    # The head is not used.
+    # The masked-language-model head is not used.
     return llama(fields, is_causal=False, tie_word_embeddings=True)
 
 

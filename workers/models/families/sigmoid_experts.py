@@ -1,4 +1,4 @@
-"""Families with Llama's layers and the experts of DeepSeek-V3: sigmoid scores and a correction bias."""
+"""Families with Llama's layers and DeepSeek-V3's experts, that is, sigmoid scores and a correction bias."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _exaone_moe(fields: ConfigFields) -> ModelSpec:
     rope, window = read_rope(fields, head_dim(fields)), fields.integer("sliding_window")
     pattern = fields.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
-        # One letter for each layer of the pattern, of which "L" has a window.
+        # The pattern has one letter per layer; "L" means a window.
         slides = sliding_layers(fields, lambda i: pattern[i % len(pattern)] == "L")
     else:
         period = fields.integer("sliding_window_pattern", 4)
@@ -86,7 +86,7 @@ def _solar_open(fields: ConfigFields) -> ModelSpec:
     )
     rope = read_rope(fields, head_dim(fields), theta=1_000_000.0, partial=True)
     size = fields.integer("moe_intermediate_size", 1280)
-    # No layer has an MLP without experts.
+    # Every layer has experts, so none has a dense MLP.
     fields = fields.with_defaults(moe_intermediate_size=size, intermediate_size=size)
     spec = llama(fields, layers=uniform_layers(fields, rope), attention_output_bias=False)
     experts = deepseek_experts(fields)
@@ -112,7 +112,7 @@ def _ling2(fields: ConfigFields) -> ModelSpec:
 
 
 def _fused(fields: ConfigFields, *, theta: float) -> ModelSpec:
-    """Return the spec of a model with the fields and fused matrices of Ling 2."""
+    """Return the spec of a model with the config fields and fused matrices of Ling 2."""
     fields = fields.with_defaults(
         attention_bias=fields.boolean("use_qkv_bias", False),
         n_shared_experts=fields.integer("num_shared_experts", 1, minimum=0),

@@ -1,4 +1,4 @@
-"""Families with Mamba layers: of the first form, or of the second without any attention."""
+"""Families with Mamba layers, or with only Mamba-2 layers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _jamba(fields: ConfigFields) -> ModelSpec:
 
 
 def _periodic(fields: ConfigFields, prefix: str, period: int, offset: int) -> Callable[[int], bool]:
-    """Return whether a layer is one of those that the config names by a period and an offset."""
+    """Return a function that says whether a layer is one of those given by a period and an offset in the config."""
     period = fields.integer(f"{prefix}_period", period)
     offset = fields.integer(f"{prefix}_offset", offset, minimum=0)
     return lambda i: i % period == offset

@@ -1,4 +1,4 @@
-"""Families with Llama's norms, some of whose layers have windows."""
+"""Families with Llama's norms and with sliding windows in some layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _granite_windows(fields: ConfigFields) -> ModelSpec:
         if theta is not None and (type(theta) not in (int, float) or theta < 0):
             raise fields.error(f"layer_rope_theta has {theta!r}, which is no base of rotations")
     layers = tuple(
-        # A base of 0 stands for no rotation.
+        # A base of 0 means no rotation.
         LayerSpec(replace(rope, theta=float(theta)) if theta else None, window if sliding else None)
         for theta, sliding in zip(thetas, slides, strict=True)
     )
@@ -164,7 +164,7 @@ def _afmoe(fields: ConfigFields) -> ModelSpec:
 
 
 def _mimo_v2(fields: ConfigFields) -> ModelSpec:
-    """Return the spec of a MiMo-V2. Layers with a window have more key/value heads, and sinks."""
+    """Return the spec of a MiMo-V2. Its layers with a window have more key/value heads, and attention sinks."""
     num_layers = fields.layer_count("num_hidden_layers")
     fields = fields.with_defaults(
         head_dim=192, num_key_value_heads=4, rms_norm_eps=1e-5, partial_rotary_factor=0.334
@@ -200,7 +200,7 @@ def _mimo_v2(fields: ConfigFields) -> ModelSpec:
         layers,
         value_dim=None if value_dim == size else value_dim,
         has_sinks=has_sinks or local_has_sinks,
-        # The factor on values is applied to outputs, which are linear in them.
+        # The factor on values is applied to the attention's output instead, which is linear in them.
         attention_multiplier=fields.optional_positive("attention_value_scale") or 1.0,
         qkv_bias=fields.boolean("attention_bias", False),
     )

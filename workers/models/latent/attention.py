@@ -1,7 +1,8 @@
-"""Multi-head latent attention, in the form that attends to the latent vectors themselves.
+"""Multi-head latent attention, computed directly on the latent vectors.
 
-The matrix that makes a head's keys from latent vectors is applied to its queries instead, and the one that makes its
-values to the sum of latent vectors. So all heads share the cache's one key/value head (DeepSeek-V2, arXiv 2405.04434).
+The matrix that expands latent vectors to a head's keys is applied to the head's queries instead. The matrix that
+expands them to values is applied to the weighted sum of latent vectors. All heads therefore share a single key/value
+head in the cache (DeepSeek-V2, arXiv 2405.04434).
 
 Shapes: T tokens of a step, D hidden size, H heads of this shard, C latent vector, P plain and R rotated elements of a
 head's query, V elements of its value, J heads of an indexer, I elements of an index key, K = C + R + I.
@@ -28,7 +29,7 @@ from .indexer import Indexer
 
 
 class LatentAttention:
-    """Latent attention with the interface of `Attention`."""
+    """Multi-head latent attention, with the interface of `Attention`."""
 
     def __init__(
         self,
@@ -148,9 +149,9 @@ class LatentAttention:
 def read_expansions(
     spec: ModelSpec, latent: LatentSpec, weights: WeightReader, prefix: str, heads: range
 ) -> tuple[Tensor, Tensor]:
-    """Return the matrices that make these heads' keys [H, P, C] and values [H, V, C] from latent vectors.
+    """Return the matrices that expand latent vectors to these heads' keys [H, P, C] and values [H, V, C].
 
-    They are stored as one tensor, or as two for each head, of which that of the keys is transposed.
+    They are stored as one tensor, or as two tensors per head, of which the one for keys is transposed.
     """
     plain, value, rank = latent.plain_dim, latent.value_dim, latent.kv_rank
     if not has_split_expansions(weights, prefix):
@@ -171,21 +172,21 @@ def read_expansions(
 
 
 def has_split_expansions(weights: WeightReader, prefix: str) -> bool:
-    """Return whether the matrices of keys and values are separate for each head, as in GGUF files."""
+    """Return whether keys and values of each head have separate matrices, as in GGUF files."""
     return weights.has(f"{prefix}k_b_proj.0.weight")
 
 
 def skip_other_heads(spec: ModelSpec, weights: WeightReader, prefix: str, heads: range) -> None:
-    """Do not expect the separate matrices of other ranks' heads to be read."""
+    """Mark the separate matrices of other ranks' heads as not needed."""
     others = [head for head in range(spec.num_heads) if head not in heads]
     weights.skip([f"{prefix}{kind}_b_proj.{head}." for kind in "kv" for head in others])
 
 
 def first_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -> list[Rows]:
-    """Return the rows of the projections of hidden states, in the order that rotation needs.
+    """Return two lists of rows of the projections of hidden states, in the order that rotation needs.
 
-    The first are those to these heads' queries, or to the vector from which queries are made. The others are those to
-    the latent vector and the rotated key.
+    The first are the rows to these heads' queries, or to the vector from which queries are computed. The second are the
+    rows to the latent vector and the rotated key.
     """
     if latent.query_rank is None:
         first = query_rows(spec, latent, prefix, heads)
@@ -208,9 +209,9 @@ def query_rows(spec: ModelSpec, latent: LatentSpec, prefix: str, heads: range) -
 
 
 def _multiply_heads(x_THI: Tensor, weight_HIO: Tensor) -> Tensor:
-    """Return each head's product with its own matrix, [T, H, O]."""
+    """Multiply each head by its own matrix. Return [T, H, O]."""
     x_HTI = x_THI.transpose(0, 1)
     if len(x_THI) == 1:
-        # A product with a single row sums in another order, so the row is doubled.
+        # A product with a single row sums in another order, so double the row.
         return torch.bmm(x_HTI.expand(-1, 2, -1), weight_HIO)[:, :1].transpose(0, 1)
     return torch.bmm(x_HTI, weight_HIO).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention, which every rank has as a whole; see `IndexerSpec`.
+"""The indexer of sparse latent attention; see `IndexerSpec`. Every rank has the whole indexer.
 
 Shapes: T tokens of a step, J heads of the indexer, I elements of an index key, R rotated ones.
 """
@@ -19,7 +19,7 @@ INDEX_NORM_EPS = 1e-6
 
 
 class Indexer:
-    """The index keys of a layer, and what its tokens choose keys by."""
+    """Computes the index keys of a layer, and the index queries with which its tokens choose keys."""
 
     def __init__(
         self, latent: LatentSpec, indexer: IndexerSpec, weights: WeightReader, prefix: str
@@ -43,7 +43,7 @@ class Indexer:
     def queries(
         self, q_TF: Tensor, weights_TJ: Tensor, tables: RotaryTables | None
     ) -> IndexQueries:
-        """Return the index queries, from those of all heads without rotation."""
+        """Return the index queries with their head weights, given the unrotated queries of all heads."""
         indexer = self._indexer
         q_TJI = q_TF.unflatten(-1, (indexer.num_heads, indexer.head_dim))
         if tables is not None:
@@ -53,7 +53,7 @@ class Indexer:
 
 
 def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Rows]:
-    """Return the rows of the products of hidden states: those to index keys, and those to the weights of heads."""
+    """Return the rows of two projections of hidden states: to index keys, and to the weights of heads."""
     size, count = indexer.head_dim, indexer.num_heads
     return [
         Rows(
@@ -64,13 +64,13 @@ def index_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> list[Ro
 
 
 def index_query_rows(latent: LatentSpec, indexer: IndexerSpec, prefix: str) -> Rows:
-    """Return the rows of the product of the queries' vector, which are those to index queries."""
+    """Return the rows of the projection from the queries' latent vector to index queries."""
     size = indexer.num_heads * indexer.head_dim
     rows_JI = torch.arange(size).view(indexer.num_heads, -1)[:, index_order(latent, indexer)]
     return Rows(f"{prefix}indexer.wq_b", size, range(size), rows_JI.flatten(), has_bias=False)
 
 
 def index_order(latent: LatentSpec, indexer: IndexerSpec) -> Tensor:
-    """Return the stored element of each element of an index key in the order that rotation needs."""
+    """For each element of an index key, in the order that rotation needs, return its index in the checkpoint."""
     order_R = rotary_order(indexer.rope_order, latent.rotary_dim)
     return torch.cat((order_R, torch.arange(latent.rotary_dim, indexer.head_dim)))

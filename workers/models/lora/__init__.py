@@ -1,1 +1,1 @@
-"""LoRA adapters, and the products and tables in torch that they change."""
+"""LoRA adapters, and the torch products and tables that they change."""

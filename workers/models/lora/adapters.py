@@ -28,7 +28,7 @@ _OUTSIDE_LAYERS: Final = re.compile(r"(?:^|\.)(embed_tokens|lm_head|score_head\.
 
 
 class LoadedAdapter:
-    """An adapter with what it changes of each product, in the order of the products."""
+    """An adapter, with its change of each product, in the order of the products."""
 
     def __init__(self, adapter: LoraAdapter, packed: list[Any]) -> None:
         self.adapter = adapter
@@ -36,14 +36,14 @@ class LoadedAdapter:
 
 
 class RowAdapters:
-    """The number of the adapter of each row, -1 for the base model."""
+    """The adapter number of each row, -1 for the base model."""
 
     def __init__(self, number_T: Int32Array) -> None:
         self.number_T = number_T
         self._rows: list[tuple[int, Tensor]] | None = None
 
     def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
-        """Return the number of each adapter, and its rows."""
+        """Yield each adapter number that occurs, with the indices of its rows."""
         if self._rows is None:
             self._rows = [
                 (int(number), torch.from_numpy(np.flatnonzero(self.number_T == number)))
@@ -54,11 +54,11 @@ class RowAdapters:
 
 
 class LoraAdapters:
-    """The products that adapters change, the adapters that are loaded, and which of them each slot uses.
+    """The products that adapters can change, the loaded adapters, and the adapter of each slot.
 
     Args:
-        capacity: The number of adapters that are loaded at a time.
-        max_rank: The highest rank of an adapter.
+        capacity: The number of adapters that can be loaded at the same time.
+        max_rank: The highest allowed rank of an adapter.
         num_slots: The number of requests that may run at once.
     """
 
@@ -66,11 +66,11 @@ class LoraAdapters:
         self.capacity = capacity
         self.max_rank = max_rank
         self.number_by_slot = np.full(num_slots, _BASE, np.int32)
-        """The number of each slot's adapter, -1 for the base model."""
+        """The adapter number of each slot, -1 for the base model."""
         self.tokens = RowAdapters(np.empty(0, np.int32))
-        """The adapters of the tokens of the step."""
+        """The adapters of the current step's tokens."""
         self.device_number_T = torch.empty(0, dtype=torch.int32)
-        """Their numbers on the device, if products need them there."""
+        """Their numbers on the device, if products need them there; else None."""
         self.on_load: Callable[[], None] = lambda: None
         """Called before the factors of an adapter are packed."""
         self._products: list[AdaptedProduct] = []
@@ -86,7 +86,7 @@ class LoraAdapters:
     ) -> None:
         """Prepare for the part `shard` of the model `spec`.
 
-        Products in torch multiply by the factors with `kernels`, in `dtype`, by default float32.
+        Products in torch use `kernels` to multiply by the factors, in `dtype`, by default float32.
         """
         self._spec, self._shard = spec, shard
         self.kernels, self.dtype = kernels or LayerKernels(), dtype or torch.float32
@@ -97,7 +97,7 @@ class LoraAdapters:
         self._modules.update(part.rows.name for part in product.parts)
 
     def load(self, adapter: LoraAdapter) -> LoadedAdapter:
-        """Read an adapter, and pack what it changes. This may run in another thread during steps.
+        """Read an adapter, and pack its changes. May run in another thread during steps.
 
         Raises:
             CheckpointError: The adapter does not fit this model, or its files are missing, damaged or changed.
@@ -124,29 +124,29 @@ class LoraAdapters:
         return LoadedAdapter(adapter, packed)
 
     def install(self, number: int, loaded: LoadedAdapter) -> None:
-        """Give a number to a loaded adapter, instead of the adapter that had it. No slot may use that one."""
+        """Put a loaded adapter in place of the one that had this number. No slot may be using that one."""
         for product, packed in zip(self._products, loaded.packed, strict=True):
             product.install(number, packed)
         self._loaded[number] = loaded
 
     def set_slot(self, slot: int, number: int) -> None:
-        """Use an adapter for a slot, or the base model if the number is -1."""
+        """Let a slot use the adapter with this number, or the base model if it is -1."""
         self.number_by_slot[slot] = number
 
     def begin_step(self, slots_T: Int32Array) -> None:
-        """Use the adapters of the slots of a step's tokens."""
+        """Determine the adapters of a step's tokens from their slots."""
         self.tokens = self.of_slots(slots_T)
 
     def of_slots(self, slots_T: Int32Array) -> RowAdapters:
-        """Return the adapters of rows of these slots."""
+        """Return the adapters of rows that belong to these slots."""
         return RowAdapters(self.number_by_slot[slots_T])
 
     def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
-        """Return the number of each adapter of the step, and its rows."""
+        """Yield each adapter number of the step, with the indices of its rows."""
         return self.tokens.rows_by_adapter()
 
     def _find_modules(self, file: PEFTAdapter) -> dict[str, str]:
-        """Return the adapter's modules by their names in this model, as far as they are in this shard."""
+        """Return the adapter's modules that are in this shard, by their names in this model."""
         modules = {self._name_of(file, module): module for module in file.modules()}
         if file.ties_embeddings and self._spec.tie_word_embeddings and EMBEDDING in modules:
             modules.setdefault(HEAD, modules[EMBEDDING])
@@ -161,7 +161,7 @@ class LoraAdapters:
         return own
 
     def _name_of(self, file: PEFTAdapter, module: str) -> str:
-        """Return the name of an adapter's module in this model."""
+        """Return the name in this model of an adapter's module."""
         name = f"{module}.weight"
         for pattern, replacement in self._spec.tensor_names:
             name = re.sub(pattern, replacement, name)
@@ -219,7 +219,7 @@ class LoraAdapters:
 
 
 def load_at_start(loras: LoraAdapters, adapters: Sequence[LoraAdapter]) -> None:
-    """Load adapters, of which as many stay as fit.
+    """Load all adapters in turn, which checks them. The last ones stay loaded, as many as fit.
 
     Raises:
         CheckpointError: One of them cannot be used.

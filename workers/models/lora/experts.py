@@ -1,4 +1,4 @@
-"""LoRA adapters of the experts of a mixture, in torch.
+"""LoRA adapters for the experts of a mixture, in torch.
 
 Shapes: A rows, ordered by expert, I input features, O output features.
 """
@@ -17,11 +17,14 @@ from .adapters import LoraAdapters
 from .matrices import AdaptedMatrix
 
 _Packed: TypeAlias = dict[int, tuple[Linear, Linear]]
-"""The products with both factors, by the number of the expert in this rank."""
+"""The low-rank factors of an adapter, by the number of the expert in this rank."""
 
 
 class ExpertChanges:
-    """The changes of adapters to grouped products, each of which has the matrices `matrices` of an expert in a row."""
+    """What adapters add to grouped products.
+
+    `matrices` lists each expert's matrices, whose outputs are concatenated.
+    """
 
     def __init__(self, matrices: Sequence[Sequence[AdaptedMatrix]], loras: LoraAdapters) -> None:
         self.parts = [part for expert in matrices for part in expert]
@@ -33,7 +36,7 @@ class ExpertChanges:
         loras.add_product(self)
 
     def pack(self, changes: Sequence[Change | None]) -> _Packed:
-        """Return the changes of an adapter."""
+        """Return the factors of an adapter in the form that `install` takes."""
         packed = {}
         for expert, start in enumerate(range(0, len(changes), self._size)):
             own = [
@@ -45,13 +48,13 @@ class ExpertChanges:
         return packed
 
     def install(self, number: int, packed: _Packed | None) -> None:
-        """Give this number to an adapter."""
+        """Put an adapter in place of the one that had this number; None if it does not change these products."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed
 
     def add(self, y_AO: Tensor, x_AI: Tensor, expert_A: Tensor, token_A: Tensor) -> None:
-        """Add what the adapter of each row's token changes to the outputs `y_AO` of each row's expert."""
+        """Add to each row of `y_AO` what the adapter of the row's token changes in the row's expert."""
         if not self._installed:
             return
         number_A = torch.from_numpy(self._loras.tokens.number_T)[token_A]

@@ -1,4 +1,4 @@
-"""Products in torch to which LoRA adapters add.
+"""Torch products to which LoRA adapters add.
 
 Shapes: T tokens of a step, I input features, O output features.
 """
@@ -19,7 +19,7 @@ from .matrices import AdaptedMatrix
 
 
 class AdaptedLinear:
-    """The product `linear` with the matrices `parts` of the base model, and what adapters change beside it."""
+    """The product `linear`, plus what adapters add to it. `parts` are its matrices in the base model."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AdaptedLinear:
         return y_TO
 
     def pack(self, changes: Sequence[Change | None]) -> Any:
-        """Return the changes of an adapter."""
+        """Return the factors of an adapter in the form that `install` takes."""
         factors = [
             Factors(low.down_RI, low.up_OR, low.bias_O) if isinstance(low, LowRank) else None
             for low in changes
@@ -48,7 +48,7 @@ class AdaptedLinear:
         return self._changes.pack(factors)
 
     def install(self, number: int, packed: Any) -> None:
-        """Give this number to an adapter."""
+        """Put an adapter in place of the one that had this number; None if it does not change this product."""
         self._changes.install(number, packed)
 
 
@@ -58,7 +58,7 @@ def adapt(
     loras: LoraAdapters | None,
     device: torch.device,
 ) -> Linear:
-    """Return the product with the adapters added, if there are any."""
+    """Return a product that adds the adapters, or `linear` itself if LoRA is disabled."""
     if loras is None:
         return linear
     heights = [len(part.rows.select(torch.empty(part.rows.total, 0))) for part in parts]

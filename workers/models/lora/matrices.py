@@ -15,15 +15,15 @@ from ...loaders.peft_adapter import Change, LowRank, Replacement
 
 EMBEDDING: Final = "embed_tokens"
 HEAD: Final = "lm_head"
-"""The names of the embedding and of the output projection."""
+"""The module names of the embedding and of the output projection."""
 
 REPLACEABLE: Final = ("weight",)
-"""The matrices among these that adapters may replace."""
+"""The tensors of these modules that adapters may replace completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Some of the `total` rows of the module `name`, which `select` takes from all of them."""
+    """Some rows of the module `name`. `select` picks them from a tensor with all `total` rows."""
 
     name: str
     total: int
@@ -32,9 +32,10 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """Rows of a module and the part `columns` of its `num_columns`, None for all: a part of a product.
+    """The part of a module that one rank multiplies by: some rows, and of them the columns `columns`, or all if None.
 
-    A vector has no columns. Adapters may replace the tensors `replaceable` of the module, "weight" and "bias".
+    The module has `num_columns` columns; None for a vector. `replaceable` names the tensors, "weight" and "bias", that
+    adapters may replace completely.
     """
 
     rows: AdaptedRows
@@ -50,13 +51,13 @@ class AdaptedMatrix:
         )
 
     def changed(self, change: Change) -> Change:
-        """Return the part of the change of the whole module that falls on this matrix."""
+        """Return the part of an adapter's change to the whole module that concerns this matrix."""
         if isinstance(change, Replacement):
             return Replacement(self.rows.select(change.weight), change.bias)
         down_RI, bias_O = change.down_RI, change.bias_O
         if self.columns is not None:
             down_RI = down_RI[:, self.columns.start : self.columns.stop]
-            # The ranks' parts of the product are summed. One of them adds the bias.
+            # The ranks' products are summed, so only one of them adds the bias.
             bias_O = None if self.columns.start else bias_O
         if bias_O is not None:
             bias_O = self.rows.select(bias_O[:, None])[:, 0].contiguous()
@@ -64,20 +65,20 @@ class AdaptedMatrix:
 
 
 class AdaptedProduct(Protocol):
-    """A product of several matrices, or a table, each of which adapters may change."""
+    """A table, or a product of one or more matrices, that adapters may change."""
 
     @property
     def parts(self) -> Sequence[AdaptedMatrix]:
-        """The matrices."""
+        """The matrices, in the order of their outputs."""
 
     def pack(self, changes: Sequence[Change | None]) -> Any:
-        """Return the change of an adapter to each matrix, as `install` takes it.
+        """Return the changes that an adapter makes to the matrices, in the form that `install` takes.
 
-        Numbers are finite. This may run in another thread while the product is in use.
+        The numbers must be finite. May run in another thread while the product is in use.
 
         Raises:
             ValueError: A number is too large.
         """
 
     def install(self, number: int, packed: Any) -> None:
-        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
+        """Put an adapter in place of the one that had this number; None if it does not change this product."""

@@ -1,6 +1,6 @@
-"""The embedding and the output projection in torch, with what LoRA adapters change of them.
+"""The embedding and the output projection in torch, as changed by LoRA adapters.
 
-Shapes: T rows, D hidden size, R rank, v this rank's share of the vocabulary.
+Shapes: T rows, D hidden size, R rank, v this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .adapters import LoraAdapters, RowAdapters
 from .matrices import EMBEDDING, HEAD, REPLACEABLE, AdaptedMatrix, AdaptedRows
 
 RowChange: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, inputs) of some rows -> the outputs with an adapter."""
+"""Maps the outputs and inputs of some rows to the outputs with an adapter."""
 
 
 class _Make(Protocol):
     def __call__(
         self, change: Change, kernels: LayerKernels, dtype: torch.dtype, bias_v: Tensor | None
     ) -> RowChange:
-        """Return a change of rows, with factors in `dtype`."""
+        """Return the function that applies a change to rows, with factors in `dtype`."""
 
 
 class VocabularyChanges:
-    """The changes of adapters to the outputs of the embedding or of the output projection."""
+    """Changes the outputs of the embedding or of the output projection according to adapters."""
 
     def __init__(
         self,
@@ -50,33 +50,33 @@ class VocabularyChanges:
         loras.add_product(self)
 
     def pack(self, changes: Sequence[Change | None]) -> RowChange:
-        """Return the changes of an adapter."""
+        """Return the changes of an adapter in the form that `install` takes."""
         (change,) = changes
         assert change is not None
         return self._make(change, self._loras.kernels, self._loras.dtype, self._bias_v)
 
     def install(self, number: int, packed: RowChange | None) -> None:
-        """Give this number to an adapter."""
+        """Put an adapter in place of the one that had this number; None if it does not change this matrix."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed
 
     def apply(self, y: Tensor, x: Tensor, adapters: RowAdapters) -> None:
-        """Change the outputs `y` for the inputs `x` in place."""
+        """Change in place the outputs `y` that belong to the inputs `x`."""
         if self._installed:
             for number, rows_T in adapters.rows_by_adapter():
                 if (change := self._installed.get(number)) is not None:
                     y[rows_T] = change(y[rows_T], x[rows_T])
 
     def apply_in_step(self, y: Tensor, x: Tensor) -> None:
-        """Change the outputs of the tokens of the step."""
+        """Change in place the outputs for the tokens of the current step."""
         self.apply(y, x, self._loras.tokens)
 
 
 def embedding_changes(
     vocabulary: tuple[int, int], part: range, loras: LoraAdapters | None
 ) -> VocabularyChanges | None:
-    """Return the changes of the rows `part` of the embedding; its inputs count from the first of them."""
+    """Return the changes for the rows `part` of the embedding. Its inputs are counted from the first of these rows."""
     if loras is None or not loras.kernels.finds_rows:
         return None
     return VocabularyChanges(EMBEDDING, vocabulary, part, loras, _change_embedding)
@@ -85,7 +85,7 @@ def embedding_changes(
 def head_changes(
     vocabulary: tuple[int, int], part: range, loras: LoraAdapters | None, bias_v: Tensor | None
 ) -> VocabularyChanges | None:
-    """Return the changes of the rows `part` of the output projection."""
+    """Return the changes for the rows `part` of the output projection."""
     if loras is None or not loras.kernels.finds_rows:
         return None
     return VocabularyChanges(HEAD, vocabulary, part, loras, _change_head, bias_v)

@@ -1,4 +1,4 @@
-"""Layers that mix tokens through a recurrent state instead of attention."""
+"""Recurrent mixers: layers that combine tokens through a recurrent state instead of attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_mixer(
     shard: ModelShard,
     kernels: LayerKernels,
 ) -> Mixer:
-    """Return the recurrent part of a layer."""
+    """Return the recurrent mixer of a layer."""
     match layer:
         case ShortConvolution():
             return ShortConvolutionMixer(spec, layer, weights, prefix, shard, kernels)

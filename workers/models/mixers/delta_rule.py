@@ -1,10 +1,11 @@
 """The delta rule with decay, computed segment by segment.
 
-A state maps keys to values. Each token decays it, and corrects what it returns for the token's key. Within a segment,
-the corrections depend on each other: they are the solution of a triangular system.
+A state maps keys to values. Each token first decays the state. Then it corrects the value that the state has for the
+token's key. Within a segment, the corrections depend on each other, so they are computed as the solution of a
+triangular system.
 
 Shapes: N segments, C tokens of a segment, H heads, K key dimension, V value dimension, S requests, R requests of a
-round. X is K if each key element decays on its own, and 1 if all of a head decay alike.
+round. X is K if each key element decays separately, and 1 if all elements of a head decay alike.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ def delta_rule(
     cache: StateCache,
     batch: StateBatch,
 ) -> Tensor:
-    """Update the states, and return the outputs of all tokens of all segments.
+    """Update the states, and return the outputs of all tokens in all segments.
 
-    `log_decay_NHCX` is that since the start of the segment. `strength_NHC1` is the part of an error that is corrected.
+    `log_decay_NHCX` is the logarithm of the decay since the start of the segment. `strength_NHC1` is the fraction of an
+    error that is corrected.
     """
     decay_NHCX = log_decay_NHCX.exp()
     products_NHCC, scores_NHCC = _decayed_products((k_NHCK, q_NHCK), k_NHCK, log_decay_NHCX)
-    # The corrections are `values - recalled @ state`, where `state` is that at the segment's start.
+    # The corrections are `values - recalled @ state`, with the `state` at the start of the segment.
     values_NHCV, recalled_NHCK = _solve(
         (strength_NHC1 * products_NHCC).tril(-1),
         torch.cat((strength_NHC1 * v_NHCV, strength_NHC1 * decay_NHCX * k_NHCK), -1),
@@ -59,14 +61,14 @@ def delta_rule(
 def _decayed_products(
     queries: tuple[Tensor, ...], k_NHCK: Tensor, log_decay_NHCX: Tensor
 ) -> list[Tensor]:
-    """Return the products of queries with the keys of their own and earlier tokens, decayed since then [N, H, C, C]."""
+    """Return the products [N, H, C, C] of queries with keys up to their token, with the decay in between."""
     if log_decay_NHCX.shape[-1] == 1:
         decay_NHCC = causal_decay(log_decay_NHCX.squeeze(-1))
         keys_NHKC = k_NHCK.transpose(-1, -2)
         return [(q_NHCK @ keys_NHKC) * decay_NHCC for q_NHCK in queries]
     length = k_NHCK.shape[-2]
     products = [torch.zeros_like(k_NHCK[..., :1]).repeat(1, 1, 1, length) for _ in queries]
-    # The factors of queries and of keys would overflow, so they are not multiplied separately.
+    # Do not multiply the decay into queries and keys separately, because the factors would overflow.
     for i in range(length):
         decay_NHcK = (log_decay_NHCX[..., i:, :] - log_decay_NHCX[..., i : i + 1, :]).exp()
         decayed_NHcK = k_NHCK[..., i : i + 1, :] * decay_NHcK
@@ -76,15 +78,15 @@ def _decayed_products(
 
 
 def unit(x_NCX: Tensor, dim: int) -> Tensor:
-    """Return heads of `dim` elements, [N, C, G, K], each divided by its length."""
+    """Return heads of `dim` elements, [N, C, G, K], each divided by its Euclidean norm."""
     x_NCGK = x_NCX.unflatten(-1, (-1, dim))
     return x_NCGK * (x_NCGK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _solve(system_NHCC: Tensor, x_NHCX: Tensor) -> Tensor:
-    """Return y with y + system @ y = x, for a system below the diagonal.
+    """Solve y + system @ y = x for y, where `system` is strictly lower triangular.
 
-    The rows are computed in order, so that a token's result does not depend on later ones.
+    The rows are computed in order, so that a token's result does not depend on later tokens.
     """
     y_NHCX = x_NHCX.contiguous()
     for i in range(1, y_NHCX.shape[-2]):

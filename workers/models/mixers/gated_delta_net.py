@@ -113,7 +113,7 @@ class GatedDeltaNetMixer(Mixer):
 def projection_rows(
     layer: GatedDeltaNet, weights: WeightReader, prefix: str, tensor_parallel: TensorParallel
 ) -> list[Rows]:
-    """Return this rank's rows of queries, keys, values, strengths, steps and gates."""
+    """Return this rank's rows of the projections to queries, keys, values, strengths, time steps and gates."""
     if layer.has_tiled_heads and tensor_parallel.size > 1:
         raise ConfigError(
             "GGUF files of this model have an order of heads that --tensor-parallel-size cannot divide; "
@@ -142,7 +142,7 @@ def projection_rows(
 def convolution_rows(
     weights: WeightReader, prefix: str, sizes: list[int], parts: list[range]
 ) -> list[Rows]:
-    """Return the rows of the convolutions of queries, keys and values, which may be stored as one."""
+    """Return the rows of the convolutions of queries, keys and values, which may be stored as one tensor."""
     if not weights.has(f"{prefix}q_conv1d.weight"):
         return segments(f"{prefix}conv1d", sizes, parts)
     names = (f"{prefix}{each}_conv1d" for each in "qkv")
@@ -152,7 +152,7 @@ def convolution_rows(
 def _interleaved_rows(
     name: str, layer: GatedDeltaNet, sizes: list[int], key_heads: range
 ) -> list[Rows]:
-    """Return the rows of matrices of which each key head has `sizes` rows, stored key head by key head."""
+    """Return the rows of matrices stored key head by key head, with `sizes` rows of each per key head."""
     size = sum(sizes)
     stored = torch.arange(len(key_heads) * size).view(-1, size).split(sizes, 1)
     total, part = size * layer.num_key_heads, elements(key_heads, size)

@@ -25,7 +25,7 @@ from .states import StateBatch, StateCache
 
 
 class KimiDeltaAttentionMixer(Mixer):
-    """Linear attention with the delta rule. The decays and the gates of outputs are projections of low rank."""
+    """Linear attention with the delta rule. Low-rank projections compute the decays and the output gates."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class KimiDeltaAttentionMixer(Mixer):
 def projection_rows(
     layer: KimiDeltaAttention, prefix: str, tensor_parallel: TensorParallel
 ) -> list[Rows]:
-    """Return this rank's rows of queries, keys, values, strengths, and of the inputs of steps and gates."""
+    """Return this rank's rows of the projections to queries, keys, values and strengths, and to the low-rank inputs."""
     heads, dim = tensor_parallel.part(layer.num_heads), layer.head_dim
     size, own = layer.num_heads * dim, elements(heads, dim)
     return [

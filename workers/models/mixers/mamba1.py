@@ -1,6 +1,6 @@
 """Mamba (Gu and Dao, 2023, arXiv 2312.00752), computed token by token.
 
-Shapes: T tokens of a step, D hidden size, I channels of this shard, K elements of a channel's state, E rank of the
+Shapes: T tokens of a step, D hidden size, I channels of this shard, K elements of a channel's state, E rank of the time
 steps, S requests, R requests of a round.
 """
 
@@ -24,7 +24,7 @@ from .states import StateBatch, StateCache
 
 
 class Mamba1Mixer(Mixer):
-    """A state-space layer whose elements of a state each have a decay per token."""
+    """A state-space layer in which each element of a state has its own decay per token."""
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class Mamba1Mixer(Mixer):
         cache: StateCache,
         batch: StateBatch,
     ) -> Tensor:
-        """Update the states, and return the outputs."""
+        """Update the states, and return the outputs of all tokens."""
         states_SIK = cache.load(batch).unflatten(1, self._a_IK.shape)
         y_TI = x_TI * self._skip_I
-        # A segment is one token, and a request's tokens follow each other.
+        # A segment is one token, and the tokens of a request follow each other.
         for part in batch.rounds:
             tokens, requests = part.segments, part.requests
             step_RI1 = step_TI[tokens].unsqueeze(-1)
             added_RIK = (step_RI1 * x_TI[tokens].unsqueeze(-1)) * b_TK[tokens].unsqueeze(1)
             states_RIK = states_SIK[requests] * (step_RI1 * self._a_IK).exp() + added_RIK
             states_SIK[requests] = states_RIK
-            # A product with a single row sums in another order, so the row is doubled.
+            # A product with a single row sums in another order, so double the row.
             c_RK2 = c_TK[tokens].unsqueeze(-1).expand(-1, -1, 2)
             y_TI.index_add_(0, tokens, torch.bmm(states_RIK, c_RK2)[..., 0])
         cache.store(states_SIK.flatten(1), batch)
@@ -127,6 +127,6 @@ def _norm(layer: Mamba1, weights: WeightReader, name: str, size: int) -> RMSNorm
 
 
 def projection_rows(layer: Mamba1, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
-    """Return this rank's rows of the inputs and of their gates."""
+    """Return this rank's rows of the projections to the inputs and to their gates."""
     own = tensor_parallel.part(layer.channels)
     return segments(f"{prefix}in_proj", [layer.channels] * 2, [own] * 2)

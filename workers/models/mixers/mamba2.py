@@ -1,6 +1,7 @@
 """Mamba-2 (Dao and Gu, 2024, arXiv 2405.21060), computed segment by segment.
 
-Within a segment, a token's output is a sum over the segment's tokens and one product with the state at its start.
+Within a segment, a token's output is a sum over the segment's tokens, plus a product with the state at the start of the
+segment.
 
 Shapes: T tokens of a step, D hidden size, N segments, C tokens of a segment, H heads and G groups of this shard, P head
 dimension, K elements of the state per element of a head, I = H * P, F channels of an input, R requests of a round.
@@ -26,7 +27,7 @@ from .states import StateBatch, StateCache
 
 
 class Mamba2Mixer(Mixer):
-    """A state-space layer whose heads each have one decay per token."""
+    """A state-space layer in which each head has one decay per token."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class Mamba2Mixer(Mixer):
         return self._normed(y_TI) * gate_TI
 
     def _normed(self, y_TI: Tensor) -> Tensor:
-        """Return the norm over each group, which several ranks may share."""
+        """Return the outputs normed over each group, whose elements several ranks may share."""
         assert self._norm_I is not None
         tensor_parallel, layer = self._tensor_parallel, self._layer
         num_own = max(1, layer.norm_groups // tensor_parallel.size)
@@ -163,7 +164,7 @@ class Mamba2Mixer(Mixer):
 
 
 def projection_rows(layer: Mamba2, prefix: str, tensor_parallel: TensorParallel) -> list[Rows]:
-    """Return this rank's rows of the gate, x, B, C and the steps."""
+    """Return this rank's rows of the projections to the gate, x, B, C and the time steps."""
     size, states = (
         layer.num_heads * layer.head_dim,
         layer.num_groups * layer.state_size_per_head,
@@ -179,7 +180,7 @@ def projection_rows(layer: Mamba2, prefix: str, tensor_parallel: TensorParallel)
 
 
 def causal_decay(log_decay_NHC: Tensor) -> Tensor:
-    """Return the decay from each token of a segment to each later one [N, H, C, C], 0 for earlier ones."""
+    """Return the decay from each token of a segment to each later one [N, H, C, C], and 0 for earlier ones."""
     difference_NHCC = log_decay_NHC.unsqueeze(-1) - log_decay_NHC.unsqueeze(-2)
     length = difference_NHCC.shape[-1]
     is_later = torch.ones((length, length), dtype=torch.bool, device=difference_NHCC.device).triu_(

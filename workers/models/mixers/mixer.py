@@ -1,6 +1,6 @@
-"""The parts that recurrent layers have in common.
+"""What all recurrent mixers have in common.
 
-Shapes: N segments, C tokens of a segment, W inputs before it that the convolution reads, F channels.
+Shapes: N segments, C tokens of a segment, W inputs before a segment that the convolution reads, F channels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .states import StateBatch
 
 
 class Mixer(ABC):
-    """A layer that mixes tokens through a state. `projection` is its first product."""
+    """A layer that combines tokens through a recurrent state. `projection` is its first product."""
 
     projection: Linear
 
@@ -41,7 +41,7 @@ class CausalConvolution:
         self._bias_F = None if bias_F is None else bias_F.float()
 
     def __call__(self, x_NXF: Tensor) -> Tensor:
-        """Return the outputs of the last C of W + C inputs, float32 [N, C, F]."""
+        """Return float32 [N, C, F], the outputs for the last C of the W + C inputs."""
         x_NXF = x_NXF.float()
         length = x_NXF.shape[1] - len(self._taps) + 1
         y_NCF = x_NXF[:, :length] * self._taps[0]
@@ -53,12 +53,12 @@ class CausalConvolution:
 def read_parts(
     weights: WeightReader, name: str, shape: Sequence[int], parts: Sequence[range]
 ) -> Tensor:
-    """Return rows of a tensor."""
+    """Return the concatenation of some ranges of a tensor's rows."""
     return torch.cat([weights.read(name, *shape, part=part) for part in parts])
 
 
 def segments(name: str, sizes: Sequence[int], parts: Sequence[range]) -> list[Rows]:
-    """Return this rank's rows of a module whose outputs are several projections one after another."""
+    """Return this rank's rows of a module whose outputs are several projections, concatenated."""
     total, start, rows = sum(sizes), 0, []
     for size, part in zip(sizes, parts, strict=True):
         rows.append(Rows(name, total, range(start + part.start, start + part.stop)))
@@ -67,5 +67,5 @@ def segments(name: str, sizes: Sequence[int], parts: Sequence[range]) -> list[Ro
 
 
 def elements(heads: range, size: int) -> range:
-    """Return the elements of these heads of `size` elements."""
+    """Return the range of elements that belong to these heads, `size` elements each."""
     return range(heads.start * size, heads.stop * size)

@@ -21,7 +21,7 @@ from .states import StateBatch, StateCache
 
 
 class ShortConvolutionMixer(Mixer):
-    """The input, gated by a projection of itself, is convolved over the last tokens and gated again."""
+    """A short convolution over the last tokens, with projected gates on its input and on its output."""
 
     def __init__(
         self,
@@ -65,6 +65,6 @@ class ShortConvolutionMixer(Mixer):
 def projection_rows(
     layer: ShortConvolution, prefix: str, tensor_parallel: TensorParallel
 ) -> list[Rows]:
-    """Return this rank's rows of the gate of the input, the gate of the output, and the input."""
+    """Return this rank's rows of the projections to the input gate, the output gate and the input."""
     part = tensor_parallel.part(layer.channels)
     return segments(f"{prefix}in_proj", [layer.channels] * 3, [part] * 3)

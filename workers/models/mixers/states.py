@@ -1,9 +1,10 @@
 """The states of recurrent layers in the KV cache, and the segments in which a step computes its tokens.
 
 A block of a state group holds the state after the last computed of its tokens. A step reads each request's state from
-the block of the token before its first one, and writes it to the block of its last one. A step may begin before the
-end of its state, in the same segment, if the last tokens of the previous step were rejected drafts: only the inputs
-before its first token are read.
+the block of the token before its first one, and writes it to the block of its last one.
+
+If the last tokens of the previous step were rejected drafts, a step begins before the end of its state, in the same
+segment. It then reads only the stored inputs before its first token.
 
 Shapes: T tokens of a step, S requests, N segments of all requests, C tokens of a segment, W inputs before a segment
 that the convolution reads, F channels of an input.
@@ -24,10 +25,10 @@ from ...batch import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The n-th segments of all requests that have so many.
+    """The n-th segments of all requests that have at least n segments.
 
-    `segments` and `requests` index segments and requests. The first `num_full` of them are complete: the state at their
-    end replaces the request's.
+    `segments` and `requests` are indices. The first `num_full` segments are complete, so the state at their end
+    replaces the request's state.
     """
 
     segments: Tensor
@@ -39,9 +40,9 @@ class Round:
 class StateBatch:
     """The requests of a step for one group of recurrent layers.
 
-    `sources` and `targets` are the blocks that states are read from and written to. `is_new` marks requests whose state
+    States are read from the blocks `sources` and written to the blocks `targets`. `is_new` marks requests whose state
     is zero. Inputs are indexed in the concatenation of a row of zeros, the inputs in the requests' states, and the
-    inputs of the step's tokens. `inputs_of_segments` are those of each segment, and `kept_inputs` those of the new
+    inputs of the step's tokens. `inputs_of_segments` are the inputs of each segment, and `kept_inputs` those of the new
     states.
     """
 
@@ -50,7 +51,7 @@ class StateBatch:
     is_new: Tensor  # [S]
     inputs_of_segments: Tensor  # [N, W + C]
     kept_inputs: Tensor  # [S, W + C - 1]
-    tokens: Tensor  # [T], of all tokens of all segments
+    tokens: Tensor  # [T], of the tokens of all segments
     rounds: tuple[Round, ...]
 
     @classmethod
@@ -68,13 +69,13 @@ class StateBatch:
         is_new_S = firsts_S == 0
         sources_S = np.where(is_new_S, 0, batch.block_table[rows_S, last_read_S // block_size])
         targets_S = batch.block_table[rows_S, (ends_S - 1) // block_size]
-        # The first token of the first segment, and of the one that the next step begins with.
+        # The first token of the first segment, and of the segment with which the next step begins.
         bases_S = firsts_S // segment * segment
         next_bases_S = ends_S // segment * segment
         num_segments_S = -(-(ends_S - bases_S) // segment)
 
         def inputs_at(requests: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-            """Return the index of the inputs at these positions; that of the zeros if there is no token."""
+            """Return the index of the inputs at these positions, or the index of the zeros if there is no token."""
             base, first = bases_S[requests], firsts_S[requests]
             in_state = 1 + requests * num_inputs + positions - base + window
             in_step = 1 + len(ends_S) * num_inputs + starts_S[requests] + positions - first
