@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, behind one small interface."""
+"""Attention over the paged KV cache, with several backends behind one small interface."""
 
 from ..batch import AttentionBatch
 from .interface import (

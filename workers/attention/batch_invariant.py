@@ -1,4 +1,4 @@
-"""Triton attention in which a token's sums have the same order in a prompt and in decoding.
+"""Triton attention that sums a token's values in the same order in a prompt and in decoding (`--batch-invariant`).
 
 Shapes: S requests.
 """
@@ -17,7 +17,7 @@ from .triton_paged import TritonPagedAttention, TritonPagedMetadata
 
 
 class BatchInvariantAttention(TritonPagedAttention):
-    """Attention that uses the prompt kernel for every request. A single query is a tile, with no key splits.
+    """Attention that uses the prompt kernel for every request. A single query is a tile, and keys are never split.
 
     Raises:
         ConfigError: The model has latent attention, or `TritonPagedAttention` does not support it.
@@ -37,7 +37,7 @@ class BatchInvariantAttention(TritonPagedAttention):
         self, batch: DeviceBatch, windows: Collection[Window | None]
     ) -> TritonPagedMetadata:
         """Return metadata in which every request is a tile of the prompt kernel."""
-        # Computed from device tensors, because copies from the host cannot be captured in a graph.
+        # Compute this from device tensors, because copies from the host cannot be captured in a graph.
         tiles_S2 = torch.zeros((len(batch.seq_lens), 2), dtype=torch.int32, device=self.device)
         tiles_S2[:, 0] = torch.arange(len(batch.seq_lens), device=self.device)
         metadata = super().build_decode(batch, windows)

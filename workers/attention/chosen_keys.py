@@ -1,4 +1,4 @@
-"""The keys that the tokens of a step attend to, where an indexer chooses them.
+"""The keys that the tokens of a step attend to, if an indexer chooses them.
 
 Shapes: N sequences, M tokens of each, L keys of each, J heads of an indexer, I elements of an index key.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChosenKeys:
-    """Masks in place of those of the metadata: of each bucket of decoding requests, and of each tile of each prompt."""
+    """Masks that replace the metadata's: one per bucket of decoding requests, and one per tile of each prompt."""
 
     decodes: list[Tensor]
     tiles: list[list[Tensor]]
@@ -21,9 +21,9 @@ class ChosenKeys:
 def choose_keys(
     queries_NMJI: Tensor, weights_NMJ: Tensor, keys_NLI: Tensor, mask_NML: Tensor, num_chosen: int
 ) -> Tensor:
-    """Return `mask_NML` with -inf for all but the `num_chosen` keys with the highest scores; of equal ones, the first.
+    """Return `mask_NML` with -inf for all but the `num_chosen` keys with the highest scores, the first of equals.
 
-    A score is summed head by head, so its bits do not depend on what is computed with it.
+    A score is summed head by head, so its bits do not depend on what else is computed with it.
     """
     if keys_NLI.shape[1] <= num_chosen:
         return mask_NML
@@ -33,7 +33,7 @@ def choose_keys(
     for head in range(queries_NMJI.shape[2]):
         queries_NMI = queries_NMJI[:, :, head].float()
         if num_tokens == 1:
-            # A product with a single row sums in another order, so the row is doubled.
+            # A product with a single row sums in another order, so double the row.
             queries_NMI = queries_NMI.expand(-1, 2, -1)
         products_NML = torch.bmm(queries_NMI, keys_NIL)[:, :num_tokens].relu_()
         scores_NML = torch.addcmul(scores_NML, weights_NMJ[:, :, head, None].float(), products_NML)

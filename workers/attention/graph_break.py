@@ -1,7 +1,7 @@
 """Attention that runs outside of captured graphs.
 
-Shapes: T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real; H heads, V elements
-of a value.
+Shapes: T tokens of a step, padded to a graph's size, of which the first `num_tokens` are real; H heads, V elements of a
+value.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQue
 
 @dataclass(slots=True)
 class CurrentMetadata:
-    """The metadata of the current step, which captured code reads."""
+    """A placeholder for the metadata of the current step, which captured code reads."""
 
     num_tokens: int = 0
     value: Any = None
 
 
 class BreakingAttention(AttentionBackend):
-    """Wraps `backend`. With `CurrentMetadata`, its calls are excluded from the graph being captured."""
+    """Wraps `backend`. Calls with `CurrentMetadata` are excluded from the graph that is being captured."""
 
     def __init__(self, backend: AttentionBackend, breaker: GraphBreaker | None = None) -> None:
         super().__init__(backend.spec)
         self.breaker = breaker or GraphBreaker()
         self.backend = backend
-        # All layers of all graphs write here, because a layer's result is read before the next layer writes.
+        # All layers of all graphs write to this tensor. That is safe, because a layer's result is read before the next
+        # one is written.
         self._attended_THV = torch.empty(0)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -44,7 +45,7 @@ class BreakingAttention(AttentionBackend):
         return self.backend.kv_cache_shape(num_blocks)
 
     def with_spec(self, spec: AttentionSpec) -> BreakingAttention:
-        """Return the wrapped backend with another spec, excluded from the same graphs."""
+        """Return the wrapped backend with another spec. Its calls are excluded from the same graphs."""
         return BreakingAttention(self.backend.with_spec(spec), self.breaker)
 
     def build(self, batch: AttentionBatch, windows: Collection[Window | None]) -> Any:
@@ -77,13 +78,13 @@ class BreakingAttention(AttentionBackend):
         metadata: Any,
         layer: AttentionLayer,
     ) -> None:
-        """Store keys and values with the wrapped backend, which no graph does."""
+        """Store keys and values with the wrapped backend. Graphs never do this."""
         self.backend.store(k_TGK, v_TGK, kv_cache, metadata, layer)
 
     def attend(
         self, q_THK: Tensor, kv_cache: Tensor, metadata: Any, layer: AttentionLayer
     ) -> Tensor:
-        """Attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
+        """Run `attend` of the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.attend(q_THK, kv_cache, metadata, layer)
 
@@ -101,7 +102,7 @@ class BreakingAttention(AttentionBackend):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Choose keys and attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
+        """Run `forward_sparse` of the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.forward_sparse(q_THK, k_TGK, index, kv_cache, metadata, layer)
 
@@ -126,7 +127,7 @@ class BreakingAttention(AttentionBackend):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Norm, rotate and attend with the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
+        """Run `forward_projected` of the wrapped backend, outside of graphs if the metadata is `CurrentMetadata`."""
         if not isinstance(metadata, CurrentMetadata):
             return self.backend.forward_projected(
                 qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer
@@ -143,7 +144,7 @@ class BreakingAttention(AttentionBackend):
     def _outside_of_graphs(
         self, attend: Callable[..., Tensor], metadata: CurrentMetadata, *tensors: Tensor
     ) -> Tensor:
-        """Run `attend` on the real tokens of tensors [T, ...], now and in each replay; returns [T, H, V]."""
+        """Run `attend` on the real tokens of tensors [T, ...], now and at each replay. Return [T, H, V]."""
         num_tokens = len(tensors[0])
         if num_tokens > len(self._attended_THV):
             assert not self.breaker.is_capturing, "the largest graph runs before it is captured"

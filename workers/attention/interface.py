@@ -1,8 +1,8 @@
-"""The attention interface of the model and the worker.
+"""The interface between the model, the worker and the attention backends.
 
-Shapes: S scheduled requests, T their tokens of this step, B blocks in a row of the block table, H query heads,
-G key/value heads, K head dimension, V elements of a value: K, or with latent attention fewer; J heads of an indexer,
-I elements of an index key.
+Shapes: S scheduled requests, T their tokens in this step, B blocks in a row of the block table, H query heads, G
+key/value heads, K head dimension, V elements of a value (K, or fewer with latent attention), J heads of an indexer, I
+elements of an index key.
 """
 
 from abc import ABC, abstractmethod
@@ -21,20 +21,20 @@ from ..layers.spec import ModelSpec, Window
 from ..parallel.shard import ModelShard
 
 NULL_BLOCK = 0
-"""Id of the block that pads rows of the block table; it belongs to no request."""
+"""Id of the block that pads rows of the block table. It belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The heads and the KV cache of one worker's attention in layers with equal heads.
+    """The heads and the KV cache of one worker's attention, for layers with equal heads.
 
-    `dtype` is that of the KV cache; queries, keys and values may have another. `reads_distances` says whether layers
-    have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the second. If
-    `latent_rank` is not 0, the cache has only keys. Their first `latent_rank` elements are the values. The last
-    `index_dim` elements of a key are its index key. Unless
-    `is_causal`, every token of a sequence sees all of it, and a step has either all its tokens or none. A token has
-    `tensor_elements` in a cache tensor, which layers with the heads `heads_of_layers` share, each with a number of
-    key/value heads and their dimension; 0 if the tensor is of one layer.
+    `dtype` is the dtype of the KV cache; queries, keys and values may have another. `reads_distances` says whether
+    layers have `alibi_slopes_H` or `distance_biases_HE`, and `has_distance_biases` whether they have the latter. If
+    `latent_rank` is not 0, the cache has only keys, and their first `latent_rank` elements are the values. The last
+    `index_dim` elements of a key are its index key. Unless `is_causal`, every token attends to its whole sequence, and
+    a step contains all of the sequence's tokens or none. A token has `tensor_elements` elements in a cache tensor, or 0
+    if the tensor belongs to one layer. Layers that share a tensor have the heads `heads_of_layers`, pairs of number of
+    key/value heads and head dimension.
     """
 
     num_heads: int
@@ -61,12 +61,12 @@ class AttentionSpec:
         dtype: torch.dtype | HostDtype,
         device: torch.device | HostDevice,
     ) -> Self:
-        """Return the spec for the shard's heads of the model, or of a layer with a spec from `for_layer`."""
+        """Return the spec for the shard's heads of the model. `model` may come from `for_layer`, for a single layer."""
         ranks = shard.tensor_parallel.size
         of_layers = [model.for_layer(layer) for layer in model.layers if layer.attends]
         heads = frozenset((len(shard.kv_heads(each)), each.head_dim) for each in of_layers)
         is_shared = len({(each.num_kv_heads, each.head_dim) for each in of_layers}) > 1
-        # All layers may differ from the model, as in a Gemma 4 with only full attention.
+        # All layers may differ from the model's defaults, as in a Gemma 4 with only full attention.
         common = of_layers[0] if of_layers and not is_shared else model
         return cls(
             num_heads=len(shard.heads(common)),
@@ -89,14 +89,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The parameters that differ between layers.
+    """The attention parameters that differ between layers.
 
     Scores are q.k * scale, then softcap * tanh(score / softcap) if there is a soft cap. `alibi_slopes_H` times the
-    distance to the key is subtracted from them. Column e of the 2E + 1 columns of `distance_biases_HE` is added to
-    the scores of keys at position p + e - E, the first and the last one also to those of keys that are further
-    away. A token at position p sees positions p - window + 1 .. p, those of its chunk, or 0 .. p without a window.
-    The softmax of a head has `sinks_H` as a further score, without a value. In an FP8 cache, keys and values are
-    divided by `kv_scales_2G`, each head's. The tensors are float32 on the device.
+    distance to the key is subtracted from them. `distance_biases_HE` has 2E + 1 columns: column e is added to the
+    scores of keys at position p + e - E, and the first and the last column also to the scores of keys further away. A
+    token at position p attends to positions p - window + 1 .. p, to those of its chunk, or to 0 .. p without a window.
+    `sinks_H` are further scores in each head's softmax, without values. In an FP8 cache, keys and values are divided by
+    each head's `kv_scales_2G`. All tensors are float32 on the device.
     """
 
     scale: float
@@ -110,7 +110,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class IndexQueries:
-    """What the tokens of a step choose `num_chosen` keys by; see `IndexerSpec`."""
+    """The index queries and head weights by which a step's tokens choose `num_chosen` keys; see `IndexerSpec`."""
 
     queries_TJI: Tensor
     weights_TJ: Tensor
@@ -119,7 +119,7 @@ class IndexQueries:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A step's requests, like `AttentionBatch`, but int32 on the device at fixed addresses.
+    """The requests of a step as in `AttentionBatch`, but as int32 tensors on the device at fixed addresses.
 
     Padding requests have no tokens and a `seq_lens` of 0; the `slot_mapping` of padding tokens is -1.
     """
@@ -131,9 +131,9 @@ class DeviceBatch:
 
 
 class PagedAttention(ABC):
-    """The KV cache and step metadata of one attention implementation.
+    """The base class of attention implementations: the shape of the KV cache, and the metadata of a step.
 
-    Layers that share `spec` differ in `AttentionLayer`.
+    All layers that use an instance share `spec`, and differ only in their `AttentionLayer`.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -155,11 +155,11 @@ class PagedAttention(ABC):
 
     @property
     def elements_of_layer(self) -> int:
-        """The elements of a block in the cache of one layer."""
+        """Number of elements of a block in the cache of one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.block_size
 
     def for_layer(self, layer: ModelSpec, shard: ModelShard) -> Self:
-        """Return the attention with the heads of a spec from `ModelSpec.for_layer`."""
+        """Return this attention with the heads of a layer, given the spec that `ModelSpec.for_layer` returned."""
         num_heads, num_kv_heads = len(shard.heads(layer)), len(shard.kv_heads(layer))
         if (num_heads, num_kv_heads, layer.head_dim) == (
             self.num_heads,
@@ -174,7 +174,7 @@ class PagedAttention(ABC):
         )
 
     def as_bidirectional(self) -> Self:
-        """Return attention in which every token sees all keys of its sequence, or of the encoder's outputs."""
+        """Return attention in which every token attends to all keys of its sequence, or to all encoder outputs."""
         return (
             self
             if not self.spec.is_causal
@@ -187,11 +187,11 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def build(self, batch: AttentionBatch, windows: Collection[Window | None]) -> Any:
-        """Return the metadata of one step for a group whose layers have these windows."""
+        """Return the metadata of one step, for a KV-cache group whose layers have these windows."""
 
 
 class AttentionBackend(PagedAttention):
-    """Attention that a model calls layer by layer. Native programs have their own attention."""
+    """Attention that a model calls layer by layer. Native programs have an attention of their own."""
 
     dtype: torch.dtype
     device: torch.device
@@ -234,9 +234,10 @@ class AttentionBackend(PagedAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store keys, choose some of those in the cache for each token, and return the attention output [T, H, V].
+        """Store keys, choose keys for each token, and return the attention output [T, H, V].
 
-        Without `index`, tokens attend to those that were chosen last in the step.
+        The choice is among all keys in the cache. If `index` is None, the keys that were last chosen in this step are
+        used.
         """
         raise NotImplementedError
 
@@ -250,7 +251,7 @@ class AttentionBackend(PagedAttention):
         metadata: Any,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Norm and rotate queries and keys [T, H + G, K], then compute `forward`."""
+        """Norm and rotate queries and keys, which are in one tensor [T, H + G, K], then compute `forward`."""
         if head_norm is not None:
             qk_THK = head_norm(qk_THK)
         if tables is not None:
@@ -260,11 +261,12 @@ class AttentionBackend(PagedAttention):
 
 
 class CapturableAttention(AttentionBackend):
-    """Attention whose decoding can be captured in a graph."""
+    """Attention whose decoding steps can be captured in a graph."""
 
     @abstractmethod
     def build_decode(self, batch: DeviceBatch, windows: Collection[Window | None]) -> Any:
-        """Return metadata for any step that `batch` describes in which each request has at most one token.
+        """Return metadata that is valid for every step in which each request has at most one token.
 
-        With it, `forward` depends only on the contents of device tensors, not on numbers on the host.
+        With this metadata, `forward` depends only on the contents of the device tensors in `batch`, not on numbers on
+        the host.
         """

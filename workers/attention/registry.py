@@ -1,4 +1,4 @@
-"""Chooses the attention backend at startup."""
+"""Choose the attention backend at startup."""
 
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ def attention_backend(spec: AttentionSpec, name: BackendName | None = None) -> A
         ConfigError: Triton is required but not installed.
     """
     if name is None:
-        # The kernels have no encoders' attention, no strides between blocks, no biases by distance, and no indexers.
+        # The kernels do not support encoders, strides between blocks, distance biases or indexers.
         is_supported = spec.is_causal and not (spec.tensor_elements or spec.has_distance_biases)
         is_supported = is_supported and not spec.index_dim and spec.device.type == "cuda"
         name = "triton_paged" if is_supported else "torch_paged"

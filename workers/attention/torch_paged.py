@@ -1,21 +1,21 @@
 """Paged attention in plain torch operations, for any device; the reference for other backends.
 
-The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or one that is both. If
-layers have other heads, a block may have further pages behind those of the layer. A head's part of a block, a page, is
-contiguous, so that one `index_select` of pages puts keys and values of many requests into the shape of a batched matrix
-product.
+The cache of a layer is [num_blocks, P, G, block_size, K] with P = 2 parts, keys and values, or P = 1 if one part is
+both. If layers have different heads, a block may have further pages after those of the layer. A page is a head's part
+of a block and is contiguous, so one `index_select` of pages gives keys and values of many requests in the shape of a
+batched matrix product.
 
-Indices and masks depend only on the step. They are computed once in `build` and shared by all layers with the same
-window. Decoding requests are padded to the longest of their bucket and computed together. Prompts are computed one by
-one, in tiles of queries.
+Indices and masks depend only on the step. `build` computes them once, and all layers with the same window share them.
+Decoding requests are padded to the longest of their bucket and computed together. Prompts are computed one by one, in
+tiles of queries.
 
-Both compute whole blocks of keys, including masked ones. Then oneDNN's bfloat16 products sum a query's values in one
-order, independent of the other requests: results have equal bits in a prompt, a chunk or a decode, up to 1024 keys, or
-more without a window. On processors without bfloat16 instructions the order of long sums depends on the number of rows;
+Whole blocks of keys are computed, including masked ones. oneDNN's bfloat16 products then sum a query's values in one
+order, independent of the other requests. Results have equal bits in a prompt, a chunk or a decode, for up to 1024 keys,
+or more without a window. On CPUs without bfloat16 instructions, the order of long sums depends on the number of rows;
 there only the native backend is batch-invariant for every model.
 
-Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, V elements of a value, R rows
-(requests of a bucket), B pages of a head, L = B * block_size keys, N = R * G, M = queries * Q.
+Shapes: T tokens, H query heads, G key/value heads, Q = H / G, K head dimension, V elements of a value, R rows (requests
+of a bucket), B pages of a head, L = B * block_size keys, N = R * G, M = queries * Q.
 """
 
 import math
@@ -33,7 +33,7 @@ from .chosen_keys import ChosenKeys, choose_keys
 from .interface import AttentionBackend, AttentionLayer, AttentionSpec, IndexQueries
 from .torch_tiles import LONGEST_SINGLE_SUM, QueryTiles, Tile
 
-# The gathered keys and values of a bucket should fit into the processor's cache.
+# Maximum size of the gathered keys and values of a bucket, so that they fit into the CPU cache.
 _MAX_BUCKET_BYTES = 4 << 20
 
 
@@ -57,12 +57,12 @@ class _Prefill:
 
 @dataclass(slots=True)
 class TorchPagedMetadata:
-    """One step: the cache rows to write, and the pages to read for each window.
+    """The metadata of one step: the cache rows to write, and the pages to read for each window.
 
-    `chosen` are the keys that an indexer chose last, if the model has indexers.
+    `chosen` are the keys that an indexer has chosen last, if the model has indexers.
     """
 
-    cache_rows: Tensor  # [T * P * G] rows of the cache seen as [..., K]
+    cache_rows: Tensor  # [T * P * G] rows of the cache, viewed as [..., K]
     decodes: dict[Window | None, list[_DecodeBucket]]
     prefills: dict[Window | None, list[_Prefill]]
     chosen: ChosenKeys | None = None
@@ -107,7 +107,7 @@ class TorchPagedAttention(AttentionBackend):
     def _pages_of(
         self, blocks: NDArray[np.int64], kv_heads: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return page numbers, which count blocks, then keys before values, then heads."""
+        """Return page numbers. In a block, the pages of keys come before those of values, both in order of heads."""
         return blocks * self._pages_per_block + kv_heads
 
     def _decode_buckets(
@@ -123,7 +123,7 @@ class TorchPagedAttention(AttentionBackend):
             rows = requests[bucket]
             first_R1, len_R1 = first_blocks[bucket, None], seq_lens[bucket, None]
             columns_RB = first_R1 + np.arange(num_blocks[bucket].max())
-            # Columns past a row's own blocks are masked, so any existing block will do.
+            # Columns past a row's own blocks are masked, so they may contain any existing block.
             columns_RB = np.minimum(columns_RB, (len_R1 - 1) // self.block_size)
             blocks_RB = batch.block_table[rows[:, None], columns_RB].astype(np.int64)
             kv_heads = np.arange(self._num_parts * self.num_kv_heads).reshape(
@@ -146,7 +146,7 @@ class TorchPagedAttention(AttentionBackend):
             )
 
     def _of_kv_heads(self, x_RL: Tensor) -> Tensor:
-        """Return each row once for each key/value head, [R * G, 1, L] on the device."""
+        """Repeat each row for each key/value head: [R * G, 1, L] on the device."""
         return x_RL.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1).to(self.device)
 
     def _prefill(self, batch: AttentionBatch, request: int, window: Window | None) -> _Prefill:
@@ -174,7 +174,7 @@ class TorchPagedAttention(AttentionBackend):
         )
 
     def _buckets(self, num_blocks: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Split rows into buckets of bounded size with little padding."""
+        """Split rows into buckets of bounded size, such that little padding is needed."""
         block_bytes = math.prod(self.kv_cache_shape(1)) * self.dtype.itemsize
         max_blocks = _MAX_BUCKET_BYTES // block_bytes
         is_long = num_blocks * self.block_size > LONGEST_SINGLE_SUM
@@ -203,7 +203,7 @@ class TorchPagedAttention(AttentionBackend):
     ) -> Tensor:
         """Store keys and values, and return the attention output [T, H, V]."""
         is_damaged_T = self._store(k_TGK, v_TGK, kv_cache, metadata)
-        # The token's own output must still be NaN, so that the request fails.
+        # The token's own output must remain NaN, so that the request fails.
         q_THK = q_THK.masked_fill(is_damaged_T[:, None, None], torch.nan)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
@@ -221,9 +221,9 @@ class TorchPagedAttention(AttentionBackend):
     def _store(
         self, k_TGK: Tensor, v_TGK: Tensor, kv_cache: Tensor, metadata: TorchPagedMetadata
     ) -> Tensor:
-        """Store keys and values. Return which tokens have some that are not finite, bool [T]."""
-        # Masked keys still contribute 0 * value, and 0 * NaN is NaN. So values that are not finite must not stay in a
-        # block, where they would affect its next request.
+        """Store keys and values. Return which tokens have keys or values that are not finite, bool [T]."""
+        # Masked keys still contribute 0 * value, and 0 * NaN is NaN. A value that is not finite must therefore not be
+        # stored in a block, where it would affect the next request that uses the block.
         kv_TGK = k_TGK if self.spec.latent_rank else torch.cat((k_TGK, v_TGK), 1)
         is_finite_TGK = kv_TGK.isfinite()
         kv_TGK = kv_TGK.to(self.dtype).nan_to_num_().masked_fill_(~is_finite_TGK, 0.0)
@@ -241,7 +241,7 @@ class TorchPagedAttention(AttentionBackend):
         metadata: TorchPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Store keys, choose some of those in the cache for each token, and return the attention output [T, H, V]."""
+        """Store keys, choose keys for each token, and return the attention output [T, H, V]."""
         is_damaged_T = self._store(k_TGK, k_TGK, kv_cache, metadata)
         if index is not None:
             pages = kv_cache.view(-1, self.block_size * self.head_dim)
@@ -277,7 +277,7 @@ class TorchPagedAttention(AttentionBackend):
                         index.queries_TJI[tile.tokens].unsqueeze(0),
                         index.weights_TJ[tile.tokens].unsqueeze(0),
                         keys[:, tile.keys, -self.spec.index_dim :],
-                        # All heads of a token have the same mask.
+                        # All heads of a token share one mask.
                         tile.mask_ML[:: self.num_heads].unsqueeze(0),
                         index.num_chosen,
                     )[0].repeat_interleave(self.num_heads, 0)
@@ -358,7 +358,7 @@ class TorchPagedAttention(AttentionBackend):
         )
 
     def _bias(self, mask: Tensor, distance: Tensor | None, layer: AttentionLayer) -> Tensor:
-        """Return what is added to the scores: the mask, and what depends on the distance to the key."""
+        """Return what is added to the scores: the mask, and the biases by the distance to the key."""
         if distance is None:
             return mask
         if layer.distance_biases_HE is not None:
@@ -374,7 +374,7 @@ class TorchPagedAttention(AttentionBackend):
         return (mask - slopes_NQ1 * distance).to(mask.dtype)
 
     def _distance_biases(self, distance: Tensor, biases_HE: Tensor) -> Tensor:
-        """Return each row's bias for each key [N, M, L], from their distances [M, L] or [N, 1, L]."""
+        """Return each row's bias for each key [N, M, L], given the distances [M, L] or [N, 1, L]."""
         furthest = biases_HE.shape[1] // 2
         columns = (furthest - distance.long()).clamp(0, 2 * furthest)
         biases_GQE = biases_HE.unflatten(0, (self.num_kv_heads, -1))
@@ -387,7 +387,7 @@ class TorchPagedAttention(AttentionBackend):
         return biases_GQE[kv_head_N].gather(2, columns.expand(-1, repeats, -1))
 
     def _of_rows(self, values_H: Tensor | None, q_NMK: Tensor) -> Tensor | None:
-        """Return each query head's value for each row of its queries, [N, M, 1] in their dtype."""
+        """Return each query head's value for each row of its queries, [N, M, 1] in the dtype of the queries."""
         if values_H is None:
             return None
         values_GQ = values_H.to(q_NMK.dtype).view(self.num_kv_heads, -1)
@@ -406,7 +406,7 @@ def _attend(
 ) -> Tensor:
     """Return softmax(scores + mask) @ v for N independent heads; the mask broadcasts to [N, M, L]."""
     if q_NMK.shape[1] == 1:
-        # A product with a single row sums in another order, so the row is doubled.
+        # A product with a single row sums in another order, so double the row.
         if sinks_NM1 is not None:
             sinks_NM1 = sinks_NM1.expand(-1, 2, -1)
         return _attend(q_NMK.expand(-1, 2, -1), k_NLK, v_NLK, mask, layer, sinks_NM1)[:, :1]
@@ -418,6 +418,6 @@ def _attend(
         scores_NML = scores_NML.tanh_().mul_(layer.softcap).add_(mask)
     if sinks_NM1 is None:
         return torch.bmm(torch.softmax(scores_NML, -1), v_NLK)
-    # The sink comes first, so that a key's place in the sum does not depend on the number of keys.
+    # Put the sink first, so that a key's place in the sum does not depend on the number of keys.
     weights_NML = torch.softmax(torch.cat((sinks_NM1, scores_NML), -1), -1)[..., 1:]
     return torch.bmm(weights_NML.contiguous(), v_NLK)

@@ -1,4 +1,4 @@
-"""The tiles that torch attention divides the queries of a prompt into, with their masks."""
+"""The tiles into which torch attention divides the queries of a prompt, with their masks."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LONGEST_SINGLE_SUM = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries of one prompt that are computed together, and the keys that any of them attends to."""
+    """Queries of one prompt that are computed together, and the keys that at least one of them attends to."""
 
     tokens: slice
     keys: slice
@@ -32,7 +32,7 @@ class Tile:
 
 
 class QueryTiles:
-    """Divides the queries of a prompt into tiles, for the heads and blocks of a specification."""
+    """Divides the queries of a prompt into tiles, given the heads and the block size."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -40,7 +40,7 @@ class QueryTiles:
         self._repeats = spec.num_heads // spec.num_kv_heads
 
     def bidirectional(self, tokens: slice, seq_len: int, window: Window | None) -> Iterator[Tile]:
-        """Split a whole sequence, whose tokens see those behind them too, into tiles of queries."""
+        """Split a whole sequence, whose tokens also attend to later tokens, into tiles of queries."""
         num_keys = -(-seq_len // self._spec.block_size) * self._spec.block_size
         mask_1L = torch.zeros((1, num_keys), dtype=self._dtype)
         mask_1L[:, seq_len:] = -math.inf
@@ -65,7 +65,7 @@ class QueryTiles:
         window: Window | None,
         visible_Q2: NDArray[np.int32],
     ) -> Iterator[Tile]:
-        """Split queries, some of which see tokens behind them, into tiles."""
+        """Split queries, some of which also attend to later tokens, into tiles."""
         num_queries = tokens.stop - tokens.start
         tile_queries = _tile_queries(self._spec.num_heads, position + num_queries)
         for start in range(0, num_queries, tile_queries):
@@ -91,7 +91,7 @@ class QueryTiles:
     def causal(
         self, tokens: slice, position: int, first_key: int, window: Window | None
     ) -> Iterator[Tile]:
-        """Split a prompt's queries into tiles that limit the number of scores."""
+        """Split a prompt's queries into tiles, which limits the number of scores in memory."""
         start = tokens.start
         while start < tokens.stop:
             first = position + start - tokens.start
@@ -114,7 +114,7 @@ class QueryTiles:
                 )
                 start += queries
                 continue
-            # One mask serves all tiles: a tile with less context uses the right part of it.
+            # One mask serves all tiles: a tile with less context uses the right part of the mask.
             capacity = 1 << context.bit_length()
             mask_ML = _causal_mask(
                 tile_queries,
@@ -142,7 +142,7 @@ class QueryTiles:
         window: Window | None,
         visible_Q2: NDArray[np.int32] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the mask and, for ALiBi, the distances [M, L] of queries and keys at these positions."""
+        """Return the mask and, for ALiBi, the distances [M, L] between queries and keys at these positions."""
         query = torch.arange(queries.start, queries.stop)[:, None]
         key = torch.arange(keys.start, keys.stop)
         first = torch.tensor([first_visible(position, window) for position in queries])[:, None]
@@ -158,12 +158,12 @@ class QueryTiles:
         return mask_ML, (query - key).float().repeat_interleave(self._repeats, 0).to(self._device)
 
     def _first_key(self, position: int, window: Window | None) -> int:
-        """Return the start of the block with the first key that a query at this position attends to."""
+        """Return the start of the block that contains the first key to which a query at this position attends."""
         return first_visible(position, window) // self._spec.block_size * self._spec.block_size
 
 
 def _tile_queries(num_heads: int, context: int) -> int:
-    """Return a power of two of queries, so that few masks serve all tiles."""
+    """Return the number of queries per tile, a power of two, so that few masks serve all tiles."""
     queries = _MAX_TILE_QUERIES
     while queries > 16 and queries * num_heads * (context + queries) > _MAX_TILE_SCORES:
         queries //= 2
@@ -180,7 +180,7 @@ def _causal_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return a mask [num_queries * repeats, context + num_new_keys], where query i is at key context + i."""
+    """Return a mask [num_queries * repeats, context + num_new_keys], in which query i is at key context + i."""
     query = torch.arange(context, context + num_queries)[:, None]
     distance = query - torch.arange(context + num_new_keys)
     hidden = distance < 0

@@ -1,16 +1,18 @@
 """Paged attention in Triton kernels, for CUDA.
 
 The cache of a layer is [num_blocks, 2 (keys, values), G, block_size, K], or with latent attention [num_blocks, 1, 1,
-block_size, K], as in `torch_paged`. A step launches three
-kinds of kernel. One norms and rotates queries and keys and writes the cache, one computes requests with several
-queries, and one (with a second that sums its splits) those with a single query. The choice between the last two and
-the order of sums depend on the request alone, so other requests of a step do not change a bit of the result.
+block_size, K], as in `torch_paged`.
 
-Torch's own `varlen_attn` cannot replace it: in torch 2.11 it has no block table, later kernels need pages of 256 tokens
-or more, and none supports a soft cap or an FP8 cache.
+A step launches three kinds of kernels. One norms and rotates queries and keys and writes the cache. One computes
+requests with several queries. One, with a second that sums its splits, computes requests with a single query. The
+choice between the last two and the order of sums depend only on the request, so other requests of a step do not change
+a bit of the result.
 
-Shapes: T tokens, S requests, N tiles, B blocks in a row of the block table, H query heads, G key/value heads,
-K head dimension, V elements of a value.
+Torch's own `varlen_attn` cannot replace these kernels: in torch 2.11 it has no block table, later kernels need pages of
+256 tokens or more, and none supports a soft cap or an FP8 cache.
+
+Shapes: T tokens, S requests, N tiles, B blocks in a row of the block table, H query heads, G key/value heads, K head
+dimension, V elements of a value.
 """
 
 from collections.abc import Collection
@@ -44,7 +46,7 @@ from .kernels.tiles import (
 
 MAX_HEAD_DIM = 256
 MAX_LATENT_RANK = 512
-# Alignment in int32, so that Triton may load any of the arrays of one copy in words of 16 bytes.
+# Alignment in int32 elements, so that Triton may load any of the arrays in words of 16 bytes.
 _ALIGNMENT = 4
 
 
@@ -52,8 +54,8 @@ _ALIGNMENT = 4
 class TritonPagedMetadata:
     """The kernels' inputs for a step: int32 tensors on the device.
 
-    Launches depend only on shapes and on the other fields. So a captured step in which every request decodes stays
-    valid when the tensors' contents change, up to sequences of `max_seq_len` tokens.
+    Launches depend only on shapes and on the other fields. A captured step in which every request decodes therefore
+    stays valid when the contents of the tensors change, up to sequences of `max_seq_len` tokens.
     """
 
     query_start_loc: Tensor  # [S + 1]
@@ -77,7 +79,7 @@ class TritonPagedAttention(CapturableAttention):
     """
 
     fewest_tiled_queries: ClassVar[int] = 2
-    """Requests with fewer queries use the kernel for a single query."""
+    """Requests with fewer queries than this use the kernel for a single query."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -102,7 +104,7 @@ class TritonPagedAttention(CapturableAttention):
         rest = spec.head_dim - self.value_dim
         self._padded_rotary_dim = max(16, power_of_2(rest)) if spec.latent_rank else 0
         if spec.latent_rank:
-            # All heads share a key, and are too many for one program.
+            # All heads share one key, and are too many for one program.
             self._heads_per_group = heads_of_latent_tile(spec.num_heads, self.dtype)
             self._num_groups = spec.num_heads // self._heads_per_group
             self.prefill_tile = latent_prefill_tile(self.dtype)
@@ -123,7 +125,7 @@ class TritonPagedAttention(CapturableAttention):
     def build(
         self, batch: AttentionBatch, windows: Collection[Window | None]
     ) -> TritonPagedMetadata:
-        """Copy the step to the device in one copy."""
+        """Return the metadata of a step, copied to the device in one copy."""
         query_lens_S = np.diff(batch.query_start_loc)
         max_seq_len = int(batch.seq_lens.max())
         tiles_N2 = self._prefill_tiles(query_lens_S, batch.seq_lens)
@@ -154,7 +156,7 @@ class TritonPagedAttention(CapturableAttention):
     def build_decode(
         self, batch: DeviceBatch, windows: Collection[Window | None]
     ) -> TritonPagedMetadata:
-        """Return metadata whose grids have room for the longest sequence that the block table holds."""
+        """Return metadata whose grids have room for the longest sequence that the block table can hold."""
         return TritonPagedMetadata(
             batch.query_start_loc,
             batch.seq_lens,
@@ -166,7 +168,7 @@ class TritonPagedAttention(CapturableAttention):
     def _prefill_tiles(
         self, query_lens_S: NDArray[np.int32], seq_lens_S: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Return the tiles with the most keys first, so that no long tile is left when the others have finished."""
+        """Return the tiles, longest first, so that no long tile is left when the others have finished."""
         requests = np.flatnonzero(query_lens_S >= self.fewest_tiled_queries)
         queries_per_tile = self.prefill_tile.rows // self._heads_per_group
         num_tiles = -(-query_lens_S[requests] // queries_per_tile)
@@ -199,7 +201,7 @@ class TritonPagedAttention(CapturableAttention):
         layer: AttentionLayer,
     ) -> None:
         """Store keys and values."""
-        # Without norms and rotation the kernel reads no queries.
+        # Without norms and rotation, the kernel does not read queries.
         self._store(k_TGK, k_TGK, v_TGK, kv_cache, metadata, layer)
 
     def forward_projected(
@@ -212,7 +214,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Norm, rotate, store and attend, with one kernel for all before the attention."""
+        """Norm, rotate, store and attend. One kernel does everything before the attention."""
         q_THK = self.rotate_and_store(qk_THK, v_TGK, head_norm, tables, kv_cache, metadata, layer)
         return self.attend(q_THK, kv_cache, metadata, layer)
 
@@ -226,7 +228,7 @@ class TritonPagedAttention(CapturableAttention):
         metadata: TritonPagedMetadata,
         layer: AttentionLayer,
     ) -> Tensor:
-        """Fill the cache and return the queries [T, H, K]: the first half of `forward_projected`."""
+        """Fill the cache, and return the normed and rotated queries [T, H, K]; `attend` can follow."""
         q_THK, k_TGK = qk_THK.split((self.num_heads, self.num_kv_heads), 1)
         out_THK = None
         if head_norm is not None or tables is not None:
@@ -390,7 +392,7 @@ class TritonPagedAttention(CapturableAttention):
             )
 
     def _num_splits(self, max_seq_len: int, window: int | None) -> int:
-        """Return the most splits of a sequence of up to `max_seq_len` tokens, as the kernels compute it."""
+        """Return the number of splits of a sequence of `max_seq_len` tokens, as the kernels compute it."""
         num_keys = max_seq_len
         if window is not None:
             # The first tile may begin before the window.
@@ -403,7 +405,7 @@ def _window_size(window: Window | None) -> int | None:
 
 
 def _to_device(device: torch.device, *arrays: NDArray[np.int32]) -> list[Tensor]:
-    """Return int32 tensors on the device that share one copy."""
+    """Copy arrays to the device in one copy, and return them as int32 tensors."""
     sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     starts = np.cumsum([0, *sizes]).tolist()

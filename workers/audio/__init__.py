@@ -1,1 +1,1 @@
-"""Encoders of sounds, whose outputs take the place of tokens."""
+"""Encoders of sounds, whose outputs replace the embeddings of tokens."""

@@ -1,7 +1,7 @@
-"""An audio tower: from the log-mel features of a sound to embeddings for the decoder.
+"""An audio tower, which turns the log-mel features of a sound into embeddings for the decoder.
 
-Shapes: C features of a frame, N frames, P rows (two frames each), D hidden size of the tower, F intermediate size,
-K outputs.
+Shapes: C features of a frame, N frames, P rows (two frames each), D hidden size of the tower, F intermediate size, K
+outputs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _decoder = msgspec.msgpack.Decoder(AudioPayload)
 
 
 class AudioTower:
-    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
-    It computes one window at a time, so its numbers do not depend on other sounds.
+    It computes one window at a time, so that results do not depend on other sounds.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -92,7 +92,7 @@ class AudioTower:
             )
         if len(sound.features) != expected:
             raise EngineError(f"a sound has {len(sound.features)} bytes, expected {expected}")
-        # Copied, because torch requires a writable array, and the message's bytes are read-only.
+        # Copy the features, because torch requires a writable array, and the bytes of the message are read-only.
         features = torch.frombuffer(bytearray(sound.features), dtype=dtype)
         features_CN = features.view(sound.num_mel_bins, -1).to(self._device, self._dtype)
         with torch_threads(self._device, self._num_threads):
@@ -148,7 +148,7 @@ def _layers_spec(spec: AudioTowerSpec) -> LayersSpec:
 
 def _read_layer(spec: AudioTowerSpec, tensors: VisionWeights, prefix: str) -> LayerWeights:
     size, inner = spec.hidden_size, spec.intermediate_size
-    # Keys have no bias.
+    # The projection to keys has no bias.
     query, key, value = (
         tensors.read_linear(f"{prefix}self_attn.{name}_proj", size, size, has_bias=name != "k")
         for name in "qkv"

@@ -1,1 +1,1 @@
-"""Triton kernels of layers, quantized products and sampling."""
+"""Triton kernels for layers, quantized products and sampling."""

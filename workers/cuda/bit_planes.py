@@ -1,8 +1,8 @@
 """Integers of a few bits, packed for kernels.
 
-A plane holds `bits` (1, 2, 4 or 8) of each element, in runs of 32 bytes for 32 * 8 / `bits` columns. The lowest bits of
-byte i are column i of the run, the next bits column 32 + i, and so on. So neighboring threads read neighboring bytes,
-and bits need not be rearranged.
+A plane contains `bits` (1, 2, 4 or 8) bits of each element, in runs of 32 bytes for 32 * 8 / `bits` columns. The lowest
+bits of byte i belong to column i of the run, the next bits to column 32 + i, and so on. Neighboring threads therefore
+read neighboring bytes, and bits need not be rearranged.
 
 Shapes: O rows, D columns.
 """
@@ -35,13 +35,13 @@ def pack_plane(values_OD: Tensor, bits: int) -> Tensor:
 
 
 def planes_of(bits: int) -> tuple[int, int]:
-    """Return the bits of an element's low and high plane; 0 means that there is no such plane."""
+    """Return the numbers of bits in an element's low and high plane; 0 if there is no high plane."""
     return (bits, 0) if bits in (4, 8) else (4, bits - 4)
 
 
 @triton.jit
 def load_plane(row_ptr, columns, mask, BITS: tl.constexpr):
-    """Load the bits of these columns of the rows that begin at `row_ptr`: int32."""
+    """Load the bits of these columns for rows that begin at `row_ptr`, as int32."""
     FIELDS: tl.constexpr = 8 // BITS
     byte = (columns // (RUN * FIELDS)) * RUN + columns % RUN
     packed = tl.load(row_ptr + byte, mask=mask, other=0).to(tl.int32)
@@ -50,7 +50,7 @@ def load_plane(row_ptr, columns, mask, BITS: tl.constexpr):
 
 @triton.jit
 def load_integers(low_ptr, high_ptr, columns, mask, BITS: tl.constexpr, HIGH_BITS: tl.constexpr):
-    """Load elements of which the low plane has `BITS`, and the high one `HIGH_BITS` if not 0: int32."""
+    """Load elements with `BITS` bits in the low plane and, if not 0, `HIGH_BITS` in the high plane, as int32."""
     values = load_plane(low_ptr, columns, mask, BITS)
     if HIGH_BITS:
         values |= load_plane(high_ptr, columns, mask, HIGH_BITS) << BITS
@@ -59,5 +59,5 @@ def load_integers(low_ptr, high_ptr, columns, mask, BITS: tl.constexpr, HIGH_BIT
 
 @triton.jit
 def integers_to_floats(values):
-    """Convert integers of [0, 2 ** 23) to float32 by their bits, because the conversion instruction is slow."""
+    """Convert integers in [0, 2 ** 23) to float32 by manipulating bits, because the conversion instruction is slow."""
     return (values | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0

@@ -1,4 +1,4 @@
-"""Rounding of activation rows to float8 (e4m3) with scales, inside the kernels that compute the rows.
+"""Round rows of activations to float8 (e4m3) with scales, inside the kernels that compute the rows.
 
 Shapes: T tokens, D features, G groups of a row, C columns of a group.
 """
@@ -30,17 +30,16 @@ Rows = Tensor | Float8Rows
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounding to float8, with one scale for `group_size` columns, a row, or (`input_scale`) for all values.
+    """Rounding of activations to float8, with one scale per `group_size` columns, per row, or for all values.
 
-    `group_size` is a power of two. Rows rounded with `input_scale` have no scales of their own, because the matrix has
-    it.
+    `group_size` is a power of two. Rows rounded with the one `input_scale` carry no scales, because the matrix has it.
     """
 
     group_size: int | None = None
     input_scale: float | None = None
 
     def __call__(self, x_TD: Tensor) -> Float8Rows:
-        """Round rows whose last dimension is contiguous."""
+        """Round rows to float8. Their last dimension must be contiguous."""
         num_columns = x_TD.shape[1]
         out = RowOutput.allocate(x_TD, num_columns, self)
         if len(x_TD):
@@ -61,13 +60,13 @@ def store_row(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Store float32 groups of the row of this program, rounded as `RowOutput` says."""
+    """Store float32 groups of this program's row, rounded according to `RowOutput`."""
     token = tl.program_id(0).to(tl.int64)
     mask_GC = columns_GC < num_columns
     if SCALES == "given":
         y_GC = tl.clamp(y_GC / input_scale, -FLOAT8_MAX, FLOAT8_MAX)
     elif SCALES == "found":
-        # Never zero, even for a group of zeros.
+        # The scale must not be zero, even for a group of zeros.
         scale_G = tl.maximum(tl.max(tl.abs(y_GC), 1), 1e-10) / FLOAT8_MAX
         num_groups = tl.cdiv(num_columns, GROUP)
         tl.store(scale_ptr + token * num_groups + groups_G, scale_G, mask=groups_G < num_groups)
@@ -77,7 +76,7 @@ def store_row(
 
 
 class RowOutput:
-    """Output memory and launch arguments of a kernel that computes rows.
+    """The output memory and launch arguments of a kernel that computes rows.
 
     A program computes `NUM_GROUPS` groups of `GROUP` columns of one row. `arguments` are `store_row`'s out_ptr,
     scale_ptr, input_scale and num_columns.
@@ -152,7 +151,7 @@ def multiply_by_library(
     bias_O: Tensor | None,
     out_TO: Tensor,
 ) -> None:
-    """Write the product of float8 rows and a float8 matrix by torch's own kernel."""
+    """Write the product of float8 rows and a float8 matrix, computed by torch's own kernel."""
     if x_scale_T1 is None:
         x_scale_T1 = torch.ones((len(x_TD), 1), device=x_TD.device)
     multiply = partial(

@@ -1,4 +1,4 @@
-"""The gated activation of an MLP and the rounding after it, in one kernel.
+"""The gated activation of an MLP and the rounding of its result, in one kernel.
 
 Shapes: T tokens, F features, G groups of a row, C columns of a group.
 """
@@ -30,7 +30,7 @@ def _gated_kernel(
 ):
     """Compute some groups of one token's row. Grid (T, ceil(F / columns of a program)).
 
-    gate_up is [T, 2 * F] with a stride between tokens. The other arguments are those of `store_row`.
+    gate_up is [T, 2 * F] with a stride between tokens. The other arguments are described at `store_row`.
     """
     groups_G = tl.program_id(1) * NUM_GROUPS + tl.arange(0, NUM_GROUPS)
     columns_GC = groups_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -45,7 +45,7 @@ def _gated_kernel(
         up_GC = tl.minimum(tl.maximum(up_GC, -7.0), 7.0) + 1.0
         slope_GC = tl.sigmoid(1.702 * gate_GC)
     else:
-        # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+        # sigmoid(2 z) equals (1 + tanh(z)) / 2.
         z_GC = 0.7978845608028654 * (gate_GC + 0.044715 * gate_GC * gate_GC * gate_GC)
         slope_GC = tl.sigmoid(2 * z_GC)
     y_GC = gate_GC * slope_GC * up_GC
@@ -57,7 +57,7 @@ def _gated_kernel(
 def gated_activation(name: str, gate_up_T2F: Tensor, rounding: Rounding | None = None) -> Rows:
     """Return activation(gate) * up [T, F] of a fused projection, computed in float32.
 
-    `name` is one of `GATED_ACTIVATIONS`. The last dimension is contiguous.
+    `name` is one of `GATED_ACTIVATIONS`. The last dimension must be contiguous.
     """
     out = RowOutput.allocate(gate_up_T2F, gate_up_T2F.shape[1] // 2, rounding)
     if len(gate_up_T2F):

@@ -15,9 +15,9 @@ _COMBINED_COLUMNS = 512
 
 
 class GroupedLinear:
-    """x [A, I] -> the products [A, O] of rows with the matrix of their expert, in `dtype`.
+    """Computes the products [A, O] of rows x [A, I], each with the matrix of its expert, in `dtype`.
 
-    `matrix` has the matrices of all experts one below the other, and `bias_EO` their biases.
+    `matrix` has the matrices of all experts, stacked by rows, and `bias_EO` their biases.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GroupedLinear:
         self._dtype = dtype
 
     def __call__(self, x_AI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the products; rows beyond the last end are undefined."""
+        """Return the products. Rows from the last end on are undefined."""
         out_AO = torch.empty((len(x_AI), self._num_rows), dtype=self._dtype, device=x_AI.device)
         if len(x_AI):
             rounding = self._matrix.rounding
@@ -46,7 +46,7 @@ class GroupedLinear:
 def _combine_kernel(
     y_ptr, place_ptr, weights_ptr, out_ptr, num_columns, num_chosen, BLOCK_D: tl.constexpr
 ):
-    """Add up the weighted rows of one token in the order of choice. Grid (T, ceil(D / BLOCK_D))."""
+    """Add up the weighted rows of one token in the order of its choices. Grid (T, ceil(D / BLOCK_D))."""
     token = tl.program_id(0).to(tl.int64)
     columns_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_D = columns_D < num_columns
@@ -56,7 +56,7 @@ def _combine_kernel(
         weight = tl.load(weights_ptr + choice)
         row = tl.load(place_ptr + choice)
         y_D = tl.load(y_ptr + row * num_columns + columns_D, mask=mask_D, other=0.0)
-        # Choices of weight 0 may be of another rank, whose rows are undefined.
+        # Choices of weight 0 may belong to another rank, so their rows may be undefined.
         total_D += tl.where(weight == 0.0, 0.0, y_D.to(tl.float32) * weight)
     out_row = out_ptr + token * num_columns
     tl.store(out_row + columns_D, total_D.to(out_ptr.dtype.element_ty), mask=mask_D)

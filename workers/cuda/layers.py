@@ -27,15 +27,15 @@ from .rotary_tables import rotary_tables
 from .sampling import append_tokens, choose_greedy, choose_tokens
 
 _LIBRARY_ALIGNMENT = 8
-"""torch's grouped product requires rows of 16 bytes or multiples."""
+"""torch's grouped product requires rows whose size in bytes is a multiple of this."""
 
 
 class TritonKernels(LayerKernels):
-    """Layers in Triton kernels. Quantized matrices are not dequantized; other products use torch.
+    """The operations of layers in Triton. Quantized matrices are used as they are; other products use torch.
 
     If a product takes float8, the kernel that computes its input rounds it. `has_float8` says whether the device
-    computes with float8. With `is_batch_invariant` all products use the kernel for quantized matrices, whose order of
-    sums is fixed; torch chooses kernels by the number of tokens.
+    computes with float8. If `is_batch_invariant`, all products use the kernel for quantized matrices, which sums in a
+    fixed order, because torch chooses kernels by the number of tokens.
     """
 
     keeps_quantized = True
@@ -53,7 +53,7 @@ class TritonKernels(LayerKernels):
         return (matrix.bits is not None or self._has_float8) and can_keep(matrix)
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
-        """Return x -> x @ weight.T + bias."""
+        """Return the function x -> x @ weight.T + bias."""
         if isinstance(weight, Tensor):
             if not self._is_batch_invariant:
                 return super().linear(weight, bias_O)
@@ -71,20 +71,20 @@ class TritonKernels(LayerKernels):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LowRankChanges:
-        """Return the changes of LoRA adapters to a product, which two kernels compute for all adapters."""
+        """Return the changes of LoRA adapters to a product. Two kernels compute them for all adapters."""
         return TritonLowRank(heights, num_inputs, capacity, max_rank, dtype, device)
 
     def router_linear(self, weight_ED: Tensor) -> Linear:
-        """Return x_TD -> x @ weight.T in float32."""
+        """Return the function x_TD -> x @ weight.T, in float32."""
         if self._is_batch_invariant:
             multiply = QuantizedLinear((_unscaled(weight_ED),), None, torch.float32)
             return lambda x_TD: multiply(x_TD.float())
         return lambda x_TD: F.linear(x_TD.float(), weight_ED)
 
     def grouped_linear(self, weights: Sequence[Weight], biases: Sequence[Tensor]) -> GroupedLinear:
-        """Return the products of rows with the matrices of their experts.
+        """Return the function that multiplies rows by the matrices of their experts.
 
-        Experts that are quantized alike stay so.
+        Experts that are all quantized in the same way stay quantized.
         """
         bias_EO = torch.cat(tuple(biases)) if biases else None
         parts = [
@@ -111,11 +111,11 @@ class TritonKernels(LayerKernels):
         return torch.cat([matrix.dequantize(self._dtype) for matrix in weight])
 
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
-        """Return a root-mean-square norm that rounds as `consumer` needs."""
+        """Return an RMS norm, with its result rounded as the next product, `consumer`, needs."""
         return _Norm(weight_D, eps, _rounding(consumer))
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
-        """Return gate_up_T2F -> activation(gate) * up, rounded as `consumer` needs."""
+        """Return the function gate_up_T2F -> activation(gate) * up, with its result rounded as `consumer` needs."""
         if name not in GATED_ACTIVATIONS:
             return super().gated_activation(name)
         return partial(gated_activation, name, rounding=_rounding(consumer))
@@ -131,7 +131,7 @@ class TritonKernels(LayerKernels):
         return choose_greedy(logits_SV)
 
     def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
-        """Write each token behind its index."""
+        """Write each token after its index."""
         append_tokens(token_ids_NL, index_S, tokens_S)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:

@@ -1,9 +1,9 @@
-"""The changes that LoRA adapters add to a product, with the adapters of all tokens in two kernels.
+"""The changes that LoRA adapters add to a product, for the adapters of all tokens in two kernels.
 
-A token's sums have one order, whatever tokens and adapters share the step.
+A token's sums have a fixed order, whatever tokens and adapters share the step.
 
-Shapes: T tokens of a step, N adapters, R rank of all adapters (padded), P matrices of the product, I input features,
-O output features.
+Shapes: T tokens of a step, N adapters, R rank of all adapters (padded), P matrices of the product, I input features, O
+output features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..layers.low_rank import Factors, StepAdapters
 
 _ROWS: Final = 16
-"""Tokens of a tile, the least that a matrix product takes."""
+"""Tokens per tile, the minimum for a matrix product on tensor cores."""
 
 _SINGLE_TOKENS: Final = 256
 """Up to this number of tokens, each gets a tile of its own, because most have different adapters."""
@@ -95,7 +95,7 @@ def _up_kernel(
     RANK: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Add the products with the second factors for one matrix. Grid (tiles, outputs / OUTPUTS).
+    """Add the products with one matrix's second factors to the output. Grid (tiles, outputs / OUTPUTS).
 
     low is float32 [T, RANK] and y [T, O], with strides between tokens; up is [N, O, RANK] with a stride between
     adapters.
@@ -131,11 +131,11 @@ def _up_kernel(
 
 
 class TritonLowRank:
-    """The factors of all adapters for one product, on a GPU. Launches depend only on the number of tokens.
+    """The factors of all adapters for one product, on a GPU. Kernel launches depend only on the number of tokens.
 
     Args:
-        heights: The output features of each matrix.
-        num_inputs: The input features.
+        heights: The number of output features of each matrix.
+        num_inputs: The number of input features.
         capacity: The number of adapters.
         max_rank: Their highest rank, to which all are padded.
         dtype: The dtype of the factors.
@@ -159,7 +159,7 @@ class TritonLowRank:
         self._up_NOR = torch.zeros(capacity, sum(heights), self._rank, dtype=dtype, device=device)
 
     def pack(self, changes: Sequence[Factors | None]) -> tuple[Tensor, Tensor]:
-        """Return the padded factors on the host."""
+        """Return an adapter's padded factors on the host."""
         down_RI = torch.zeros(self._down_NRI.shape[1:], dtype=self._down_NRI.dtype)
         up_OR = torch.zeros(self._up_NOR.shape[1:], dtype=self._up_NOR.dtype)
         for part, (each, (start, end)) in enumerate(zip(changes, self._bounds, strict=True)):
@@ -172,7 +172,7 @@ class TritonLowRank:
         return down_RI, up_OR
 
     def install(self, number: int, packed: tuple[Tensor, Tensor] | None) -> None:
-        """Copy an adapter to the GPU, after the steps that are queued."""
+        """Copy an adapter to the GPU. The copy happens after the steps that are queued."""
         if packed is None:
             self._up_NOR[number].zero_()
             return
@@ -180,7 +180,7 @@ class TritonLowRank:
         self._up_NOR[number].copy_(packed[1])
 
     def add(self, y_TO: Tensor, x_TI: Tensor, adapters: StepAdapters) -> None:
-        """Add what the adapter of each row changes."""
+        """Add the change of each row's adapter to the outputs."""
         num_tokens, num_inputs = x_TI.shape
         number_T = adapters.device_number_T
         num_ranks = self._down_NRI.shape[1]

@@ -1,4 +1,4 @@
-"""Root-mean-square norm with the addition before it and the rounding after it, in one kernel.
+"""RMS norm, with the preceding addition and the rounding of the result, in one kernel.
 
 Shapes: T tokens, D features, G groups of a row, C columns of a group.
 """
@@ -32,7 +32,7 @@ def _norm_kernel(
     """Norm one token's row. Grid (T,).
 
     x and block are [T, D] with strides between tokens; block may be None. weight is float32 [D]. The other arguments
-    are those of `store_row`.
+    are described at `store_row`.
     """
     token = tl.program_id(0).to(tl.int64)
     groups_G = tl.arange(0, NUM_GROUPS)
@@ -43,7 +43,7 @@ def _norm_kernel(
     if block_ptr is not None:
         block_row = block_ptr + token * block_stride
         block_GC = tl.load(block_row + columns_GC, mask=mask_GC, other=0.0).to(tl.float32)
-        # The stream is rounded before the norm, as if addition and norm were separate.
+        # Round the stream before the norm, as if addition and norm were separate kernels.
         stored_GC = (x_GC + block_GC * multiplier).to(x_ptr.dtype.element_ty)
         tl.store(x_row + columns_GC, stored_GC, mask=mask_GC)
         x_GC = stored_GC.to(tl.float32)
@@ -64,7 +64,7 @@ def rms_norm(
     multiplier: float = 1.0,
     rounding: Rounding | None = None,
 ) -> Rows:
-    """Return the norm of `x_TD`, computed in float32.
+    """Return the RMS norm of `x_TD`, computed in float32.
 
     If `block_TD` is given, `block_TD` * `multiplier` is first added to `x_TD` in place. `weight_D` is float32. The last
     dimension of all tensors must be contiguous.

@@ -1,15 +1,15 @@
 """Products with quantized matrices, without dequantizing them in memory.
 
-One kernel supports all formats: it converts tiles of the stored matrix to numbers and multiplies them with the tokens.
-The matrix is the left operand, whose tiles have at least 64 rows, so few tokens waste little work. For few tokens the
-columns are split among programs, and another kernel sums the splits. Where they are split, and so the order of a sum,
-depends on the matrix alone; for many tokens one program sums all splits.
+One kernel supports all formats: it converts tiles of the stored matrix to numbers and multiplies them by the tokens.
+The matrix is the left operand. Its tiles have at least 64 rows, so that few tokens waste little work. For few tokens,
+the columns are split among programs, and another kernel sums the splits. For many tokens, one program sums all splits.
+Where the columns are split, and thus the order of a sum, depends only on the matrix.
 
 If both factors are float8 with one scale per row, torch's library has a faster product for many tokens, which may sum
 in another order.
 
-Shapes: T tokens, O output and D input features, G groups of a row, S splits of it. For mixtures of experts: E experts,
-C choices of a token, A choices of all tokens ordered by expert, I input features.
+Shapes: T tokens, O output and D input features, G groups of a row, S splits of a row. For mixtures of experts: E
+experts, C choices of a token, A choices of all tokens ordered by expert, I input features.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SMALLEST_FLOAT8_GROUP = 32
 _WHOLE_ROW = 1 << 30
 _BLOCK_ROWS, _BLOCK_COLUMNS = 64, 128
 _SPLIT_TOKENS = 64
-"""Above this number of tokens there are enough programs without splits."""
+"""Number of tokens above which there are enough programs without splits."""
 
 _PROGRAMS = 528
 """Target number of programs: four for each multiprocessor of an H100 or H200."""
@@ -41,7 +41,7 @@ _SHORTEST_SPLIT = 512
 _ADDED_ROWS = 256
 
 _LIBRARY_ALIGNMENT = 16
-"""torch requires both sizes of a float8 matrix to be multiples of it."""
+"""torch requires that both sizes of a float8 matrix are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _of_columns(
 
 @triton.jit
 def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask_O1, mask_1T):
-    """Multiply by the scales that all columns share, and add the bias; absent ones are None."""
+    """Multiply by the scales that all columns share, and add the bias. Scales and bias may be None."""
     if scale_ptr is not None:
         sum_OT *= tl.load(scale_ptr + rows_O1, mask=mask_O1, other=0).to(tl.float32)
     if x_scale_ptr is not None:
@@ -90,7 +90,7 @@ def _finished(sum_OT, scale_ptr, x_scale_ptr, bias_ptr, rows_O1, tokens_1T, mask
 
 @triton.jit
 def _tokens_of_expert(ends_ptr, num_experts, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the expert that this program computes, its first token of it, and the end of the expert's tokens.
+    """Return the expert that this program computes, the first of its tokens, and the end of the expert's tokens.
 
     The programs of axis 1 are the blocks of BLOCK_T tokens of the first expert, then of the second, and so on. Programs
     that are left over get expert NUM_EXPERTS and no tokens.
@@ -144,7 +144,10 @@ def _linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Multiply a block of tokens by a block of rows. With `ends_ptr` the matrix has `num_rows` of each expert."""
+    """Multiply a block of tokens by a block of rows.
+
+    With `ends_ptr`, the matrix has `num_rows` rows for each expert.
+    """
     outputs_O1 = (tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O))[:, None].to(tl.int64)
     mask_O1 = outputs_O1 < num_rows
     rows_O1 = outputs_O1
@@ -264,7 +267,7 @@ def _add_splits_kernel(
 
 
 def kept_group_size(matrix: QuantizedMatrix) -> int:
-    """Return how many columns a kernel scales at once: all, or a power of two."""
+    """Return how many columns share a scale in the kernel: all of them, or a power of two."""
     if matrix.scale_OG.shape[1] == 1:
         return matrix.shape[1]
     return matrix.group_size & -matrix.group_size
@@ -279,7 +282,7 @@ def can_keep(matrix: QuantizedMatrix) -> bool:
 
 
 class PackedMatrix:
-    """A matrix in the kernel's layout, or the matrices of `num_experts` experts one below the other."""
+    """A matrix in the kernel's layout, or the matrices of `num_experts` experts, stacked by rows."""
 
     def __init__(
         self, matrix: QuantizedMatrix, *, num_experts: int = 1, is_batch_invariant: bool = False
@@ -296,7 +299,7 @@ class PackedMatrix:
             if matrix.activations is ActivationScheme.GROUP and self._num_groups > 1:
                 self.rounding = Rounding(self._group_size)
                 self._block_columns = min(_BLOCK_COLUMNS, self._group_size)
-        # Scaling after the product costs less, and does not round scaled elements.
+        # Scaling after the product costs less, and scaled elements need not be rounded.
         if self._offset_OG is not None:
             self._scaled = "elements"
         elif self._num_groups == 1:
@@ -350,17 +353,17 @@ class PackedMatrix:
     def multiply(
         self, x: Float8Rows, bias_O: Tensor | None, out_TO: Tensor, ends_E: Tensor | None = None
     ) -> None:
-        """Write x @ matrix.T + bias. The last dimension of all tensors is contiguous.
+        """Write x @ matrix.T + bias to `out_TO`. The last dimension of all tensors must be contiguous.
 
         With several experts, rows ends_E[e - 1] to ends_E[e] of x are multiplied by the matrix of expert e, `bias_O`
-        has the biases of all, and rows beyond the last end are not written.
+        has the biases of all experts, and rows from the last end on are not written.
         """
         x_TD, x_scale_TG = x
         if self._order_D is not None:
             x_TD = x_TD[:, self._order_D]
         num_tokens = len(x_TD)
         scale_1O = self._library_scale_1O
-        # With one scale per row, torch's product supports bfloat16 output only.
+        # With one scale per row, torch's product can only output bfloat16.
         dtypes = {out_TO.dtype, out_TO.dtype if bias_O is None else bias_O.dtype}
         if (
             ends_E is None
@@ -374,7 +377,7 @@ class PackedMatrix:
         tile = next((t for t in _TILES if tokens_of_expert <= t.tokens), _TILES[-1])
         num_blocks = triton.cdiv(num_tokens, tile.tokens)
         if ends_E is not None:
-            # The last block of every expert may be incomplete.
+            # The last block of each expert may be incomplete.
             num_blocks = min(num_tokens, num_blocks + self._num_experts - 1)
         has_splits = ends_E is None and self._num_splits > 1 and num_tokens <= _SPLIT_TOKENS
         num_splits = self._num_splits if has_splits else 1
@@ -439,10 +442,10 @@ class PackedMatrix:
 
 
 class QuantizedLinear:
-    """x [T, D] -> x @ matrix.T + bias, in `dtype`, for matrices with consecutive rows.
+    """Computes x [T, D] -> x @ matrix.T + bias, in `dtype`, for matrices that together make up the rows.
 
     `can_keep` must accept every matrix. If all of them round their input in the same way, `rounding` describes it, and
-    the input may be rounded already.
+    the input may be passed in rounded form.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rotary tables of a step in one kernel.
+"""The rotary tables (cosines and sines) of a step, in one kernel.
 
 Shapes: T tokens, R rotated dimensions.
 """
@@ -25,9 +25,9 @@ def _rotary_tables_kernel(
     BLOCK: tl.constexpr,
     HAS_AXES: tl.constexpr,
 ):
-    """Compute cos and sin [T, R] of one token. Grid (T,).
+    """Compute cos and sin [T, R] for one token. Grid (T,).
 
-    positions is [T], or [T, 3] with HAS_AXES. inv_freq is float32 [HALF], with HALF = R / 2. axes is int32 [HALF].
+    positions is [T], or [T, 3] if HAS_AXES. inv_freq is float32 [HALF], with HALF = R / 2. axes is int32 [HALF].
     """
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
-"""Finds tokens of a row of logits by rank or by cumulative weight, without sorting.
+"""Find tokens in a row of logits by rank or by cumulative weight, without sorting.
 
-Logits are compared as integers in the same order, their *levels*; tokens of equal level rank by id. A token's weight is
+Logits are mapped to integers in the same order, their *levels*; tokens of equal level rank by id. A token's weight is
 an integer, as in `workers.sampling.distribution`, so sums are exact in any order and the results equal those of a sort.
 
 Shapes: V vocabulary, N any number of candidates, D best tokens.
@@ -18,15 +18,15 @@ _HIGHEST_LEVEL = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def level_of(logits):
-    """Return int32 numbers in the order of the float32 logits; both zeros have the same one."""
-    # Adding zero makes the negative zero positive.
+    """Return int32 levels, in the order of the float32 logits. Both zeros have the same level."""
+    # Adding zero turns negative zero into positive zero.
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     return ((bits >> 31) & 0x7FFFFFFF) ^ bits
 
 
 @triton.jit
 def logit_of(level):
-    """Return the logit of a level."""
+    """Return the logit with this level."""
     return (((level >> 31) & 0x7FFFFFFF) ^ level).to(tl.float32, bitcast=True)
 
 
@@ -39,22 +39,22 @@ def weight_of(logits, peak, inverse_temperature, floor):
 
 @triton.jit
 def random_target(uniform, total):
-    """Return a uniform integer in [0, total) of a float64 in [0, 1)."""
-    # The product of a number just below one may round up to the total.
+    """Map a float64 in [0, 1) to an integer in [0, total), uniformly."""
+    # For a number just below one, the product may round up to the total.
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
 def share_of(total, top_p):
-    """Return the least weight that a nucleus must hold, never more than the total."""
+    """Return the minimum weight of a nucleus for `top_p`, at most the total."""
     return tl.minimum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), total)
 
 
 @triton.jit
 def positions_of_largest(levels_N, count):
-    """Return the place of each element among the `count` largest, in their order, int32 [N]; -1 for the others.
+    """Return the rank of each element among the `count` largest, as int32 [N]; -1 for the others.
 
-    Of equal elements the first ones count as larger.
+    Of equal elements, the first ones rank higher.
     """
     low = tl.full((), LOWEST_LEVEL, tl.int64)
     high = tl.full((), _HIGHEST_LEVEL, tl.int64)
@@ -82,7 +82,7 @@ def measure_of_row(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the weight, or with `COUNTS` the number, of the tokens whose level is `lowest` or above: int64."""
+    """Return the total weight, or the number if `COUNTS`, of the tokens with at least the level `lowest`, as int64."""
     sums = tl.zeros((TILE,), tl.int64)
     for start in range(0, vocab_size, TILE):
         ids = start + tl.arange(0, TILE)
@@ -107,9 +107,10 @@ def level_that_exceeds(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the highest level that measures more than the target with all above it, and what those above measure.
+    """Return the highest level that, with all above it, measures more than the target, and what those above measure.
 
-    Both are int64. `lowest` is the level to return where no higher one does.
+    Both are int64, and `COUNTS` says whether weight or number is measured. If there is no such level, `lowest` is
+    returned.
     """
     low = lowest.to(tl.int64)
     high = level_of(peak).to(tl.int64)
@@ -129,7 +130,7 @@ def level_that_exceeds(
 
 @triton.jit
 def nth_of_level(row_ptr, vocab_size, level, n, TILE: tl.constexpr):
-    """Return the id of the token that is number `n`, from 0, of those with this level: int64."""
+    """Return the id of the token with index `n` among those with this level, as int64."""
     found = tl.zeros((), tl.int64)
     seen = tl.zeros((), tl.int64)
     for start in range(0, vocab_size, TILE):
@@ -146,7 +147,7 @@ def nth_of_level(row_ptr, vocab_size, level, n, TILE: tl.constexpr):
 def token_at_weight(
     row_ptr, vocab_size, target, peak, inverse_temperature, floor, TILE: tl.constexpr
 ):
-    """Return the first token, in the order of ids, with which the weight so far exceeds the target: int64."""
+    """Return the first token in order of ids with which the cumulative weight exceeds the target, as int64."""
     found = tl.zeros((), tl.int64)
     before = tl.zeros((), tl.int64)
     for start in range(0, vocab_size, TILE):

@@ -1,7 +1,7 @@
-"""Choosing the next token of each row of logits with one program per row, like `workers.sampling.choose_tokens`.
+"""Choose the next token of each row of logits, with one program per row, like `workers.sampling.choose_tokens`.
 
-Noise and weights are those of the torch code, and so are the choices. Only the exponential may differ from another
-device's, in the last bit of a likely token and by a millionth for an unlikely one. That changes one choice in millions.
+Noise and weights equal those of the torch code, and so do the choices. Only the exponential may differ between devices:
+in the last bit for a likely token, and by a millionth for an unlikely one. That changes one choice in millions.
 
 Shapes: S rows of the batch, V vocabulary, N blocks of 32 neighboring tokens, D tokens that are ranked.
 """
@@ -36,7 +36,7 @@ from .row_search import (
 _BLOCK = tl.constexpr(32)
 _BLOCKS_AT_ONCE = 64
 _DEPTH = 256
-"""Best tokens of a row that are ranked; filters that keep more take some hundred microseconds longer."""
+"""Number of a row's best tokens that are ranked. Filters that keep more take some hundred microseconds longer."""
 
 _TILE = 4096
 _APPENDED = 128
@@ -53,7 +53,7 @@ def _block_max_kernel(
     blocks_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = blocks_N[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-    # A maximum would lose a NaN, so infinity replaces it: both mean that the row cannot be sampled.
+    # A maximum would ignore NaN, so use infinity for it: both mean that the row cannot be sampled.
     logits = tl.where(logits != logits, float("inf"), logits)
     tl.store(
         block_max_ptr + row * num_blocks + blocks_N, tl.max(logits, 1), mask=blocks_N < num_blocks
@@ -72,9 +72,9 @@ def token_noise(seed, position):
 
 @triton.jit
 def _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH: tl.constexpr):
-    """Write the ids of the `DEPTH` best tokens to a list, in the order of ids.
+    """Write the ids of the `DEPTH` best tokens to a list, in order of ids.
 
-    The blocks with the largest maxima hold them.
+    They are in the blocks with the largest maxima.
     """
     place_N = positions_of_largest(level_of(max_N), DEPTH)
     tl.store(list_ptr + place_N, blocks_N, mask=place_N >= 0)
@@ -90,7 +90,7 @@ def _best_tokens(row_ptr, vocab_size, max_N, blocks_N, list_ptr, DEPTH: tl.const
 
 @triton.jit
 def _rank_keys(row_ptr, vocab_size, ids):
-    """Return logits, and keys that order tokens by logit, then by lower id."""
+    """Return logits, and keys that order tokens by logit and then by lower id."""
     logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
     return logits, (level_of(logits).to(tl.int64) << 32) + (0x7FFFFFFF - ids)
 
@@ -109,7 +109,7 @@ def _sample_best(
     floor,
     DEPTH: tl.constexpr,
 ):
-    """Return one of the listed tokens, and whether the list suffices. With a top-k the list defines the total."""
+    """Return one of the listed tokens, and whether the list suffices. With a top-k, the list defines the total."""
     ids_D = tl.load(list_ptr + tl.arange(0, DEPTH))
     logits_D, keys_D = _rank_keys(row_ptr, vocab_size, ids_D)
     weights_D = weight_of(logits_D, peak, inverse_temperature, floor)
@@ -145,7 +145,7 @@ def _sample_any(
     floor,
     TILE: tl.constexpr,
 ):
-    """Return one of the tokens that top-k and top-p keep, however many they are."""
+    """Return one of the tokens that top-k and top-p keep, however many there are."""
     last = tl.full((), LOWEST_LEVEL, tl.int64)
     if top_k < vocab_size:
         last, num_above = level_that_exceeds(
@@ -173,7 +173,7 @@ def _sample_any(
 
 @triton.jit
 def _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
-    """Load the largest logit of each block of the row of this program."""
+    """Load the largest logit of each block in this program's row."""
     blocks_N = tl.arange(0, NUM_BLOCKS)
     row = tl.program_id(0).to(tl.int64)
     return tl.load(
@@ -185,7 +185,7 @@ def _load_block_max(block_max_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
 
 @triton.jit
 def _most_likely(row_ptr, vocab_size, max_N, peak, NUM_BLOCKS: tl.constexpr):
-    """Return the first token whose logit is the row's peak: int32."""
+    """Return the first token whose logit is the row's maximum, as int32."""
     blocks_N = tl.arange(0, NUM_BLOCKS)
     block = tl.min(tl.where(max_N == peak, blocks_N, NUM_BLOCKS), 0)
     ids = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -309,7 +309,7 @@ def _choose_kernel(
 def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: Int32Array) -> Tensor:
     """Return each row's next token or a mark, int64 [S]; see `workers.sampling.choose_tokens`.
 
-    `logits_SV` is float32, its last dimension contiguous.
+    `logits_SV` is float32, and its last dimension must be contiguous.
     """
     num_rows, vocab_size = logits_SV.shape
     device = logits_SV.device
@@ -344,7 +344,7 @@ def choose_tokens(logits_SV: Tensor, metadata: SamplingMetadata, positions_S: In
 
 
 def choose_greedy(logits_SV: Tensor) -> Tensor:
-    """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
+    """Return the most likely token of each row, as `choose_tokens` does for greedy sampling."""
     num_rows, vocab_size = logits_SV.shape
     tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
     if not num_rows:
@@ -364,7 +364,7 @@ def choose_greedy(logits_SV: Tensor) -> Tensor:
 
 
 def _block_max(logits_SV: Tensor) -> Tensor:
-    """Return the largest logit of each block, float32 [S, N], or infinity if one is NaN."""
+    """Return the largest logit of each block, float32 [S, N]; infinity if one is NaN."""
     num_rows, vocab_size = logits_SV.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK.value)
     block_max_SN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_SV.device)

@@ -1,1 +1,1 @@
-"""Devices: memory, transfers, graphs and errors."""
+"""Devices: their memory, transfers, captured graphs and errors."""

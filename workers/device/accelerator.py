@@ -1,4 +1,4 @@
-"""The interface of a device that has its own queue of work, beside the host."""
+"""The interface of a device that processes a queue of work while the host continues."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .transfers import Download
 
 
 class Accelerator(Protocol):
-    """A device. Memory is in bytes.
+    """A device with its own memory. All results are in bytes.
 
-    `allocated` memory is that of tensors; `reserved` also includes what torch keeps for later tensors.
+    `allocated` memory belongs to tensors; `reserved` memory also includes what torch keeps for later tensors.
     """
 
     def total_memory(self) -> int:
@@ -34,16 +34,16 @@ class Accelerator(Protocol):
         """Return the maximum allocated memory since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Restart the measurement of the peak."""
+        """Start to measure the peak anew."""
 
     def release_memory(self) -> None:
-        """Return reserved memory without tensors to the device."""
+        """Return reserved memory that no tensor uses to the device."""
 
     def graph_recorder(self) -> GraphRecorder:
         """Return a recorder of graphs."""
 
     def download(self) -> AbstractContextManager[Download]:
-        """Copy results of the work queued so far, within the context."""
+        """A context in which results of the work queued so far are copied to the host."""
 
 
 class CUDAAccelerator:
@@ -75,11 +75,11 @@ class CUDAAccelerator:
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Restart the measurement of the peak."""
+        """Start to measure the peak anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release_memory(self) -> None:
-        """Return reserved memory without tensors to the GPU."""
+        """Return reserved memory that no tensor uses to the GPU."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
@@ -89,8 +89,8 @@ class CUDAAccelerator:
 
     @contextmanager
     def download(self) -> Iterator[Download]:
-        """Copy results on a separate stream, within the context."""
-        # A separate stream, so that the next step does not wait for the copies.
+        """A context in which results are copied to the host on a separate stream."""
+        # Use a separate stream, so that the next step does not wait for the copies.
         self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
         download = _CUDADownload(self._device)
         with torch.cuda.stream(self._download_stream):
@@ -101,12 +101,12 @@ class CUDAAccelerator:
 class _CUDADownload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # With a blocking event, a thread that waits sleeps instead of spinning.
+        # While it waits for a blocking event, a thread sleeps instead of spinning.
         self.arrived = torch.cuda.Event(blocking=True)
         self._sources: list[torch.Tensor] = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Keeps the tensor alive until it is copied; the next step could get its memory otherwise.
+        # Keep the tensor alive until it is copied. Otherwise the next step could reuse its memory.
         self._sources.append(tensor)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return target.copy_(tensor, non_blocking=True)

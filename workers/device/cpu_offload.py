@@ -1,4 +1,4 @@
-"""The CPU KV offload: blocks copied out of the device's KV cache to host memory, and back.
+"""The CPU KV offload: copy blocks from the device's KV cache to host memory, and back.
 
 Shapes: N host blocks, L cache tensors (the layers of a group), P words of one block in one of them, k copied blocks.
 """
@@ -19,13 +19,14 @@ from .pinned_memory import pin
 from .transfers import to_device
 
 STAGED_BYTES: Final = 128 * 1024 * 1024
-"""Bytes of blocks that are copied at once, so that a long prefix does not need its size of device memory a second
-time.
+"""Number of bytes that are copied at once.
+
+This limit keeps a long prefix from needing as much device memory again for its copy.
 """
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Return the maximum device memory of copies beside a step: one batch of blocks going out and two coming in."""
+    """Return the maximum device memory that copies take during a step: one batch of blocks going out, two coming in."""
     return 3 * _blocks_at_once(block_bytes, STAGED_BYTES) * block_bytes
 
 
@@ -34,9 +35,9 @@ def _blocks_at_once(block_bytes: int, staged_bytes: int) -> int:
 
 
 class CPUOffloadCache:
-    """Host blocks, each of which holds all layers of a block contiguously, so that it moves in one copy.
+    """Host blocks. Each contains all layers of a block contiguously, so that a block moves in one copy.
 
-    On CUDA the memory is pinned and copied on a separate stream, so that copies out run beside the step.
+    On CUDA the memory is pinned and copied on a separate stream, so that copies out overlap with the step.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class CPUOffloadCache:
         device_caches: list[AnyArray],
         staged_bytes: int = STAGED_BYTES,
     ) -> None:
-        # Viewed as int64 words, because torch does not support indexing for every dtype.
+        # View the tensors as int64 words, because torch does not support indexing for every dtype.
         caches = [
             cache.reshape(len(cache), -1).view(
                 np.int64 if isinstance(cache, np.ndarray) else torch.int64
@@ -86,7 +87,7 @@ class CPUOffloadCache:
         self._send(*last, self._stream).record_stream(self._stream)
 
     def copy_in(self, pairs: bytes) -> None:
-        """Copy host blocks to blocks, int32 [k, 2] pairs (from, to), before the step that follows."""
+        """Copy host blocks to blocks, int32 [k, 2] pairs (from, to), before the next step runs."""
         for sources_k, targets_k in self._parts(pairs):
             if self._stream is not None:
                 self._fetch(sources_k, targets_k, self._stream)
@@ -97,8 +98,8 @@ class CPUOffloadCache:
     def _send(
         self, sources_k: Int64Array, targets_k: Int64Array, stream: torch.cuda.Stream
     ) -> torch.Tensor:
-        """Return the memory that the stream reads from now on."""
-        # Sent from a copy, because the step may overwrite the cache before the blocks have been sent.
+        """Start to send blocks. Return the memory that the stream reads from now on."""
+        # Send a copy, because the step may overwrite the cache before the blocks have been sent.
         gathered_kLP = self._gather(sources_k)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -110,7 +111,7 @@ class CPUOffloadCache:
         self, sources_k: Int64Array, targets_k: Int64Array, stream: torch.cuda.Stream
     ) -> None:
         current = torch.cuda.current_stream(self._device)
-        # Uses the stream of the copies out, so that a block is written before it is read here.
+        # Use the stream of the copies out, so that a block is written before it is read here.
         with torch.cuda.stream(stream):
             arrived_kLP = torch.stack(
                 [
@@ -122,17 +123,17 @@ class CPUOffloadCache:
         targets_on_device_k = to_device(targets_k, self._device)
         for layer, cache_NP in enumerate(self._caches):
             cache_NP.index_copy_(0, targets_on_device_k, arrived_kLP[:, layer])
-        # The stream may reuse this memory only after it has been read here.
+        # Tell torch that this stream reads the memory, so that it is not reused before.
         stream.wait_stream(current)
 
     def _gather(self, blocks_k: Int64Array) -> torch.Tensor:
-        """Return the blocks contiguously, [k, L, P] on the device."""
+        """Return copies of the blocks in contiguous memory, [k, L, P] on the device."""
         blocks_on_device_k = to_device(blocks_k, self._device)
         selected = [cache_NP.index_select(0, blocks_on_device_k) for cache_NP in self._caches]
         return torch.stack(selected, 1)
 
     def _parts(self, pairs: bytes) -> list[tuple[Int64Array, Int64Array]]:
-        """Return sources and targets, int64, in batches of blocks that are copied at once."""
+        """Yield sources and targets, int64, in batches that are copied at once."""
         indices_2k = int32_view(pairs).reshape(-1, 2).T.astype(np.int64, order="C")
         count = self._blocks_at_once
         starts = range(0, indices_2k.shape[1], count)

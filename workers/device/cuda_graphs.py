@@ -1,10 +1,10 @@
-"""CUDA graphs of a model's forward pass, which launch its kernels without Python between them.
+"""CUDA graphs of a model's forward pass, which launch its kernels without Python in between.
 
 A graph has fixed shapes, and reads and writes memory at the addresses of its capture. So there is one graph for each of
-several sizes, and a step runs in the smallest one that it fits into. Decoding is a single graph if the attention
-backend can be captured. Other steps are graphs of the parts between attentions. Attention itself is launched
-separately, because its work depends on the length of every request. Steps too large for any graph have kernels that
-take longer than Python needs to launch them.
+several sizes, and a step runs in the smallest one into which it fits. Decoding is a single graph if the attention
+backend can be captured. Other steps consist of graphs for the parts between attention calls. Attention itself is
+launched separately, because its work depends on the length of every request. Steps that are too large for any graph
+have kernels that take longer than Python needs to launch them.
 
 Shapes: T tokens, padded to a size.
 """
@@ -25,25 +25,28 @@ Replay = Callable[[], object]
 
 
 class GraphRecorder(Protocol):
-    """Records the work launched between `begin` and `end`, within `recording`."""
+    """Records the work that is launched between `begin` and `end`, inside the context `recording`."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Prepare the device for captures, within the context."""
+        """A context that prepares the device for captures."""
 
     def begin(self) -> None:
-        """Begin a graph."""
+        """Start to record a graph."""
 
     def end(self) -> Replay:
-        """End the graph, and return a function that launches it."""
+        """Finish the graph, and return a function that launches it."""
 
     def abandon(self) -> None:
-        """End an unfinished graph, if there is one, after an error."""
+        """Discard an unfinished graph, if there is one, after an error."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return a tensor at the same address for replays. Graphs that are recorded later may use its memory, too."""
+        """Return a tensor at the same address for use in replays.
+
+        Graphs that are recorded later may reuse its memory.
+        """
 
     def drop_graphs(self) -> None:
-        """Release the memory of all recorded graphs, which are not launched again."""
+        """Release the memory of all recorded graphs. They must not be launched anymore."""
 
 
 class CUDAGraphRecorder:
@@ -56,36 +59,36 @@ class CUDAGraphRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Synchronize before and after, and use a separate stream within the context."""
+        """A context that synchronizes the device before and after, and uses a separate stream."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize()
 
     def begin(self) -> None:
-        """Begin a capture."""
+        """Start a capture."""
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may call what a capture forbids in its own thread.
+        # Other threads, such as NCCL's watchdog, may make calls that a capture forbids only in its own thread.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Replay:
-        """End the capture, and return a function that launches the graph."""
+        """Finish the capture, and return a function that launches the graph."""
         graph, self._graph = self._graph, None
         assert graph is not None
         graph.capture_end()
         return graph.replay
 
     def abandon(self) -> None:
-        """End an unfinished capture after an error."""
+        """Discard an unfinished capture after an error."""
         graph, self._graph = self._graph, None
         if graph is not None:
-            # Ending a capture that the error has invalidated raises again.
+            # Ending a capture that the error has invalidated raises another error.
             with suppress(RuntimeError):
                 graph.capture_end()
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same memory that does not keep it alive."""
-        # The pool keeps the memory as long as there are graphs.
+        """Return a tensor with the same memory that does not keep the memory alive."""
+        # The pool keeps the memory alive as long as there are graphs.
         return unowned(tensor)
 
     def drop_graphs(self) -> None:
@@ -94,7 +97,7 @@ class CUDAGraphRecorder:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that does not keep it alive."""
+    """Return a tensor with the same memory that does not keep the memory alive."""
     owned = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(
         owned.data_ptr(), tensor.device, owned.nbytes()
@@ -116,7 +119,7 @@ def uncollected() -> Iterator[None]:
 
 
 class GraphBreaker:
-    """Excludes calls from the graphs being captured. They run during the capture and at each replay."""
+    """Excludes calls from the graphs that are being captured. The calls run during the capture and at each replay."""
 
     def __init__(self) -> None:
         self._recorder: GraphRecorder | None = None
@@ -128,9 +131,9 @@ class GraphBreaker:
         return self._recorder is not None
 
     def capture(self, recorder: GraphRecorder, run: Callable[[], None]) -> Replay:
-        """Return a function that replays `run`.
+        """Capture `run`, and return a function that replays it.
 
-        It launches graphs and, between them, the calls that `run` passed to `run_eagerly`.
+        The function launches graphs and, between them, the calls that `run` passed to `run_eagerly`.
         """
         segments: list[Replay] = []
         self._recorder, self._segments = recorder, segments
@@ -153,9 +156,9 @@ class GraphBreaker:
         return replay
 
     def run_eagerly(self, run: Callable[..., object], *tensors: Tensor) -> None:
-        """Exclude a call from the graphs; only during a capture.
+        """Exclude a call from the graphs. Allowed only during a capture.
 
-        `run` gets tensors that the graphs write, and must not hold them itself.
+        `run` gets tensors that the graphs write, and must not keep references to them.
         """
         assert self._recorder is not None
         self._segments.append(self._recorder.end())
@@ -165,7 +168,7 @@ class GraphBreaker:
 
 
 class SizedGraphs:
-    """The graphs of `run`, which runs a step of a given padded size and returns tensors."""
+    """The graphs of the function `run`, which runs a step of a given padded size and returns tensors."""
 
     def __init__(
         self,
@@ -181,22 +184,25 @@ class SizedGraphs:
         self._captured: dict[int, tuple[Replay, list[Tensor]]] = {}
 
     def size_for(self, count: int) -> int | None:
-        """Return the smallest captured size that holds `count`, or None."""
+        """Return the smallest captured size that is at least `count`, or None."""
         index = bisect.bisect_left(self.sizes, count)
         is_captured = index < len(self.sizes) and self.sizes[index] in self._captured
         return self.sizes[index] if is_captured else None
 
     def capture(self, size: int) -> None:
-        """Capture a size. The largest one should come first, so that the smaller ones find their memory in the pool."""
+        """Capture a size. Capture the largest one first, so that smaller ones can use its memory from the pool."""
         with uncollected(), self._recorder.recording():
-            # Run once before: allocations and compilations of first launches cannot be captured.
+            # Run it once before, because allocations and compilations at a first launch cannot be captured.
             self._run(size)
             results: list[Tensor] = []
             replay = self._breaker.capture(self._recorder, lambda: results.extend(self._run(size)))
             self._captured[size] = replay, [self._recorder.borrow(x) for x in results]
 
     def replay(self, size: int) -> list[Tensor]:
-        """Return the tensors that `run` returns, valid until any graph is replayed."""
+        """Replay the graph of a size.
+
+        Return the tensors of `run`, which are valid until the next replay of any graph.
+        """
         replay, results = self._captured[size]
         replay()
         return results
@@ -208,13 +214,13 @@ class SizedGraphs:
 
 
 def decode_sizes(largest: int) -> list[int]:
-    """Return 1, 2, 4, multiples of 8 up to 256, then multiples of 16, up to `largest`, which is included."""
+    """Return 1, 2, 4, multiples of 8 up to 256, then multiples of 16, up to and including `largest`."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return sorted({size for size in sizes if size < largest} | {largest})
 
 
 def chunk_sizes(largest: int) -> list[int]:
-    """Return 1, 2, 4, 8, 16, then powers of two and their midpoints, up to `largest`, which is included."""
+    """Return 1, 2, 4, 8, 16, then powers of two and their midpoints, up to and including `largest`."""
     powers = [1 << n for n in range(largest.bit_length())]
     midway = [power // 2 * 3 for power in powers if power >= 16]
     return sorted({size for size in (*powers, *midway) if size < largest} | {largest})

@@ -1,4 +1,4 @@
-"""The device of a worker, and the number of processors that it may use."""
+"""Choose the device of a worker, and the number of CPU cores that it may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...protocol.machine.control_groups import CGROUPS, control_groups
 
 
 def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
-    """Return the device for `--device`. Each worker of a machine has its own GPU, chosen by `local_rank`.
+    """Return the device for `--device`. Each worker on a machine has a GPU of its own, chosen by `local_rank`.
 
     Raises:
         ConfigError: The device does not exist.
@@ -37,7 +37,7 @@ def open_device(config: DeviceConfig, local_rank: int = 0) -> torch.device:
 
 
 def usable_cores(cgroups: Path = CGROUPS) -> int:
-    """Return how many processors this process may use, by its affinity and its container's CPU limit."""
+    """Return how many CPU cores this process may use, given its affinity and its container's CPU limit."""
     cores = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         cores.append(len(os.sched_getaffinity(0)))
@@ -47,7 +47,7 @@ def usable_cores(cgroups: Path = CGROUPS) -> int:
 
 
 def count_threads(config: EngineConfig) -> int:
-    """Return the number of threads that compute in a worker on a CPU."""
+    """Return the number of threads with which a worker on a CPU computes."""
     return config.device.threads or max(1, usable_cores() // config.parallel.num_workers)
 
 

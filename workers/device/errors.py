@@ -1,7 +1,7 @@
-"""Explanations of GPU errors, with their remedy.
+"""Explain GPU errors in messages that include a remedy.
 
-Any such error ends the worker, and recovery determines whether a request was the cause. After a failed step its state
-is inconsistent, and after an illegal access nothing on the device can be used again.
+Any such error ends the worker, and recovery determines whether a request caused it. After a failed step the worker's
+state is inconsistent, and after an illegal access nothing on the device can be used anymore.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...protocol.errors import EngineError
 from ..lazy_torch import is_torch_loaded
 
 _SIGNS = ("CUDA error", "Triton Error [CUDA]")
-"""Texts in the messages of other errors of CUDA libraries, and of failed launches."""
+"""Texts that identify other errors of CUDA libraries, and failed launches, by their messages."""
 
 
 @contextmanager

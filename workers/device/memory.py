@@ -1,4 +1,4 @@
-"""Computes how many KV-cache blocks a worker can hold."""
+"""Compute how many KV-cache blocks a worker can hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...protocol.machine.memory import available_bytes, total_bytes
 from .memory_profile import GIB, MemoryProfile
 
 CPU_SHARE = 0.25
-"""Share of the free memory for the KV caches of all workers. The rest is for other work and the page cache."""
+"""Fraction of the free memory for the KV caches of all workers. The rest is for other work and the page cache."""
 
 
 def count_kv_blocks(
@@ -30,7 +30,7 @@ def count_kv_blocks(
 
     Args:
         config: The configuration.
-        block_bytes: Bytes of one block.
+        block_bytes: Size of one block in bytes.
         groups: The KV-cache groups.
         profile: The memory of the GPU; None for host memory.
 
@@ -118,5 +118,5 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_local_workers:
 
 
 def free_host_bytes(config: EngineConfig) -> int:
-    """Return the bytes that the KV cache of one worker may take of a machine without a GPU."""
+    """Return the number of bytes that the KV cache of one worker may take on a machine without a GPU."""
     return int(available_bytes() * CPU_SHARE) // config.parallel.num_workers

@@ -1,4 +1,4 @@
-"""Measures the device memory that a worker needs beside the KV cache, before the cache is sized."""
+"""Measure the device memory that a worker needs in addition to the KV cache, before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Memory of a device in bytes.
+    """The memory of a device, in bytes.
 
-    `non_torch` is the driver's context, NCCL's buffers and other processes on the device. `staging` is the memory of
-    copies to and from the CPU KV offload.
+    `non_torch` is used by the driver's context, NCCL's buffers and other processes. `staging` is needed for copies to
+    and from the CPU KV offload.
     """
 
     total: int
@@ -35,11 +35,11 @@ class MemoryProfile:
 
     @property
     def kv_cache(self) -> int:
-        """Bytes that are left for the KV cache of the usable share, at least 0."""
+        """Number of bytes that are left for the KV cache within the usable share of the memory, at least 0."""
         return max(0, int(self.total * self.utilization) - self.taken)
 
     def utilization_for(self, kv_cache: int) -> float | None:
-        """Return the least `--gpu-memory-utilization`, in hundredths, for a KV cache of this size, or None."""
+        """Return the smallest `--gpu-memory-utilization`, in hundredths, for a KV cache of this size, or None."""
         hundredths = -(-100 * (self.taken + kv_cache) // self.total)
         return hundredths / 100 if hundredths <= 100 else None
 
@@ -66,8 +66,8 @@ def profile_memory(
 ) -> MemoryProfile:
     """Measure the memory of a loaded model.
 
-    The two largest graphs of each kind are captured to estimate the memory of all. The first of a kind takes the memory
-    that all of its kind share; each further one takes little more than its list of kernels.
+    The two largest graphs of each kind are captured to estimate the memory of all graphs. The first one allocates the
+    memory that all graphs of its kind share. Each further one takes little more than its list of kernels.
     """
     accelerator.release_memory()
     weights = accelerator.allocated_memory()

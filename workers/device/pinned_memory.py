@@ -1,4 +1,4 @@
-"""Host memory that a GPU can copy by itself."""
+"""Pin host memory, so that a GPU can copy it directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 REGISTERED_BYTES: Final = 64 << 30
-"""Bytes that are registered at once. Drivers from R580 on refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234)."""
+"""Number of bytes that are registered at once.
+
+Drivers from R580 on refuse 512 GiB (NVIDIA/open-gpu-kernel-modules#1234).
+"""
 
 
 def pin(
@@ -24,14 +27,14 @@ def pin(
     wait_for_copies: Callable[[], object],
     registered_bytes: int = REGISTERED_BYTES,
 ) -> None:
-    """Register memory of blocks, and keep it mapped, as long as `owner` exists.
+    """Register the memory of blocks, and keep it mapped as long as `owner` exists.
 
     The memory must begin at a page boundary. A copy must not cross from one registration to the next, and the driver
     refuses to register a page twice. So each registration consists of whole blocks and whole pages.
     """
     unit = math.lcm(block_bytes, mmap.PAGESIZE)
     step = max(1, registered_bytes // unit) * unit
-    # Torch's allocator of pinned memory would round the size up to a power of two.
+    # torch's allocator of pinned memory would round the size up to a power of two.
     register = torch.cuda.cudart().cudaHostRegister
     registered: list[int] = []
     weakref.finalize(owner, _unpin, memory, registered, wait_for_copies)
@@ -45,7 +48,7 @@ def _unpin(
     memory: NDArray[np.uint8], registered: list[int], wait_for_copies: Callable[[], object]
 ) -> None:
     """Unregister the memory. `memory` is an argument so that it stays mapped until then."""
-    # A GPU that has failed no longer copies anything.
+    # If the GPU has failed, it does not copy anymore.
     with suppress(RuntimeError):
         wait_for_copies()
     unregister = torch.cuda.cudart().cudaHostUnregister

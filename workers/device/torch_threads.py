@@ -12,7 +12,7 @@ import torch
 def torch_threads(device: torch.device, count: int) -> Iterator[None]:
     """A context in which torch uses `count` threads on a CPU.
 
-    Outside of it a second thread would only compete with those of a native program.
+    Outside of it torch uses one thread, because more would compete with the threads of a native program.
     """
     if device.type != "cpu":
         yield

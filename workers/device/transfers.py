@@ -14,7 +14,7 @@ from .errors import explaining_device_errors
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return the array on the device; on the CPU it may share the array's memory.
+    """Return the array on the device. On the CPU, the result may share the array's memory.
 
     On CUDA it is copied from pinned memory, which torch's host allocator reuses once the copy is done.
     """
@@ -25,10 +25,10 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class Download(Protocol):
-    """Copies of tensors to the host that are under way."""
+    """Copies of tensors to the host that are in progress."""
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return host memory that holds the tensor once all copies have arrived."""
+        """Return host memory that will contain the tensor once all copies have arrived."""
 
     def has_arrived(self) -> bool:
         """Return whether all copies have arrived."""

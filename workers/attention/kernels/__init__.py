@@ -1,1 +1,1 @@
-"""Triton kernels of paged attention. Importing them requires Triton; only `triton_paged` does."""
+"""Triton kernels of paged attention. Importing them requires Triton, so only `triton_paged` imports them."""

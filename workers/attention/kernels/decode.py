@@ -1,7 +1,7 @@
 """Attention of requests with one query in a step: split-KV flash decoding (Dao et al., 2023).
 
-A request's keys are divided into splits by its own length alone, and the splits are summed in a tree of fixed shape.
-The result therefore has the same bits alone and in any batch.
+How a request's keys are divided into splits depends only on its own length, and the splits are summed in a tree of
+fixed shape. The result therefore has the same bits in any batch.
 
 Shapes: T tokens, S requests, H query heads, G key/value heads, K head dimension, M rows of a tile, P splits.
 """
@@ -68,9 +68,9 @@ def decode_kernel(
 ):
     """Compute one split of the keys of one request for one key/value head. Grid (G, S, splits).
 
-    Requests with no query or several are skipped. If a request has one split, the result is written to `out` [T, H, K];
-    otherwise to `partial` float32 [S, H, splits, K] and `log_sums` float32 [S, H, splits] (base 2). The other arguments
-    are those of `prefill_kernel`.
+    Requests with no query or several queries are skipped. If a request has one split, the result is written to `out`
+    [T, H, K]; otherwise to `partial` float32 [S, H, splits, K] and `log_sums` float32 [S, H, splits] (base 2). The
+    other arguments are the same as in `prefill_kernel`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -103,7 +103,7 @@ def decode_kernel(
     start = first_key + split * split_keys
     initial_max_M, initial_sum_M = initial_sums(sinks_ptr, heads_M, is_row_M, scale, SOFTCAP)
     if sinks_ptr is not None and split > 0:
-        # The first split has the sinks.
+        # The sinks are added to the first split.
         initial_max_M = tl.full((TILE_ROWS,), float("-inf"), tl.float32)
         initial_sum_M = tl.zeros((TILE_ROWS,), tl.float32)
     alibi_M = None
@@ -170,7 +170,10 @@ def combine_kernel(
     TILE_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Sum the splits of each request that has several. Grid (H, S). `grid_splits` is the allocated number of splits."""
+    """Combine the splits of each request that has several.
+
+    Grid (H, S). `grid_splits` is the allocated number of splits.
+    """
     head, request = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     token = tl.load(query_start_loc_ptr + request).to(tl.int64)

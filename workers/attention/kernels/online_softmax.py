@@ -1,11 +1,11 @@
 """The loop over one request's keys that both attention kernels share: online softmax, tile by tile.
 
-Scores stay as the product returns them. The softmax scale times log2(e) is applied when the maximum is subtracted. A
-tile in which a row sees no key leaves the row's sums unchanged to the bit. So a row's result depends only on its own
-keys, not on other rows (Milakov & Gimelshein, 2018; Dao, 2023).
+The softmax scale times log2(e) is applied when the maximum is subtracted; before that, scores are unscaled products. A
+tile in which a row attends to no key leaves the row's sums unchanged to the bit. So a row's result depends only on its
+own keys, not on other rows (Milakov & Gimelshein, 2018; Dao, 2023).
 
-With latent attention, values are the first elements of keys. Queries and keys then come in two parts, each padded to a
-power of two of its own: these elements and the others.
+With latent attention, values are the first elements of keys. Queries and keys are then passed in two parts, these
+elements and the others, each padded to its own power of two.
 
 Shapes: M rows, N keys of a tile, K head dimension (of values), padded to a power of two, R other elements of a key.
 """
@@ -46,12 +46,13 @@ def attend_keys(
     """Add the keys `start` to `stop` to the running sums of the rows.
 
     `start` is a multiple of `TILE_KEYS`. One of `TILE_KEYS` and `BLOCK_SIZE` is a multiple of the other. `keys_ptr`
-    points to the head in block 0, `blocks_ptr` to the request's row of the block table. Without `IS_MASKED`, all rows
-    must see all of the keys, and `stop` must be a multiple of `TILE_KEYS`. With `IS_CHUNKED`, a row sees keys from the
-    last multiple of `WINDOW`. `alibi_M` times the distance to a key is subtracted from scores, unless it is None.
+    points to the head in block 0, `blocks_ptr` to the request's row of the block table. Unless `IS_MASKED`, all rows
+    must attend to all of these keys, and `stop` must be a multiple of `TILE_KEYS`. If `IS_CHUNKED`, a row attends to
+    keys from the last multiple of `WINDOW` on. `alibi_M` times the distance to a key is subtracted from scores, unless
+    it is None.
 
-    Unless they are None, rows see the keys before `ends_M` instead of those up to their own position, and those from
-    `firsts_M` on whatever their window is.
+    If `ends_M` is given, rows attend to the keys before it instead of those up to their own position. If `firsts_M` is
+    given, they attend to keys from there on, whatever their window is.
 
     `q_MR` is None unless the first `VALUE_DIM` of a key's `HEAD_DIM` elements are its value.
     """
@@ -76,7 +77,7 @@ def attend_keys(
             first_key = tl.min(positions_M, 0) - WINDOW + 1
         if firsts_M is not None:
             first_key = tl.minimum(first_key, tl.min(firsts_M, 0))
-    # The block numbers of a tile are loaded one tile ahead, because the loads of its keys depend on them.
+    # Load the block numbers one tile ahead, because the loads of the keys depend on them.
     blocks_N = tl.load(
         block_ptrs_N + start // BLOCK_SIZE, mask=start + in_tile_N < seq_len, other=0
     )
@@ -88,8 +89,8 @@ def attend_keys(
         blocks_N = tl.load(
             block_ptrs_N + next_start // BLOCK_SIZE, mask=next_start + in_tile_N < seq_len, other=0
         )
-        # What is past the sequence is left over from another request, and blocks before the window may belong to one.
-        # Values could be NaN, and 0 * NaN is not 0, so they are not loaded.
+        # Do not load entries past the sequence, which are left over from another request, or blocks before the window,
+        # which may belong to one. Their values could be NaN, and 0 * NaN is not 0.
         is_own_N = (keys_N >= first_key) & (keys_N < seq_len)
         if q_MR is not None and IS_MASKED:
             k_NK = tl.load(k_ptrs_NK, mask=is_own_N[:, None] & in_head_1K, other=0.0)
@@ -108,7 +109,7 @@ def attend_keys(
             scores_MN = SOFTCAP * _tanh(scores_MN * (scale / SOFTCAP))
         distance_MN = positions_M[:, None] - keys_N[None, :]
         if alibi_M is not None:
-            # Without a soft cap, the scores are multiplied by the scale later.
+            # Without a soft cap, the scale is applied to the scores later.
             bias_MN = alibi_M[:, None] * distance_MN
             scores_MN -= bias_MN / scale if SOFTCAP is None else bias_MN
         if IS_MASKED:
@@ -125,7 +126,7 @@ def attend_keys(
                 is_seen_MN &= keys_N[None, :] < ends_M[:, None]
             scores_MN = tl.where(is_seen_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-        # A row that has seen no key yet subtracts 0, because -inf minus -inf is NaN.
+        # In a row without any key so far, subtract 0, because -inf minus -inf is NaN.
         top_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if IS_MASKED else new_max_M
         # An explicit fma rounds once, so that the compiler cannot round differently in the two calls of this loop.
         weights_MN = tl.exp2(tl.fma(scores_MN, factor, -(top_M * factor)[:, None]))
@@ -151,7 +152,7 @@ def attend_keys(
 
 @triton.jit
 def initial_sums(sinks_ptr, heads_M, is_row_M, scale, SOFTCAP: tl.constexpr):
-    """Return the maximum and the sum of rows before their first key, which are those of sinks if there are any."""
+    """Return the maximum and the sum of rows before their first key. They come from the sinks, if there are any."""
     if sinks_ptr is None:
         max_M = tl.full(heads_M.shape, float("-inf"), tl.float32)
         sum_M = tl.zeros(heads_M.shape, tl.float32)

@@ -1,8 +1,8 @@
 """Attention of requests with several queries in a step: flash attention over a paged cache (Dao, 2023).
 
-A program computes one tile of one request's queries for one key/value head. Its M rows are queries times the heads that
-share the key. It visits the keys in order from the first that any row sees, so a query sums them in the same order in a
-prompt and in any chunk of it.
+A program computes one tile of one request's queries for one key/value head. Its M rows are the queries times the heads
+that share the key. It visits the keys in order, starting from the first one that any row attends to. A query therefore
+sums them in the same order in a prompt and in any chunk of it.
 
 Shapes: T tokens, N tiles, H query heads, G key/value heads, K head dimension, M rows of a tile.
 """
@@ -47,13 +47,13 @@ def prefill_kernel(
 
     `tiles` int32 [N, 2] has a request and the first of its queries in the tile. q is [T, H, K] with a stride between
     tokens; out [T, H, K] and kv [blocks, 2, G, BLOCK_SIZE, K] are contiguous. `kv_scales` is float32 [2, G], or None.
-    `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is that of an `AttentionBatch`, or None.
-    `WINDOW` is a number of tokens, or the size of a chunk. Unless `IS_CAUSAL`, every query sees all keys; there is no
-    window then.
+    `alibi_slopes` and `sinks` are float32 [H], or None. `visible` int32 [T, 2] is the field of `AttentionBatch`, or
+    None. `WINDOW` is a number of tokens, or the size of a chunk. Unless `IS_CAUSAL`, every query attends to all keys,
+    and there is no window.
 
-    With `BLOCK_R`, all heads share one key/value head, of which each of the G programs of a tile computes a group. Its
-    values are the first `VALUE_DIM` elements of its keys: kv is [blocks, 1, 1, BLOCK_SIZE, K], out [T, H, VALUE_DIM].
-    Otherwise `VALUE_DIM` is `HEAD_DIM`.
+    If `BLOCK_R` is not 0 (latent attention), all heads share one key/value head, and each of the G programs of a tile
+    computes a group of heads. Values are the first `VALUE_DIM` elements of keys: kv is [blocks, 1, 1, BLOCK_SIZE, K],
+    out [T, H, VALUE_DIM]. Otherwise `VALUE_DIM` is `HEAD_DIM`.
     """
     TILE_QUERIES: tl.constexpr = TILE_ROWS // HEADS_PER_KV_HEAD
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV_HEAD
@@ -91,7 +91,7 @@ def prefill_kernel(
     if visible_ptr is None:
         stop = tl.minimum(first_position + TILE_QUERIES, seq_len)
     else:
-        # Both ascend with the rows. Rows without a query repeat the last one.
+        # Both increase with the rows. Rows without a query repeat the last one.
         last_query = tl.minimum(num_queries - 1, first_query + TILE_QUERIES - 1)
         tokens_M = first_token + tl.minimum(first_query + queries_M, last_query)
         firsts_M = tl.load(visible_ptr + tokens_M * 2)

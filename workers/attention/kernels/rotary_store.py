@@ -1,4 +1,4 @@
-"""One pass over queries, keys and values between their projection and attention.
+"""A kernel between the projection and attention, which makes one pass over queries, keys and values.
 
 Queries and keys are normed per head if the model does so, and rotated. Keys and values are written to the paged cache.
 
@@ -36,10 +36,10 @@ def rotary_store_kernel(
     BLOCK_HEADS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ):
-    """Process one key/value head of one token and its queries. Grid (T, G). Tokens with a negative slot are padding.
+    """Process one key/value head of one token, and its queries. Grid (T, G). Tokens with a negative slot are padding.
 
     q [T, H, K], k and v [T, G, K] have strides between tokens. q_out [T, H, K] is contiguous, or None to store only
-    keys and values. kv is [blocks, 2, G, BLOCK_SIZE, K], or without `HAS_VALUES` [blocks, 1, G, BLOCK_SIZE, K].
+    keys and values. kv is [blocks, 2, G, BLOCK_SIZE, K], or [blocks, 1, G, BLOCK_SIZE, K] unless `HAS_VALUES`.
     norm_weight is float32 [H + G, K] or None. cos and sin are [T, ROTARY_DIM] as in `RotaryTables`, or None. kv_scales
     is float32 [2, G] or None.
     """

@@ -1,9 +1,10 @@
-"""The tile sizes of the kernels.
+"""The tile sizes of the attention kernels.
 
-Registers limit them: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32. Shared
-memory holds the queries and `num_stages` tiles of keys and of values. The sizes are chosen for Hopper, whose
-multiprocessor has 64 Ki registers and 227 KiB of shared memory. They also fit into the 99 KiB of smaller GPUs, where a
-stage takes less. They depend on the model alone, never on the batch, so that a token's sums have one order.
+They are limited by registers: a thread holds its share of the output tile [M, K] and of the scores [M, N] in float32.
+They are also limited by shared memory, which holds the queries and `num_stages` tiles of keys and values. The sizes are
+chosen for Hopper, whose multiprocessor has 64 Ki registers and 227 KiB of shared memory. They also fit into the 99 KiB
+of smaller GPUs, where a stage takes less. They depend only on the model, never on the batch, so that a token's sums
+have one order.
 """
 
 from typing import NamedTuple
@@ -11,13 +12,16 @@ from typing import NamedTuple
 import torch
 
 MIN_DOT_ROWS = 16
-"""Minimum number of rows of a matrix product."""
+"""Minimum number of rows of a matrix product on tensor cores."""
 
 SPLIT_KEYS = 256
-"""Keys per split of a decoding request. Splits are longer if there would be more than `max_splits`."""
+"""Minimum number of keys per split of a decoding request.
+
+Splits are longer if there would be more than `max_splits`.
+"""
 
 _LATENT_ROWS = {1: 32, 2: 64, 4: 16}
-"""Rows of the tiles of latent attention by the bytes of an element of the cache."""
+"""Rows of a tile of latent attention, by the number of bytes per element of the cache."""
 
 _PROGRAMS = 132
 """Number of programs that share a sequence: one for each multiprocessor of an H100 or H200."""
@@ -33,7 +37,10 @@ class Tile(NamedTuple):
 
 
 def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for prompts. With more rows a key is read fewer times; four warps compute 64 rows at a time."""
+    """Return the tile for prompts.
+
+    More rows mean that a key is read fewer times; four warps compute 64 rows at a time.
+    """
     if dtype == torch.float32:
         return _float32_tile(head_dim, heads_per_kv_head)
     rows = max(128 if head_dim <= 128 else 64, power_of_2(heads_per_kv_head))
@@ -45,7 +52,7 @@ def prefill_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> T
 
 
 def batch_invariant_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for prompts and single queries, with the fewest rows that a product of four warps has."""
+    """Return the tile for prompts and single queries, with the minimum number of rows for four warps."""
     tile = prefill_tile(head_dim, heads_per_kv_head, dtype)
     if dtype == torch.float32:
         return tile
@@ -66,7 +73,7 @@ def decode_tile(head_dim: int, heads_per_kv_head: int, dtype: torch.dtype) -> Ti
 def latent_prefill_tile(dtype: torch.dtype) -> Tile:
     """Return the tile of latent attention for prompts, with as many rows as fit.
 
-    The values that a program sums have up to 512 elements, and need so many registers that a tile has few keys.
+    A program sums values of up to 512 elements, which takes so many registers that a tile has few keys.
     """
     return Tile(_LATENT_ROWS[dtype.itemsize], 16, 8, 1 if dtype == torch.float32 else 2)
 
@@ -81,7 +88,7 @@ def latent_decode_tile(heads: int, dtype: torch.dtype) -> Tile:
 
 
 def heads_of_latent_tile(num_heads: int, dtype: torch.dtype) -> int:
-    """Return how many heads a program of latent attention computes: the most that divide them and fit."""
+    """Return how many heads one program of latent attention computes: the largest divisor of their number that fits."""
     most = _LATENT_ROWS[dtype.itemsize]
     return max(heads for heads in range(1, most + 1) if num_heads % heads == 0)
 
@@ -89,13 +96,13 @@ def heads_of_latent_tile(num_heads: int, dtype: torch.dtype) -> int:
 def max_splits(num_kv_heads: int) -> int:
     """Return the maximum number of splits, a power of two.
 
-    The fewer heads a rank has, the more programs share each head's keys.
+    The fewer heads a rank has, the more programs are needed per head to occupy the GPU.
     """
     return min(64, max(16, power_of_2(_PROGRAMS // num_kv_heads + 1) // 2))
 
 
 def _float32_tile(head_dim: int, heads_per_kv_head: int) -> Tile:
-    """Return the tile for float32, which has no exact matrix units, so operands use registers too."""
+    """Return the tile for float32. Tensor cores cannot multiply it exactly, so operands take registers too."""
     rows = max(MIN_DOT_ROWS, power_of_2(heads_per_kv_head))
     return Tile(rows, 32 if head_dim <= 128 else 16, 8, 2)
 
