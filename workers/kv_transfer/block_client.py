@@ -1,4 +1,4 @@
-"""Fetches blocks from the workers of other replicas."""
+"""Fetch blocks from the workers of other replicas."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from .block_memory import Fence
 
 MAX_REQUESTED: Final = 32
-"""Blocks of a transfer that are requested and have not arrived."""
+"""Maximum number of blocks per transfer that are requested and have not arrived."""
 
 KEYS_PER_MESSAGE: Final = 8
 assert KEYS_PER_MESSAGE <= MAX_KEYS
 
 CONNECT_S: Final = 5.0
-"""Seconds after which a peer that does not answer is given up."""
+"""Seconds after which a connection to a peer that does not answer is closed."""
 
 MAX_CONNECTIONS: Final = 64
 
@@ -44,17 +44,17 @@ _LOST: Final = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 )
-"""Events after which a connection is given up: a peer that restarts has none of its blocks."""
+"""Socket events after which a connection is closed. A peer that restarts has lost all blocks."""
 
 _decode = msgspec.msgpack.Decoder(BlockFetched).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Transfer:
-    """A fetch that is under way.
+    """A fetch in progress.
 
     Attributes:
-        missing: The blocks that have not arrived, by their position in the fetch.
+        missing: The block numbers that have not arrived, by their position in the fetch.
     """
 
     def __init__(self, fetch: DirectFetch, generation: int, fence: Fence) -> None:
@@ -69,22 +69,22 @@ class Transfer:
 
     @property
     def num_awaited(self) -> int:
-        """The number of blocks that were requested and have not arrived."""
+        """Number of blocks that were requested and have not arrived."""
         return self.num_requested - (len(self.keys) - len(self.missing))
 
 
 Write = Callable[[Transfer, int, memoryview], None]
-"""A function that writes the bytes of a block."""
+"""A function that writes the bytes of a received block to the KV cache."""
 
 Secure = Callable[["zmq.Socket[bytes]", str], None]
 """A function that prepares a socket for a connection to an address."""
 
 End = Callable[[Transfer], None]
-"""A function that reports the end of a transfer, whose `missing` blocks could not be fetched."""
+"""A function that reports the end of a transfer. Its `missing` blocks could not be fetched."""
 
 
 class _Connection:
-    """A connection to a peer, and the transfers from it."""
+    """A connection to a peer, with the transfers from it."""
 
     def __init__(self, context: zmq.Context[Any], address: str, secure: Secure) -> None:
         self.address = address
@@ -92,7 +92,7 @@ class _Connection:
         for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             socket.set(option, value)
         socket.set(zmq.IPV6, int("[" in address))
-        # A machine that vanished closes nothing.
+        # A machine that vanishes does not close its connections, so use keepalives.
         socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         secure(socket, address)
@@ -103,7 +103,7 @@ class _Connection:
         self.since = time.monotonic()
         self.numbers = itertools.count()
         self.requests: dict[int, tuple[Transfer, int]] = {}
-        """The transfer of each request, and the position of its first key."""
+        """For each request number, the transfer and the position of its first key."""
         self.transfers: dict[int, Transfer] = {}
 
     def close(self) -> None:
@@ -114,9 +114,9 @@ class _Connection:
 
 
 class BlockClient:
-    """Fetches blocks through connections that it opens when they are needed. All methods are called by one thread.
+    """Fetches blocks over connections that it opens when needed. All methods must be called by one thread.
 
-    A transfer ends as soon as one of its blocks is missing, or the connection is lost.
+    A transfer ends as soon as the peer does not have one of its blocks, or the connection is lost.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class BlockClient:
 
     @property
     def is_busy(self) -> bool:
-        """True if a transfer is under way."""
+        """True if a transfer is in progress."""
         return any(each.transfers for each in self._connections.values())
 
     def fetch(self, address: str, transfer: Transfer) -> None:
-        """Begin a transfer from the worker at `address`."""
+        """Start a transfer from the worker at `address`."""
         connection = self._connections.pop(address, None)
         if connection is None:
             self._close_idle()
@@ -162,7 +162,7 @@ class BlockClient:
             self._finish(connection, transfer)
 
     def _request(self, connection: _Connection, transfer: Transfer) -> None:
-        """Request the next blocks of a transfer, as far as there is room for them."""
+        """Request further blocks of a transfer, up to the maximum that may be awaited."""
         while (
             transfer.num_requested < len(transfer.keys)
             and transfer.num_awaited <= MAX_REQUESTED - KEYS_PER_MESSAGE
@@ -176,7 +176,7 @@ class BlockClient:
             transfer.num_requested += len(keys)
 
     def receive(self, socket: Any) -> None:
-        """Receive from a socket that is readable."""
+        """Receive messages from a socket that is readable."""
         for connection in list(self._connections.values()):
             if socket is connection.socket:
                 self._receive_block(connection)
@@ -209,7 +209,7 @@ class BlockClient:
             self._finish(connection, transfer)
 
     def _finish(self, connection: _Connection, transfer: Transfer) -> None:
-        """End a transfer, and send the peer its end."""
+        """End a transfer, and tell the peer so."""
         del connection.transfers[id(transfer)]
         connection.requests = {
             number: request
@@ -220,14 +220,14 @@ class BlockClient:
         self._end(transfer)
 
     def _lose(self, connection: _Connection) -> None:
-        """End all transfers of a connection that is lost."""
+        """End all transfers of a lost connection."""
         del self._connections[connection.address]
         connection.close()
         for transfer in connection.transfers.values():
             self._end(transfer)
 
     def _close_idle(self) -> None:
-        """Close the connection that has been unused for the longest time, if there are too many."""
+        """If there are too many connections, close the one that has been unused for the longest time."""
         if len(self._connections) >= MAX_CONNECTIONS:
             for connection in list(self._connections.values()):
                 if not connection.transfers:
@@ -235,7 +235,7 @@ class BlockClient:
                     return
 
     def give_up_late(self) -> None:
-        """End the transfers that make no progress."""
+        """End the transfers that have made no progress for too long."""
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if not connection.is_connected and now - connection.since > CONNECT_S:
@@ -246,12 +246,12 @@ class BlockClient:
                     self._finish(connection, transfer)
 
     def fail_all(self) -> None:
-        """End all transfers, because something unexpected went wrong."""
+        """End all transfers after an unexpected error."""
         for connection in list(self._connections.values()):
             self._lose(connection)
 
     def reset(self) -> None:
-        """Drop all transfers, which nobody waits for any more."""
+        """Discard all transfers, because nobody waits for them anymore."""
         for connection in self._connections.values():
             for transfer in list(connection.transfers.values()):
                 self._finish(connection, transfer)

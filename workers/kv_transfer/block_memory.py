@@ -18,11 +18,11 @@ from ..device.transfers import to_device
 from ..dtypes import AnyArray, on_host
 
 Fence: TypeAlias = "torch.cuda.Event | None"
-"""The end of everything that a device was given to do up to some time; None on the CPU, which does all at once."""
+"""A point in the device's queue of work, for which threads can wait; None on the CPU, which has no queue."""
 
 
 class BlockMemory:
-    """Reads and writes whole blocks. A block of any group has `block_bytes` bytes: L parts of P bytes.
+    """Reads and writes whole blocks. In every group, a block has `block_bytes` bytes: L parts of P bytes.
 
     Args:
         pages: The cache tensors, uint8 [N, P].
@@ -49,7 +49,7 @@ class BlockMemory:
 
     @property
     def is_on_host(self) -> bool:
-        """True if blocks are in host memory, so that `views` has them."""
+        """True if blocks are in host memory, so that `views` can return them."""
         return self._stream is None
 
     def views(self, block: int) -> list[memoryview]:
@@ -57,14 +57,14 @@ class BlockMemory:
         return [memoryview(page[block]) for page in self._host_pages]
 
     def host_buffer(self, num_blocks: int) -> NDArray[np.uint8]:
-        """Return host memory for copies, uint8 [num_blocks, L * P], which a device copies to beside its steps."""
+        """Return host memory for copies, uint8 [num_blocks, L * P]. A GPU can copy to it during steps."""
         memory = host_memory.allocate(num_blocks * self.block_bytes)
         if self._stream is not None:
             pin(memory, self.block_bytes, self, self._stream.synchronize)
         return memory.reshape(num_blocks, self.block_bytes)
 
     def fence(self) -> Fence:
-        """Return the end of everything that the device was given to do by now."""
+        """Return a fence for all work that the device has been given so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -72,9 +72,10 @@ class BlockMemory:
         return event
 
     def read(self, blocks: Sequence[int], out_kB: NDArray[np.uint8], rows: Sequence[int]) -> None:
-        """Copy blocks to the rows `rows` of `out_kB`, after all steps that were begun.
+        """Copy blocks to the rows `rows` of `out_kB`, after all steps that have been started.
 
-        Later steps may overwrite the blocks as soon as this returns. On a GPU the rows are filled after `synchronize`.
+        Later steps may overwrite the blocks as soon as this method returns. On a GPU, the rows are filled after
+        `synchronize`.
         """
         parts_kLP = out_kB.reshape(len(out_kB), self.num_pages, self.page_bytes)
         if self._stream is None:
@@ -92,7 +93,7 @@ class BlockMemory:
         gathered_kLP.record_stream(self._stream)
 
     def copy_out(self, block: int, out_1B: NDArray[np.uint8], fence: Fence) -> None:
-        """Copy a block, which was complete at `fence`, to a `host_buffer`. May be called from any thread; waits."""
+        """Copy a block, which was complete at `fence`, to a `host_buffer`. Waits. May be called from any thread."""
         parts_LP = out_1B.reshape(self.num_pages, self.page_bytes)
         if self._stream is None or fence is None:
             for layer, page in enumerate(self._host_pages):
@@ -105,9 +106,9 @@ class BlockMemory:
         self._stream.synchronize()
 
     def write(self, blocks: Sequence[int], data_kB: NDArray[np.uint8], fence: Fence) -> None:
-        """Copy the first rows of `data_kB` to blocks that no later step uses, after `fence`.
+        """After `fence`, copy the first rows of `data_kB` to blocks that no later step uses.
 
-        May be called from any thread; waits for the copy.
+        May be called from any thread. Waits for the copy.
         """
         parts_kLP = data_kB.reshape(len(data_kB), self.num_pages, self.page_bytes)[: len(blocks)]
         if self._stream is None or fence is None:
@@ -123,6 +124,6 @@ class BlockMemory:
         self._stream.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until what `read` copied has arrived."""
+        """Wait until all that `read` copies has arrived."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""Answers the workers of other replicas that ask for blocks."""
+"""Send blocks to the workers of other replicas that request them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .offered_blocks import OfferedBlocks
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_RECORDED: Final = 4096
-"""Names of requests that ended, or whose blocks were fetched before they ended."""
+"""Maximum number of remembered requests that have ended, or whose blocks were fetched before they ended."""
 MAX_AWAITED: Final = 1 << 16
-"""Blocks that all peers may wait for; further ones are reported as missing."""
+"""Maximum number of blocks for which all peers together may wait. Further ones are reported as missing."""
 
 _decode = msgspec.msgpack.Decoder(FetchMessage).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Waiter(NamedTuple):
-    """A peer that waits for a block: where, and under which connection, the answer belongs."""
+    """A peer that waits for a block: its identity, and the request that the answer belongs to."""
 
     socket: zmq.Socket[bytes]
     identity: bytes
@@ -34,9 +34,9 @@ class _Waiter(NamedTuple):
 
 
 class BlockServer:
-    """Sends the blocks of `offered` to peers. A block that is not there yet is sent when `add_offered` says so.
+    """Sends the blocks of `offered` to peers. A block that is not complete is sent when `add_offered` announces it.
 
-    All methods are called by one thread, which polls `sockets`.
+    All methods must be called by one thread, which polls the sockets.
     """
 
     def __init__(self, offered: OfferedBlocks, fingerprint: bytes) -> None:
@@ -61,7 +61,7 @@ class BlockServer:
         return socket
 
     def receive(self, socket: zmq.Socket[bytes]) -> list[int]:
-        """Answer the next message. Return the transfers whose blocks need not be held any longer."""
+        """Answer the next message. Return the transfers whose blocks need not be held anymore."""
         identity, *frames = socket.recv_multipart()
         try:
             (frame,) = frames
@@ -99,7 +99,7 @@ class BlockServer:
         waiter.socket.send_multipart((waiter.identity, head))
 
     def add_offered(self, keys: Iterable[bytes]) -> None:
-        """Send blocks that are offered now to the peers that wait for them."""
+        """Send newly offered blocks to the peers that wait for them."""
         if self._waiting:
             for key in keys:
                 for waiter in self._waiting.pop(key, ()):
@@ -108,7 +108,7 @@ class BlockServer:
                         self._send_missing(waiter)
 
     def end_requests(self, names: Sequence[str]) -> None:
-        """Report to waiting peers that no more blocks of these requests follow."""
+        """Tell waiting peers that no more blocks of these requests follow."""
         for name in names:
             _record_name(self._ended, name)
         if self._waiting:
@@ -135,14 +135,14 @@ class BlockServer:
         return done
 
     def expire(self, transfer_ids: Iterable[int]) -> None:
-        """Remove transfers whose blocks are no longer held."""
+        """Remove transfers whose blocks are not held anymore."""
         gone = set(transfer_ids)
         self._held = {
             name: transfer_id for name, transfer_id in self._held.items() if transfer_id not in gone
         }
 
     def reset(self) -> None:
-        """Remove the requests of a core that is gone."""
+        """Remove all requests, because their core has exited."""
         for waiter in (waiter for waiters in self._waiting.values() for waiter in waiters):
             self._send_missing(waiter)
         self._waiting.clear()

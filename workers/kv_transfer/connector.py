@@ -1,7 +1,7 @@
 """The workers' half of a KV connector, which moves the bytes of KV-cache blocks.
 
-The scheduler's half (`core/kv_cache/connector.py`) decides what is moved. Its metadata arrives with each step, and
-reports go back at any time, by `KVConnectorReport`.
+The scheduler's half (`core/kv_cache/connector.py`) decides what is moved. Its metadata arrives with each step. Reports
+are sent back at any time, as `KVConnectorReport`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from ...protocol.errors import ConfigError
 from ...protocol.worker_messages import KVConnectorOutput
 
 if TYPE_CHECKING:
-    # A worker without a model uses no torch, which takes a second to import.
+    # Imported only for types, because a worker without a model does not use torch, which takes a second to import.
     from .block_memory import BlockMemory
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """The worker in which a connector works.
+    """The worker that a connector belongs to.
 
     Attributes:
         config: The configuration of the engine.
         transfer: The configuration of the connector.
         core_index: The replica of the worker.
-        rank: The worker within its replica.
-        memory: The KV cache of the worker. Every worker of a replica has the same blocks, with its own part of each.
-        fingerprint: A hash of all that determines the bytes of a block beside its content key: weights, layout and
-            numerics. Blocks may be exchanged only between equal fingerprints.
+        rank: The worker's rank within its replica.
+        memory: The KV cache of the worker. All workers of a replica have the same blocks, each with its own part of
+            them.
+        fingerprint: A hash of everything besides its content key that determines the bytes of a block: weights, layout
+            and numerics. Blocks may be exchanged only between workers with equal fingerprints.
     """
 
     config: EngineConfig
@@ -46,8 +47,8 @@ class ConnectorContext:
 class KVConnector(ABC):
     """The workers' half of a KV connector.
 
-    All methods are called by the worker's main thread. None may wait for anything that takes longer than a copy of the
-    blocks it names, because the next step waits for it; transfers belong into threads.
+    The worker's main thread calls all methods. None may wait longer than a copy of the blocks that it names takes,
+    because the next step waits for it. Transfers belong in separate threads.
     """
 
     @property
@@ -57,33 +58,33 @@ class KVConnector(ABC):
 
     @abstractmethod
     def begin_step(self, metadata: bytes) -> None:
-        """Apply what the scheduler's half attached to a step, which may be b"", before anything of it is computed.
+        """Apply the metadata that the scheduler's half attached to a step, possibly b"", before the step is computed.
 
-        All earlier steps have been computed, or on a GPU queued on the current stream. Blocks that the scheduler has
-        freed still have their content, which the step may overwrite once this method returns.
+        All earlier steps have been computed, or are queued on the GPU's current stream. Blocks that the scheduler has
+        freed still have their content. The step may overwrite it once this method returns.
         """
 
     def end_step(self) -> KVConnectorOutput | None:
-        """Return what belongs to the step that was just computed: blocks that could not be loaded for it.
+        """Return a report about the step that was just computed: the blocks that could not be loaded for it.
 
-        Only the report of the worker that answers the core reaches the scheduler.
+        Only the report of the worker that sends the step's output reaches the scheduler.
         """
         return None
 
     @abstractmethod
     def take_reports(self) -> list[KVConnectorOutput]:
-        """Return the reports since the last call, which are sent to the core at once."""
+        """Return the reports since the last call, which are sent to the core immediately."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop all transfers, because another core follows, which started none of them.
+        """Discard all transfers, because another core takes over, which started none of them.
 
-        When this returns, no block is written to any more. Waiting for running transfers is allowed here.
+        When this method returns, no transfer writes to a block anymore. It may wait for running transfers.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what can be finished within a few seconds, and release resources."""
+        """Complete what can be completed within a few seconds, and release resources."""
 
 
 ConnectorFactory: TypeAlias = Callable[[ConnectorContext], KVConnector]
@@ -95,7 +96,7 @@ _BUILT_IN: Final = {
     "direct": ".direct_connector",
     "disk": ".disk.disk_connector",
 }
-"""The modules that register the connectors of these names when they are imported."""
+"""For each connector name, the module that registers the connector when it is imported."""
 
 
 def register_connector(name: str, factory: ConnectorFactory) -> None:
@@ -112,7 +113,8 @@ def register_connector(name: str, factory: ConnectorFactory) -> None:
 def create_connector(context: ConnectorContext) -> KVConnector:
     """Create the configured connector.
 
-    A connector of a module of its own has its workers' half there as well, under its name followed by `Worker`.
+    If the configuration names a module, the class there whose name is the connector's name followed by `Worker` is
+    used.
 
     Raises:
         ConfigError: No connector has that name, or it is not a `KVConnector`.

@@ -1,4 +1,4 @@
-"""The workers' half of the direct KV connector: sends blocks to other replicas, and fetches theirs, in a thread."""
+"""The workers' half of the direct KV connector: a thread that sends blocks to other replicas and fetches theirs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 60.0
-"""Seconds without a block after which a fetch is given up, unless `fetch_timeout_s` is set."""
+"""Default of `fetch_timeout_s`: seconds without a block after which a fetch fails."""
 
 TICK_MS: Final = 200
-"""Milliseconds between two looks at fetches that make no progress."""
+"""Milliseconds between two checks for fetches that make no progress."""
 
 CLOSE_S: Final = 2.0
 
@@ -46,9 +46,9 @@ _MESSAGES_AT_ONCE: Final = 16
 
 
 class DirectConnector(KVConnector):
-    """Offers blocks at a socket in the engine's private directory and, if there is a `kv_port`, to other engines.
+    """Offers blocks on a socket in the engine's private directory and, if `kv_port` is set, to other engines.
 
-    Those must have the same cluster key, which encrypts what is sent.
+    Other engines must have the same cluster key, by which the connection is encrypted.
 
     Raises:
         ConfigError: A socket cannot be bound, or there is no key for other engines.
@@ -62,7 +62,7 @@ class DirectConnector(KVConnector):
         self._decode = msgspec.msgpack.Decoder(DirectCommands).decode
         self._offered = OfferedBlocks(self._memory)
         self._writes = threading.Lock()
-        """Held while a block is written, or a report is made, of the current generation."""
+        """Lock that is held while a block of the current generation is written, or a report is made."""
         self._generation = 0
         self._num_bytes_received = self._num_errors = 0
         self._num_bytes_reported = 0
@@ -112,7 +112,7 @@ class DirectConnector(KVConnector):
         if self._key is not None and address.startswith("tcp"):
             self._key.secure_client(dealer)
 
-    # called by the worker
+    # Called by the worker's main thread
 
     @property
     def fd(self) -> int:
@@ -120,7 +120,7 @@ class DirectConnector(KVConnector):
         return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
-        """Change what is offered, and begin to fetch."""
+        """Apply the changes of offered blocks, and start to fetch blocks."""
         if not metadata:
             return
         commands = self._decode(metadata)
@@ -142,7 +142,7 @@ class DirectConnector(KVConnector):
         return list(self._reports.take())
 
     def reset(self) -> None:
-        """Drop all transfers, and withdraw all blocks."""
+        """Discard all transfers, and withdraw all blocks."""
         with self._writes:
             self._generation += 1
             self._reports.clear()
@@ -156,7 +156,7 @@ class DirectConnector(KVConnector):
         self._actions.put(lambda: None)
         self._thread.join(CLOSE_S)
 
-    # the thread
+    # The connector's thread
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -213,7 +213,7 @@ class DirectConnector(KVConnector):
         self._end(transfer)
 
     def _address_of(self, source: DirectSource) -> str | None:
-        """Return the address of the worker of this rank at a source; None if there can be none."""
+        """Return the address of the worker with this rank at a source, or None if it cannot have one."""
         parallel = self._config.parallel
         if source.replica >= 0:
             if source.replica >= parallel.data_parallel_size:
@@ -225,7 +225,7 @@ class DirectConnector(KVConnector):
         return f"tcp://{host}:{source.port + self._rank}"
 
     def _write(self, transfer: Transfer, block: int, data: memoryview) -> None:
-        """Write a block, unless another core has taken over since its fetch began."""
+        """Write a received block, unless another core has taken over since its fetch began."""
         with self._writes:
             if transfer.generation != self._generation:
                 return
@@ -246,7 +246,7 @@ class DirectConnector(KVConnector):
                 )
 
     def _put(self, output: KVConnectorOutput) -> None:
-        """Report, together with the counts since the last report. The caller holds `_writes`."""
+        """Report `output` together with the counts since the last report. The caller holds `_writes`."""
         num_sent = self._server.num_bytes_sent
         report = DirectReport(
             self._num_bytes_received, num_sent - self._num_bytes_reported, self._num_errors

@@ -1,4 +1,4 @@
-"""The fingerprint of a worker's KV cache: a hash of all that determines a block's bytes beside its content key."""
+"""The fingerprint of a worker's KV cache: a hash of all that determines the bytes of blocks, except content keys."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..dtypes import HostDtype
 from ..layers.spec import ModelSpec
 
 NUMERICS_VERSION: Final = 1
-"""Raised whenever keys, values or states of the same tokens change by a bit, or are stored differently.
+"""Version of the numerics and layout; increase it whenever the bytes stored for the same tokens change.
 
-Changes of the native library need none, because its bytes are part of the fingerprint.
+Changes of the native library need no new version, because the library's bytes are part of the fingerprint.
 """
 
 SAMPLES_PER_FILE: Final = 1024
 SAMPLE_BYTES: Final = 4096
-"""The parts of each file of weights that are hashed; a whole one would take seconds per gigabyte."""
+"""Size in bytes of each sample of a weight file. Hashing whole files would take seconds per gigabyte."""
 
 
 class FingerprintedModel(Protocol):
-    """The parts of a model on which the fingerprint depends."""
+    """The properties of a model on which the fingerprint depends."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -48,7 +48,7 @@ class FingerprintedModel(Protocol):
 def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int) -> bytes:
     """Return the fingerprint of the blocks of one worker, 32 bytes.
 
-    Equal fingerprints mean that blocks with equal content keys have equal bytes, on whichever machine.
+    If fingerprints are equal, blocks with equal content keys have equal bytes, on any machine.
     """
     attention, parallel = model.attention, config.parallel
     is_native = isinstance(attention, NativeAttention)
@@ -75,7 +75,7 @@ def cache_fingerprint(config: EngineConfig, model: FingerprintedModel, rank: int
 
 
 def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
-    """Return what determines the keys and values that a drafting head adds to blocks; None without one."""
+    """Return text that identifies the drafting head whose keys and values are in the blocks; None without one."""
     speculative = config.scheduler.speculative
     if speculative is None or not speculative.method.reads_hidden_states:
         return None
@@ -84,7 +84,7 @@ def _describe_head(config: EngineConfig) -> tuple[str, bytes] | None:
 
 
 def hash_weights(paths: Iterable[str]) -> bytes:
-    """Return a hash of the sizes of files and of samples of their content, evenly spread."""
+    """Return a hash of the sizes of files and of evenly spread samples of their contents."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb", buffering=0) as file:

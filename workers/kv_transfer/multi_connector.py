@@ -1,4 +1,4 @@
-"""The workers' half of the KV connector that consists of others."""
+"""The workers' half of `MultiConnector`, a KV connector that combines several others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .connector import ConnectorContext, KVConnector, create_connector, register
 
 
 class MultiConnector(KVConnector):
-    """Forwards everything to several connectors. A load of several of them ends when all have ended it."""
+    """Forwards everything to several connectors. A load that several of them share ends when all have ended it."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._connectors = [
@@ -30,7 +30,7 @@ class MultiConnector(KVConnector):
             self._epoll.register(connector.fd, select.EPOLLIN)
         self._decode = msgspec.msgpack.Decoder(MultiCommands).decode
         self._num_left: dict[int, int] = {}
-        """The number of connectors that have not ended each load."""
+        """For each load that several connectors share, the number of those that have not ended it."""
         self._reports: list[KVConnectorOutput] = []
 
     @property
@@ -39,7 +39,7 @@ class MultiConnector(KVConnector):
         return self._epoll.fileno()
 
     def begin_step(self, metadata: bytes) -> None:
-        """Give each connector its metadata."""
+        """Pass its metadata to each connector."""
         if not metadata:
             return
         commands = self._decode(metadata)
@@ -48,7 +48,7 @@ class MultiConnector(KVConnector):
             connector.begin_step(own)
 
     def end_step(self) -> KVConnectorOutput | None:
-        """Return nothing: connectors to single blocks load asynchronously."""
+        """Return nothing, because the combined connectors load asynchronously."""
         for number, connector in enumerate(self._connectors):
             output = connector.end_step()
             if output is not None:
@@ -76,7 +76,7 @@ class MultiConnector(KVConnector):
         return msgspec.structs.replace(output, finished_recving=received, data=data)
 
     def reset(self) -> None:
-        """Drop all transfers."""
+        """Discard all transfers."""
         self._num_left.clear()
         self._reports.clear()
         for connector in self._connectors:

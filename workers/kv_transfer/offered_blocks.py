@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class OfferedBlocks:
-    """Complete blocks by their content keys, which one thread reads while another changes what is offered."""
+    """Complete blocks by their content keys. One thread reads them while another one changes the offer."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
@@ -20,18 +20,18 @@ class OfferedBlocks:
         self._buffer_1B = None if memory.is_on_host else memory.host_buffer(1)
 
     def clear(self) -> None:
-        """Withdraw all blocks. When this returns, none is being read."""
+        """Withdraw all blocks. When this method returns, none of them is being read."""
         with self._mutex:
             self._blocks.clear()
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        """Withdraw blocks. When this returns, none of them is being read, so that they may be overwritten."""
+        """Withdraw blocks. When this method returns, none of them is being read, so they may be overwritten."""
         with self._mutex:
             for key in keys:
                 self._blocks.pop(key, None)
 
     def offer(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Offer blocks, which are complete once the device has done what it was given so far."""
+        """Offer blocks that are complete once the device has done the work queued so far."""
         fence = self._memory.fence()
         with self._mutex:
             self._blocks.update(zip(keys, ((block, fence) for block in blocks), strict=True))

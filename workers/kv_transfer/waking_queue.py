@@ -1,4 +1,4 @@
-"""A queue from several threads to one that polls file descriptors."""
+"""A queue from several threads to one thread that polls file descriptors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class WakingQueue(Generic[T]):
     def put(self, item: T) -> None:
         """Add an item, and wake the thread that polls."""
         self._items.append(item)
-        # A full buffer wakes it as well.
+        # If the buffer is full, the thread will wake up anyway.
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
 
     def take(self) -> Iterator[T]:
-        """Yield the items, and remove each as it is yielded."""
+        """Yield the items, removing each one before it is yielded."""
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
                 pass
@@ -41,5 +41,5 @@ class WakingQueue(Generic[T]):
             yield self._items.popleft()
 
     def clear(self) -> None:
-        """Drop all items."""
+        """Discard all items."""
         self._items.clear()

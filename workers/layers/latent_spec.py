@@ -9,11 +9,11 @@ RopeOrder = Literal["half", "interleaved", "swapped"]
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """What chooses the keys that a token attends to (DeepSeek-V3.2, arXiv 2512.02556).
+    """The indexer that chooses the keys to which a token attends (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A token has an index key of `head_dim` elements, whose first ones are rotated in the order `rope_order`. The score
-    of a key for a token is a sum over `num_heads` heads: each head's weight times the positive part of the product of
-    its query and the index key. A token attends to the `num_chosen` keys with the highest scores.
+    A token has an index key of `head_dim` elements, the first of which are rotated in the order `rope_order`. The score
+    of a key for a token is a sum over `num_heads` heads: the head's weight, times the positive part of the product of
+    its index query and the index key. A token attends to the `num_chosen` keys with the highest scores.
     """
 
     num_heads: int
@@ -26,11 +26,11 @@ class IndexerSpec:
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Keys and values of all heads are products of one latent vector of `kv_rank` elements, and the cache has only that
-    vector and one rotated key of `rotary_dim` elements for all heads. A head's query and key have `plain_dim` further
-    elements without rotation, its value has `value_dim`. Queries are products of a vector of `query_rank` elements, or
-    of the hidden state if that is None. With `indexer` tokens attend to some keys only, and index keys are behind the
-    others in the cache.
+    Keys and values of all heads are products of one latent vector of `kv_rank` elements. The cache contains only that
+    vector, and one rotated key of `rotary_dim` elements for all heads. A head's query and key have another `plain_dim`
+    elements without rotation, and its value has `value_dim`. Queries are products of a vector of `query_rank` elements,
+    or of the hidden state if that is None. With an `indexer`, tokens attend only to some keys, and each index key is
+    stored after the token's key.
     """
 
     query_rank: int | None

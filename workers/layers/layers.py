@@ -25,7 +25,7 @@ from .rope import RotaryEmbedding, RotaryTables
 Linear = Callable[[Any], Tensor]
 GatedActivation = Callable[[Tensor], Any]
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
-"""(x_AI, ends_E) -> y_AO, where rows ends_E[e - 1] to ends_E[e] of x are multiplied by expert e's matrix."""
+"""Maps (x_AI, ends_E) to y_AO, where rows ends_E[e - 1] to ends_E[e] of x are multiplied by expert e's matrix."""
 
 
 class RMSNorm:
@@ -95,23 +95,23 @@ class HeadLayerNorm(HeadNorm):
 
 
 class LayerKernels:
-    """Implementations of the layers' operations and of sampling: here torch, on any device.
+    """Implementations of the layers' operations and of sampling. These use torch, on any device.
 
-    Other implementations may return the input of the following product, `consumer`, in another format such as float8.
+    Other implementations may return the input of the following product, `consumer`, in another format, such as float8.
     """
 
     keeps_quantized = False
     """True if products accept some quantized matrices without dequantizing them."""
 
     finds_rows = True
-    """True if the rows of each LoRA adapter are found on the host, as for embedding, head, experts and biases."""
+    """True if the host determines the rows of each LoRA adapter, which embedding, head, experts and biases need."""
 
     def can_keep(self, matrix: QuantizedMatrix) -> bool:
         """Return whether products accept this matrix without dequantizing it."""
         return False
 
     def linear(self, weight: Weight, bias_O: Tensor | None = None) -> Linear:
-        """Return x_TD -> x @ weight.T + bias. A quantized weight must be one that `can_keep` accepts."""
+        """Return the function x_TD -> x @ weight.T + bias. `can_keep` must accept a quantized weight."""
         assert isinstance(weight, Tensor)
         return linear(weight, bias_O)
 
@@ -124,15 +124,15 @@ class LayerKernels:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LowRankChanges:
-        """Return the changes of LoRA adapters to a product, at first none.
+        """Return an empty set of LoRA changes to a product.
 
         Args:
-            heights: The output features of each of the product's matrices.
-            num_inputs: The input features.
-            capacity: The number of adapters.
+            heights: The number of output features of each of the product's matrices.
+            num_inputs: The number of input features.
+            capacity: The maximum number of adapters.
             max_rank: Their highest rank.
             dtype: The dtype of their factors.
-            device: Where the factors are.
+            device: The device of the factors.
         """
 
         def multiply(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -141,15 +141,16 @@ class LayerKernels:
         return TorchLowRank(heights, dtype, multiply)
 
     def router_linear(self, weight_ED: Tensor) -> Linear:
-        """Return x_TD -> x @ weight.T in float32; `weight_ED` is float32."""
-        # In float64 the order of a sum, which depends on the number of tokens, is lost in the rounding.
+        """Return the function x_TD -> x @ weight.T in float32; `weight_ED` is float32."""
+        # Multiply in float64. The order of a sum depends on the number of tokens, but rounding to float32 removes the
+        # difference.
         weight_ED = weight_ED.double()
         return lambda x_TD: F.linear(x_TD.double(), weight_ED).float()
 
     def grouped_linear(self, weights: Sequence[Weight], biases: Sequence[Tensor]) -> GroupedLinear:
-        """Return the products of rows with the matrices of their experts; `biases` are [O] of each, or none.
+        """Return the function that multiplies rows by the matrices of their experts; `biases` are [O] each, or none.
 
-        Rows beyond the last end have undefined results.
+        Rows from the last end on have undefined results.
         """
         linears = [self.linear(weight, bias) for weight, bias in zip_longest(weights, biases)]
 
@@ -177,11 +178,11 @@ class LayerKernels:
         return total_TD.to(y_AD.dtype)
 
     def norm(self, weight_D: Tensor, eps: float, consumer: Linear | None = None) -> RMSNorm:
-        """Return a root-mean-square norm; `weight_D` is float32."""
+        """Return an RMS norm; `weight_D` is float32."""
         return RMSNorm(weight_D, eps)
 
     def gated_activation(self, name: str, consumer: Linear | None = None) -> GatedActivation:
-        """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
+        """Return the function gate_up_T2F -> activation(gate) * up of a fused projection."""
         return gated_by(name)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -195,11 +196,11 @@ class LayerKernels:
         return choose_tokens(logits_SV, metadata, positions_S)
 
     def choose_greedy(self, logits_SV: Tensor) -> Tensor:
-        """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
+        """Return the most likely token of each row, as `choose_tokens` does for greedy sampling."""
         return choose_greedy(logits_SV)
 
     def append_tokens(self, token_ids_NL: Tensor, index_S: Tensor, tokens_S: Tensor) -> None:
-        """Write each token behind its index `index_S`, int32, in the flat `token_ids_NL`; a negative index means 0."""
+        """Write each token after its index `index_S`, int32, in the flat `token_ids_NL`; a negative index means 0."""
         token_ids_NL.view(-1)[1:][index_S] = tokens_S.clamp(min=0).to(torch.int32)
 
     def rotary_tables(self, rope: RotaryEmbedding, positions: Tensor) -> RotaryTables:
@@ -208,10 +209,10 @@ class LayerKernels:
 
 
 def linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:
-    """Return x_TD -> x @ weight.T + bias for fixed weights.
+    """Return the function x_TD -> x @ weight.T + bias for fixed weights.
 
-    bfloat16 weights on the CPU are stored in oneDNN's blocked layout, so that they are not repacked in every call. This
-    is two to three times as fast for few tokens, and never slower.
+    On the CPU, bfloat16 weights are stored in oneDNN's blocked layout, so that they are not repacked in every call.
+    That is two to three times as fast for few tokens, and never slower.
     """
     if (
         weight_OD.device.type == "cpu"
@@ -228,7 +229,7 @@ def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
 
     def forward(x_TD: Tensor) -> Tensor:
         # oneDNN sums a single row in another order, for long rows or without bfloat16 instructions. A second row costs
-        # no time and makes a token's result independent of the number of tokens in the step.
+        # no time, and makes a token's result independent of the number of tokens in the step.
         if x_TD.shape[0] == 1:
             return multiply(x_TD.repeat(2, 1), packed, bias_O, "none", [], "")[:1]
         return multiply(x_TD, packed, bias_O, "none", [], "")
@@ -237,7 +238,7 @@ def _packed_linear(weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """Return the square of the positive part."""
+    """Return the square of the positive part of `x`."""
     return F.relu(x).square_()
 
 
@@ -251,7 +252,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class XIELU:
-    """The xIELU activation (arXiv 2411.13010) with the trained factors of one layer, in float32."""
+    """The xIELU activation (arXiv 2411.13010) with the trained parameters of one layer, in float32."""
 
     def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
         self.beta, self.eps = beta, eps
@@ -267,11 +268,11 @@ class XIELU:
 
 
 _SWIGLU_LIMIT, _SWIGLU_SLOPE = 7.0, 1.702
-"""The constants of gpt-oss."""
+"""The constants of gpt-oss: the limit of gate and up, and the factor in the sigmoid."""
 
 
 def clamped_swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gate up to 7 and up from -7 to 7."""
+    """Return (up + 1) * gate * sigmoid(1.702 * gate), with gate limited to 7 and up to the range -7 to 7."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
     gate_TF = gate_TF.clamp(max=_SWIGLU_LIMIT)
     up_TF = up_TF.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
@@ -279,7 +280,7 @@ def clamped_swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 
 def gated_by(name: str) -> GatedActivation:
-    """Return gate_up_T2F -> activation(gate) * up of a fused projection."""
+    """Return the function gate_up_T2F -> activation(gate) * up of a fused projection."""
     if name == "clamped_swiglu":
         return clamped_swiglu
     activation = ACTIVATIONS[name]

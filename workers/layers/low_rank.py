@@ -1,4 +1,4 @@
-"""The low-rank changes that LoRA adapters add to a product, by the number of the adapter of each row.
+"""The low-rank changes that LoRA adapters add to a product, row by row according to each row's adapter.
 
 Shapes: T tokens of a step, R rank, I input features, O output features.
 """
@@ -15,7 +15,7 @@ Linear: TypeAlias = Callable[[Any], Tensor]
 
 
 class Factors(NamedTuple):
-    """The output for x_TI grows by `x @ down_RI.T @ up_OR.T`, and by `bias_O` unless it is None."""
+    """The factors of an adapter: the output for x_TI grows by `x @ down_RI.T @ up_OR.T`, and by `bias_O` if given."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -23,36 +23,36 @@ class Factors(NamedTuple):
 
 
 class StepAdapters(Protocol):
-    """The adapters of the tokens of a step."""
+    """The adapters of the tokens of a step. `RowAdapters` implements this protocol."""
 
     @property
     def device_number_T(self) -> Tensor:
-        """The number of each token's adapter or -1, int32 on the device."""
+        """The adapter number of each token, or -1, int32 on the device."""
 
     def rows_by_adapter(self) -> list[tuple[int, Tensor]]:
-        """Return the number of each adapter of the step, and its rows."""
+        """Return each adapter number of the step, with the indices of its rows."""
 
 
 class LowRankChanges(Protocol):
-    """The factors of all adapters for one product, whose outputs are those of several matrices in a row."""
+    """The factors of all adapters for one product, whose outputs are the concatenated outputs of several matrices."""
 
     def pack(self, changes: Sequence[Factors | None]) -> Any:
-        """Return an adapter's factors for each matrix in the format of `install`. This may run in another thread."""
+        """Return an adapter's factors for each matrix in the form that `install` takes. May run in another thread."""
 
     def install(self, number: int, packed: Any) -> None:
-        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
+        """Put an adapter in place of the one that had this number; None if it does not change this product."""
 
     def add(self, y_TO: Tensor, x_TI: Tensor, adapters: StepAdapters) -> None:
-        """Add what the adapter of each row changes to the outputs `y_TO` for the inputs `x_TI`."""
+        """Add the change of each row's adapter to the outputs `y_TO` for the inputs `x_TI`."""
 
 
 class TorchLowRank:
-    """Changes in torch: one adapter after the other, each with its own rows.
+    """Low-rank changes in torch, computed for one adapter after the other.
 
     Args:
-        heights: The output features of each matrix.
+        heights: The number of output features of each matrix.
         dtype: The dtype of the factors.
-        linear: Makes the product with a matrix, and a bias or None.
+        linear: Returns the product with a matrix, and a bias or None.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class TorchLowRank:
         self._installed: dict[int, tuple[Linear, Linear]] = {}
 
     def pack(self, changes: Sequence[Factors | None]) -> tuple[Linear, Linear]:
-        """Return the products with both factors. Each matrix has its own rows of the first."""
+        """Return the products with the first and the second factors of all matrices.
+
+        Each matrix has ranks of its own.
+        """
         downs = [each.down_RI for each in changes if each is not None]
         up_OR = torch.zeros(sum(self._heights), sum(map(len, downs)))
         bias_O = torch.zeros(len(up_OR))
@@ -87,13 +90,13 @@ class TorchLowRank:
         )
 
     def install(self, number: int, packed: tuple[Linear, Linear] | None) -> None:
-        """Give this number to an adapter."""
+        """Put an adapter in place of the one that had this number; None if it does not change this product."""
         self._installed.pop(number, None)
         if packed is not None:
             self._installed[number] = packed
 
     def add(self, y_TO: Tensor, x_TI: Tensor, adapters: StepAdapters) -> None:
-        """Add what the adapter of each row changes."""
+        """Add the change of each row's adapter to the outputs."""
         if not self._installed:
             return
         for number, rows_T in adapters.rows_by_adapter():

@@ -1,4 +1,4 @@
-"""Reads a `RopeSpec` from a config, in the spelling of transformers 4 or 5."""
+"""Read a `RopeSpec` from a config, in the spelling of transformers 4 or 5."""
 
 import math
 
@@ -23,8 +23,8 @@ def read_rope(
 ) -> RopeSpec:
     """Return the rotary embedding that all layers share.
 
-    `theta` is the family's default base. Only families with `partial` rotate less than a whole
-    head. Reads `rope_scaling`, or else `rope_parameters`, and `rope_theta`.
+    `theta` is the family's default base. Only families with `partial` may rotate part of a head. Reads `rope_theta`,
+    and `rope_scaling` or else `rope_parameters`.
     """
     parameters = _scaled(fields, fields.section("rope_parameters"))
     return _read(
@@ -41,10 +41,10 @@ def read_rope_of_layer_type(
     theta: float,
     partial: bool = False,
 ) -> RopeSpec:
-    """Return the rotary embedding of one layer type of a family that has several.
+    """Return the rotary embedding of one layer type, for families that have several.
 
-    Reads, for full attention only, `rope_scaling`, or else `rope_parameters[layer_type]`, and
-    `theta_field`. Only families with `partial` rotate less than a whole head.
+    Reads `theta_field`, and `rope_parameters[layer_type]`; for full attention, `rope_scaling` takes precedence. Only
+    families with `partial` may rotate part of a head.
     """
     nested = fields.section("rope_parameters")
     parameters = None if nested is None else nested.section(layer_type)
@@ -62,7 +62,7 @@ def _scaled(fields: ConfigFields, parameters: ConfigFields | None) -> ConfigFiel
         return parameters
     if parameters is None:
         return scaling
-    # Parameters of the training are kept.
+    # Keep the parameters with which the model was trained.
     kept = {name: parameters.get(name) for name in _TRAINED}
     return scaling.with_defaults(**kept)
 
@@ -94,10 +94,10 @@ def _read(
 
 
 def _read_axes(parameters: ConfigFields, num_frequencies: int) -> tuple[int, ...]:
-    """Return the axis of each frequency, or none if all positions are the same.
+    """Return the axis of each frequency; empty if positions have one dimension.
 
-    The frequencies of an axis follow one another, or the axes alternate until one has all of its frequencies, and the
-    rest belongs to time.
+    The frequencies of an axis are consecutive. If they are interleaved, the axes alternate until one has all of its
+    frequencies, and the remaining frequencies belong to time.
     """
     counts = parameters.get("mrope_section")
     if counts is None:

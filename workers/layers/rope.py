@@ -1,7 +1,7 @@
 """Rotary position embeddings and their context extensions.
 
-Frequencies that depend on sequence length are computed once, for the longest sequence that will be served, so that a
-request's results never depend on other requests.
+Frequencies that depend on sequence length are computed once, for the longest sequence that will be served. A request's
+results therefore never depend on other requests.
 
 Shapes: T tokens, H heads, K head dimension, R rotated dimensions (the first R of K).
 """
@@ -21,7 +21,7 @@ Frequencies: TypeAlias = NDArray[np.float32]
 
 
 class RopeScaling(Protocol):
-    """Stretches the frequencies of a trained context to a longer one."""
+    """A context extension, which changes the frequencies of the trained context for a longer one."""
 
     def scale(
         self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
@@ -32,10 +32,10 @@ class RopeScaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotation of the first `rotary_dim` dimensions of each head with base `theta`.
+    """A rotation of the first `rotary_dim` dimensions of each head with base `theta`.
 
-    With `axes` a token has a position in time, one down and one across an image (M-RoPE, arXiv 2409.12191). Each
-    frequency reads one of the three, and these are the axes of all frequencies. The three are equal for text.
+    If `axes` is given, a token has three positions: in time, and in the height and width of an image (M-RoPE, arXiv
+    2409.12191). `axes` says which of them each frequency uses. The three are equal for text.
     """
 
     theta: float
@@ -71,7 +71,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """Rotates only the first `num_frequencies` pairs of a head, by its own frequencies divided by `factor`."""
+    """Rotates only the first `num_frequencies` pairs of a head, with the frequencies divided by `factor`."""
 
     num_frequencies: int
     factor: float
@@ -79,14 +79,14 @@ class ProportionalScaling:
     def scale(
         self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
     ) -> tuple[Frequencies, float]:
-        """Set the frequencies of the other pairs to 0."""
+        """Set the frequencies of the other pairs to 0, and divide those of the first ones."""
         is_rotated = np.arange(len(inv_freq)) < self.num_frequencies
         return np.where(is_rotated, inv_freq / np.float32(self.factor), np.float32(0)), 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """NTK-aware scaling: a base that grows once sequences are longer than the trained context."""
+    """NTK-aware scaling, which uses a larger base if sequences may be longer than the trained context."""
 
     factor: float
     max_position_embeddings: int
@@ -94,7 +94,7 @@ class DynamicScaling:
     def scale(
         self, inv_freq: Frequencies, rope: RopeSpec, max_model_len: int
     ) -> tuple[Frequencies, float]:
-        """Return frequencies of the larger base."""
+        """Return the frequencies of the larger base."""
         length = max(max_model_len, self.max_position_embeddings)
         growth = self.factor * length / self.max_position_embeddings - (self.factor - 1)
         theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
@@ -103,7 +103,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Divides low frequencies by `factor`, keeps high ones and interpolates those between."""
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates in between."""
 
     factor: float
     low_freq_factor: float
@@ -124,7 +124,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Interpolates frequencies between `beta_slow` and `beta_fast` turns per trained context."""
+    """YaRN (arXiv 2309.00071): interpolates frequencies of `beta_slow` to `beta_fast` turns per trained context."""
 
     factor: float
     original_max_position_embeddings: int
@@ -156,7 +156,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """One divisor for each frequency; the long ones apply if served sequences may exceed the trained context."""
+    """Divides each frequency by its own factor. The long factors apply if sequences may exceed the trained context."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -173,10 +173,9 @@ class LongRopeScaling:
 
 
 class RotaryTables(NamedTuple):
-    """cos and sin of one step's positions, [T, 1, R] in the model's dtype.
+    """The cosines and sines of one step's positions, [T, 1, R] in the model's dtype.
 
-    The first half of `sin_T1R` is negated, so that rotation needs a plain roll instead of "swap the halves and negate
-    the first".
+    The first half of `sin_T1R` is negated, so that a rotation only needs a roll, without negating half of the elements.
     """
 
     cos_T1R: Tensor
@@ -197,7 +196,7 @@ class RotaryEmbedding:
         self.dtype = dtype
 
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Return the tables of these positions, of any integer dtype: [T], or [T, 3] for a rotation with axes."""
+        """Return the tables for positions of any integer dtype: [T], or [T, 3] if the rotation has axes."""
         if positions.ndim == 1:
             angles = torch.outer(positions.float(), self.inv_freq).unsqueeze(1)
         else:
@@ -211,7 +210,7 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x_THK: Tensor, tables: RotaryTables) -> Tensor:
-    """Rotate the first R dimensions of every head."""
+    """Rotate the first R dimensions of every head by the angles in `tables`."""
     cos, sin = tables
     rotary_dim = cos.shape[-1]
     if rotary_dim == x_THK.shape[-1]:

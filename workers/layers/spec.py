@@ -1,4 +1,4 @@
-"""The description of a decoder or an encoder as data."""
+"""The description of a decoder or an encoder as data: which parts its layers have, and their sizes."""
 
 import math
 from collections.abc import Sequence
@@ -24,25 +24,23 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "cla
 class ExpertsSpec:
     """A mixture of experts, which replaces the MLP of a layer.
 
-    The router's logits become scores by `scoring`: a softmax over all experts, or a sigmoid of each. A token takes the
-    `num_experts_per_token` experts with the highest scores; `has_correction_bias` adds a stored bias to the scores
-    for this choice only. With `num_groups` above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to the
-    `num_groups_per_token` groups with the highest score, which is that of their best expert or the sum of their
-    two best. The chosen experts' scores, which `renormalizes` divides by their sum, times `scale` are their weights.
+    The router's logits become scores by `scoring`: a softmax over all experts, or a sigmoid of each. A token chooses
+    the `num_experts_per_token` experts with the highest scores. If `has_correction_bias`, a stored bias is added to the
+    scores for this choice only. If `num_groups` is above 1 (DeepSeek-V3, arXiv 2412.19437), the choice is limited to
+    the `num_groups_per_token` groups with the highest score, which is the score of their best expert or the sum of
+    their best two. The weights are the scores of the chosen experts, divided by their sum if `renormalizes`, times
+    `scale`.
 
-    With "sparse mixer" scores (arXiv 2409.12136) the experts are chosen one after the other. The weight of each is its
-    part of a softmax over those of the remaining experts whose logits are relatively within twice `mixer_noise` of it.
+    With the scoring "sparse mixer" (arXiv 2409.12136), experts are chosen one after the other. The weight of each comes
+    from a softmax over those remaining experts whose logits differ from it by at most 2 * `mixer_noise`, relatively.
 
-    With `scales_inputs` the weights multiply the inputs of the experts instead of their outputs.
+    If `scales_inputs`, the weights multiply the inputs of the experts instead of their outputs. If `has_expert_scales`,
+    each expert has a stored factor on its weight. If `has_own_norms`, the experts are added to the layer's MLP: they,
+    the router and the MLP's output have norms of their own.
 
-    With `has_expert_scales` each expert has a stored factor on its weight. With `has_own_norms` the experts are beside
-    the layer's MLP: they and the router have norms of their own, and so has the MLP's output before the sum.
-
-    All tokens also pass an MLP of `shared_intermediate_size` elements, unless that is 0; with `has_shared_gate` its
-    output is multiplied by the sigmoid of a logit.
-
-    Experts read the hidden state, or a projection of it to `latent_size` elements if that is not 0. The sum of their
-    outputs is then projected back.
+    All tokens also pass through an MLP of `shared_intermediate_size` elements, unless that is 0. If `has_shared_gate`,
+    its output is multiplied by the sigmoid of a logit. If `latent_size` is not 0, experts read a projection of the
+    hidden state to `latent_size` elements, and the sum of their outputs is projected back.
     """
 
     num_experts: int
@@ -68,17 +66,17 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Attention within chunks of `size` tokens: a token sees those from the start of its chunk."""
+    """Attention within chunks of `size` tokens: a token attends to the tokens of its chunk up to itself."""
 
     size: int
 
 
 Window = int | Chunk
-"""The number of tokens that a token sees, itself included, or the chunk within which it sees."""
+"""The number of tokens to which a token attends, itself included, or the chunk within which it attends."""
 
 
 def first_visible(position: int, window: Window | None) -> int:
-    """Return the first position that a token at this position sees."""
+    """Return the first position to which a token at this position attends."""
     if window is None:
         return 0
     if isinstance(window, Chunk):
@@ -97,7 +95,7 @@ class QueryScaling:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The checkpoint's name of each norm of a layer; None where the family has none."""
+    """The checkpoint's name of each norm of a layer; None if the family has no such norm."""
 
     attention_input: str | None = "input_layernorm"
     attention_output: str | None = None
@@ -109,10 +107,10 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputsSpec:
-    """A vector of `size` elements for each token and layer, which every layer adds to its output in part.
+    """A vector of `size` elements for each token and layer, of which every layer adds a gated part to its output.
 
-    It is the sum of a row of a table with `vocab_size` rows and of a product of the token's embedding. Tokens beyond
-    the table have its first row.
+    It is the sum of a row of a table with `vocab_size` rows and a product of the token's embedding. Tokens beyond the
+    table use its first row.
     """
 
     size: int
@@ -123,9 +121,9 @@ class PerLayerInputsSpec:
 class AltUpSpec:
     """Alternating updates (arXiv 2301.13310): a token has `num_streams` hidden states.
 
-    A layer predicts all of them, computes only the `active` one, and corrects the others by its error. With
-    `scales_output` the input of the per-layer block is multiplied by a stored vector. Beside its attention a layer has
-    a product of rank `laurel_rank` (LAuReL, arXiv 2411.07501).
+    A layer predicts all of them, computes only the `active` one, and corrects all by its prediction error. If
+    `scales_output`, the input of the per-layer block is multiplied by a stored vector. In addition to its attention, a
+    layer has a product of rank `laurel_rank` (LAuReL, arXiv 2411.07501).
     """
 
     num_streams: int
@@ -139,29 +137,26 @@ class LayerSpec:
     """The properties that differ between layers.
 
     A token at position p attends to positions p - window + 1 .. p, or to 0 .. p if `window` is None. In an encoder it
-    attends to as many positions behind its own as before it. `rope` is None for
-    layers without position encoding. `kv_cache_group` is the index of the block table that the layer reads. `experts`
-    is None for layers with an MLP.
+    attends to as many positions after its own as before it. `rope` is None for layers without position encoding.
+    `kv_cache_group` is the index of the block table that the layer reads. `experts` is None for layers with an MLP.
 
-    `recurrent` is None for layers that only attend; its state is in the group `state_group`. A layer with a recurrent
-    part need not attend. If it does, both have the same input, and their outputs are added. Without `has_mlp` a layer
-    has neither MLP nor experts. `norms` replaces those of the model.
+    `recurrent` is None for layers that only attend; its state is in the group `state_group`. A recurrent layer attends
+    as well if `attends`: both parts read the same input, and their outputs are added. Unless `has_mlp`, a layer has
+    neither MLP nor experts. `norms` replaces the model's. `has_sinks` applies only to models with sinks.
 
-    In a model with sinks, layers without `has_sinks` have none.
+    If not None, `head_dim`, `num_kv_heads` and `intermediate_size` replace the model's. A layer with a `kv_source` has
+    no keys and values of its own, and reads those of the layer with this index. Unless `has_value_projection`, the
+    values are the projected keys. `activation_sparsity` is the fraction of the MLP's gates that would be below a
+    threshold if they had a normal distribution. The threshold is subtracted from them, and negative results become 0.
 
-    `head_dim`, `num_kv_heads` and `intermediate_size` replace those of the model where they are not None. A layer with
-    a `kv_source` has no keys and values of its own: it reads those of the layer with this index. Without
-    `has_value_projection` the values are the projected keys. `activation_sparsity` is the part of the MLP's gates that
-    would be below a threshold if they had a normal distribution; the threshold is subtracted, and smaller ones are 0.
+    If `reads_source`, the attention is followed by cross attention, whose keys and values come from the encoder's
+    outputs and are in the group `cross_group`. Such a layer has no recurrent part.
 
-    With `reads_source` a second attention follows the first one, whose keys and values are made of the encoder's
-    outputs. They are in the group `cross_group`. Such a layer has no recurrent part.
+    If `input_size` is not 0, the attention reads a separate input of that size instead of the normed hidden state. Only
+    a first layer may have it.
 
-    With an `input_size` the attention reads so many elements that are given beside the hidden state, instead of the
-    normed hidden state. Only a first layer may have it.
-
-    If the model has an indexer, a layer that `chooses_keys` has one of its own. Others attend to the keys that the last
-    one before them chose.
+    If the model has an indexer, a layer that `chooses_keys` has one of its own. The other layers attend to the keys
+    that the last such layer before them chose.
     """
 
     rope: RopeSpec | None
@@ -188,7 +183,7 @@ class LayerSpec:
 
     @property
     def cache_groups(self) -> tuple[int, ...]:
-        """The KV-cache groups of the layer's attention and of its recurrent part or cross attention, if it has them."""
+        """The KV-cache groups of the layer's attention, and of its recurrent part or cross attention."""
         groups = (self.kv_cache_group,) if self.attends else ()
         if self.reads_source:
             return (*groups, self.cross_group)
@@ -199,9 +194,9 @@ class LayerSpec:
 class ScoreHeadSpec:
     """A classification head on the pooled hidden state: output(norm(activation(dense(x)))), or output(x).
 
-    The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With
-    `token_ids` the output has the rows of these tokens in the model's own output projection, or in the embedding with
-    `reads_embedding`; two rows become one, the second minus the first.
+    The checkpoint's tensors are called `score_head.dense`, `score_head.norm` and `score_head.output`. With `token_ids`,
+    the output's rows are the rows of these tokens in the model's output projection, or in the embedding if
+    `reads_embedding`. Two tokens make one row, the second row minus the first.
     """
 
     num_labels: int
@@ -218,7 +213,7 @@ class ScoreHeadSpec:
 class ConvolutionSpec:
     """A convolution over the time of a sound, with `padding` zeros on both sides, and its activation.
 
-    With `has_group_norm` the result is normed over all channels and times.
+    If `has_group_norm`, the result is normed over all channels and times.
     """
 
     name: str
@@ -233,10 +228,10 @@ class ConvolutionSpec:
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """The encoder of an encoder-decoder model, which makes at most `max_positions` outputs.
+    """The encoder of an encoder-decoder model, which computes at most `max_positions` outputs.
 
-    With `convolutions` it starts from those of `num_inputs` features of a sound instead of token ids. With
-    `has_positions` a stored table of positions is added to their results, and a sound has as many outputs as the table
+    With `convolutions`, it starts from a sound with `num_inputs` features per frame instead of token ids. If
+    `has_positions`, a stored table of positions is added to their results, and a sound has as many outputs as the table
     has rows.
     """
 
@@ -251,59 +246,57 @@ class SourceSpec:
 class ModelSpec:
     """A decoder-only model, or an encoder if `is_causal` is false: then every token attends to all tokens.
 
-    With `source` it is the decoder of an encoder-decoder model. Without `has_embedding` it starts from hidden states,
-    and without `has_head` it ends with them.
+    With `source`, it is the decoder of an encoder-decoder model. Unless `has_embedding`, it starts from hidden states,
+    and unless `has_head`, it ends with them.
 
-    Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Without `has_norm_weights`
-    they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1). With
-    `has_embedding_norm` the embeddings are normed.
+    Norms are root-mean-square norms ("rms") or layer norms ("layer"), which may have biases. Unless `has_norm_weights`,
+    they have no parameters. `norm_weight_offset` is added to every norm weight (Gemma stores weight - 1). If
+    `has_embedding_norm`, the embeddings are normed.
 
-    With `has_gate` the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). With
-    `is_parallel` attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
-    `norms` has none for it.
+    If `has_gate`, the MLP computes down(activation(gate(x)) * up(x)), otherwise down(activation(up(x))). If
+    `is_parallel`, attention and MLP of a layer read the same hidden states; the MLP shares the attention's norm if
+    `norms` has none for it. If `qkv_bias`, queries and values have biases, and keys if `key_bias`. If `mlp_bias`, all
+    projections of MLPs have biases; if `mlp_output_bias`, only the last one.
 
-    With `qkv_bias` queries, keys and values have biases, but keys only with `key_bias`.
-    With `mlp_bias` the projections of MLPs have biases, with `mlp_output_bias` only the last one.
+    `qk_norm` is "head" (one norm per head, with shared weights), "each head" (with separate weights), "unit" (without
+    weights, in layers with a rotary embedding), or "full" (one norm over all heads). If `rotates_before_norm`, it
+    follows the rotary embedding. `rope_order` is the order of a head's stored rows: of the R rotated rows, row i is
+    rotated with row i + R/2 ("half"), each even row with the next ("interleaved"), or row i + R/2 with row i
+    ("swapped"). If `has_value_norm`, each value is divided by its root mean square. If `value_dim` is not None, values
+    have that many elements. In the cache they are padded to the size of keys.
 
-    `qk_norm` is "head" (one norm for each head, with shared weights), "each head" (with weights of its own), "unit"
-    (without weights, in layers with a rotary embedding), or "full" (one norm over all heads). With
-    `rotates_before_norm` it follows the rotary embedding. `rope_order` is the order of a head's stored rows: rotation
-    pairs row i with row i + R/2 of the R rotated ones ("half"), each even row with the next ("interleaved"), or row
-    i + R/2 with row i ("swapped").
-    With `has_value_norm` each value is divided by its root mean square. Values have `value_dim` elements if that is not
-    None, and in the cache as many as keys: further ones, which nothing reads.
-
-    With `norms_stream` the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
-    residual stream after its addition (BERT, arXiv 1810.04805). Without `has_final_norm` the last layer's output is not
+    If `norms_stream`, the norms of `attention_output` and `mlp_output` are not applied to a block's output but to the
+    residual stream after its addition (BERT, arXiv 1810.04805). Unless `has_final_norm`, the last layer's output is not
     normed.
 
-    With `gates_attention` each head's output is multiplied by the sigmoid of a gate, whose projection is stored behind
-    that of the head's query, or on its own with `has_gate_projection`. With `has_head_gates` a head has one gate for
+    If `gates_attention`, each head's output is multiplied by the sigmoid of a gate. The gate's projection is stored
+    after that of the head's query, or separately if `has_gate_projection`. If `has_head_gates`, a head has one gate for
     all of its elements.
 
-    With `num_positions` the first layer's input is the sum of the embeddings of a token and of its position, which is
-    row position + `position_offset` of a table. With `num_token_types` the embedding of the token's type is added,
-    too: that of the first type, or of the second for token ids from `vocab_size` on, if the model tells segments of a
-    prompt apart. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted from
-    the score (ALiBi, arXiv 2108.12409). With `num_distance_buckets` a number is added to the score, which each query
-    head has for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). With `has_sinks` each query head
-    has a score that takes part in every softmax, without a value.
-    With `latent` there is one key/value head, and `head_dim` is the size of its keys in the cache.
+    If `num_positions` is not 0, the first layer's input is the sum of the embeddings of a token and of its position,
+    which is row position + `position_offset` of a table. If `num_token_types` is not 0, the embedding of the token's
+    type is added as well: the first type, or the second for token ids from `vocab_size` on, if the model distinguishes
+    segments of a prompt. `alibi_slopes` has the factor of each query head on the distance to a key, which is subtracted
+    from the score (ALiBi, arXiv 2108.12409). If `num_distance_buckets` is not 0, each query head adds a number to the
+    score for each bucket of distances up to `max_distance` (T5, arXiv 1910.10683). If `has_sinks`, each query head has
+    one more score in every softmax, without a value.
 
-    Hidden states are multiplied by `embedding_scale` after the embedding and every block's output by
+    With `latent`, there is one key/value head, and `head_dim` is the size of its keys in the cache.
+
+    Hidden states are multiplied by `embedding_scale` after the embedding, and every block's output by
     `residual_multiplier` before it is added. The outputs of attention, recurrent parts and MLPs, and the gates of MLPs,
-    have multipliers of their own. With `has_layer_scales` each layer's output is multiplied by a stored number. Logits
+    have multipliers of their own. If `has_layer_scales`, each layer's output is multiplied by a stored number. Logits
     are divided by `logits_divisor`, then capped to +-`final_softcap`.
 
-    With `encoder` the outputs of a vision or audio tower are in place of the embeddings of some tokens. If they have
-    `num_deepstack_layers` further parts, each is added to the hidden states of these tokens after one of the first
+    With `encoder`, the outputs of a vision or audio tower replace the embeddings of some tokens. If they have
+    `num_deepstack_layers` further parts, each part is added to the hidden states of these tokens after one of the first
     layers (DeepStack, arXiv 2406.04334).
 
     `tensor_names` translates the checkpoint's tensor names to those of Llama: each pair is a regular expression and its
-    replacement, which are applied in order. Tensors whose names become empty are not used. With `has_grouped_qkv` one
-    matrix has the rows of each key/value head together: those of its query heads, of its key and of its value. With
-    `num_qkv_blocks` it has those of as many blocks of heads: of their queries, their values and their keys (CodeGen,
-    arXiv 2203.13474). With `has_transposed_matrices` the layers' matrices are stored as [inputs, outputs].
+    replacement, which are applied in order. Tensors whose names become empty are not used. If `has_grouped_qkv`, one
+    matrix has the rows of each key/value head together: its query heads, its key and its value. If `num_qkv_blocks` is
+    not 0, the matrix consists of that many blocks of heads, each with queries, values and keys in this order (CodeGen,
+    arXiv 2203.13474). If `has_transposed_matrices`, the layers' matrices are stored as [inputs, outputs].
     """
 
     model_type: str
@@ -378,7 +371,7 @@ class ModelSpec:
 
     @property
     def span_kind(self) -> SpanKind | None:
-        """The kind of spans in which tokens see those behind them."""
+        """The kind of spans whose tokens also attend to later tokens of the span, or None."""
         if self.encoder is None or isinstance(self.encoder, AudioTowerSpec):
             return None
         return self.encoder.span_kind
@@ -395,20 +388,20 @@ class ModelSpec:
 
     @property
     def output_dim(self) -> int:
-        """The elements that attention makes of each head's values, without latent attention."""
+        """The number of output elements of attention per head. Not for latent attention."""
         return self.value_dim or self.head_dim
 
     @property
     def num_token_ids(self) -> int:
-        """The size of the vocabulary, or twice of it if the model tells segments apart."""
+        """The number of valid token ids: the vocabulary, or twice that if segments of a prompt are distinguished."""
         return self.vocab_size * (1 + self.tells_segments)
 
     def rounded_embedding_scale(self, dtype: torch.dtype | HostDtype) -> float:
-        """Return the scale rounded to `dtype`, as it was when the model was trained."""
+        """Return the embedding scale rounded to `dtype`, as it was when the model was trained."""
         return rounded(self.embedding_scale, dtype)
 
     def for_layer(self, layer: LayerSpec) -> "ModelSpec":
-        """Return the spec with the sizes of one layer."""
+        """Return the spec with the sizes of one layer in place of the model's."""
         return replace(
             self,
             head_dim=layer.head_dim or self.head_dim,
@@ -417,20 +410,20 @@ class ModelSpec:
         )
 
     def token_elements(self, layer: LayerSpec, ranks: int = 1) -> int:
-        """Return the elements of a token's keys and values in one layer's cache on one of `ranks` ranks."""
+        """Return the number of elements of a token's keys and values in one layer's cache on one of `ranks` ranks."""
         parts = 1 if self.latent is not None else 2
         num_kv_heads = layer.num_kv_heads or self.num_kv_heads
         return parts * max(1, num_kv_heads // ranks) * (layer.head_dim or self.head_dim)
 
     def check_num_positions(self, max_model_len: int) -> None:
-        """Raise `ConfigError` if a sequence may be longer than the table of position embeddings."""
+        """Raise ConfigError if a sequence may be longer than the table of position embeddings."""
         if max_model_len > self.num_positions:
             raise ConfigError(
                 f"--max-model-len {max_model_len}: the model has embeddings of only {self.num_positions} positions"
             )
 
     def tensor_elements(self, ranks: int = 1) -> int:
-        """Return the elements of a token in a cache tensor, which are a multiple of every layer's head size.
+        """Return the number of elements per token in a cache tensor, a multiple of every layer's head size.
 
         A tensor has room for the layer with the most elements, or for several layers with fewer.
         """
@@ -440,7 +433,7 @@ class ModelSpec:
         return -(-largest // unit) * unit
 
     def stage_width(self, first_layer: int) -> int:
-        """Return the elements that a pipeline stage receives for each token, for layers from `first_layer` on."""
+        """Return the number of elements that a pipeline stage with layers from `first_layer` on receives per token."""
         streams = 1 if self.altup is None else self.altup.num_streams
         per_layer = 0 if self.per_layer_inputs is None else self.per_layer_inputs.size
         inputs = sum(per_layer + layer.input_size for layer in self.layers[first_layer:])
@@ -454,7 +447,7 @@ class ModelSpec:
 
     @property
     def windows_by_group(self) -> tuple[frozenset[Window | None], ...]:
-        """Return the attention windows of the layers of each KV-cache group; none for a group of states."""
+        """Return the attention windows of the layers in each KV-cache group; empty for groups of recurrent states."""
         return windows_by_group(self.layers, self._num_groups)
 
     @property
@@ -464,7 +457,7 @@ class ModelSpec:
 
     @property
     def recurrent_by_group(self) -> tuple[RecurrentLayer | None, ...]:
-        """Return the kind of recurrent layer of each KV-cache group; None for a group with attention."""
+        """Return the recurrent layers' description for each KV-cache group; None for groups of attention."""
         recurrent = {layer.state_group: layer.recurrent for layer in self.layers if layer.recurrent}
         return tuple(recurrent.get(group) for group in range(self._num_groups))
 
@@ -474,7 +467,7 @@ class ModelSpec:
 
     @property
     def dimensions(self) -> ModelDimensions:
-        """The sizes that determine how the model can be divided."""
+        """The sizes that determine how the model can be divided among workers."""
         return ModelDimensions(
             len(self.layers),
             self.num_heads,
@@ -489,7 +482,7 @@ class ModelSpec:
 def windows_by_group(
     layers: Sequence[LayerSpec], num_groups: int
 ) -> tuple[frozenset[Window | None], ...]:
-    """Return the attention windows of these layers in each KV-cache group; cross attention has none."""
+    """Return the attention windows of these layers in each KV-cache group, not counting cross attention."""
     found: list[set[Window | None]] = [set() for _ in range(num_groups)]
     for layer in layers:
         if layer.attends:

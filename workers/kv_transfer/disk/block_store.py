@@ -23,7 +23,7 @@ from .segment_format import HEADER_BYTES, Record, SegmentFormat
 
 MAX_SEGMENT_BYTES: Final = 1 << 30
 SEGMENTS_PER_DIRECTORY: Final = 64
-"""A segment is what is deleted at once, so it has at most this fraction of the directory."""
+"""Minimum number of segments in a full directory. A segment is deleted as a whole, so it must be a small part."""
 
 MAX_OPEN_FILES: Final = 64
 
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 class _Segment:
-    """A segment that is known: its number, and the keys that were found in it."""
+    """A segment in the index: its number, and the keys that were found in it."""
 
     def __init__(self, number: int, path: str) -> None:
         self.number = number
@@ -45,26 +45,26 @@ class _Segment:
 
 
 class Changes(NamedTuple):
-    """The keys of blocks that can be read since some time, and of those that no longer can."""
+    """The keys of blocks that became readable since some time, and of those that no longer are."""
 
     added: list[bytes]
     removed: list[bytes]
 
 
 class BlockStore:
-    """A content-addressed store of blocks of equal size in a directory that processes share.
+    """A content-addressed store of blocks of equal size, in a directory that several processes share.
 
-    Only the process that holds the directory's lock appends; the others read, and one of them takes over when the
-    writer has ended. `read` may be called by any thread, all other methods by one.
+    Only the process that holds the directory's lock appends. The others read, and one of them takes over when the
+    writer has exited. `read` may be called by any thread, all other methods by one.
 
     Args:
-        directory: The directory and its bound.
-        fingerprint: 32 bytes; blocks of other fingerprints are not found.
-        block_bytes: Bytes of each block.
+        directory: The directory, which limits the total size.
+        fingerprint: 32 bytes; blocks with other fingerprints are not found.
+        block_bytes: Size of each block in bytes.
 
     Raises:
         OSError: The directory cannot be used.
-        ValueError: The bound is smaller than a segment of one block.
+        ValueError: The limit is smaller than a segment of one block.
     """
 
     def __init__(self, directory: SharedDirectory, fingerprint: bytes, block_bytes: int) -> None:
@@ -81,12 +81,12 @@ class BlockStore:
         self._mutex = threading.Lock()
         self._places: dict[bytes, _Place] = {}
         self._changed: dict[bytes, bool] = {}
-        """True for each key added since the last report, False for each removed one."""
+        """Changes since the last report: True for each key that was added, False for each that was removed."""
         self._segments: dict[int, _Segment] = {}
         self._files: OrderedDict[int, int] = OrderedDict()
-        """Descriptors by segment number, least recently used first."""
+        """File descriptors by segment number, least recently used first."""
         self._in_use: dict[int, int] = {}
-        """Number of threads that read each descriptor."""
+        """Number of threads that are reading from each descriptor."""
         self._writer_lock: int | None = None
         self._tail: _Segment | None = None
         self._tail_fd = -1
@@ -114,19 +114,20 @@ class BlockStore:
         return bool(self._changed)
 
     def take_changes(self) -> Changes:
-        """Return what changed since the last call."""
+        """Return the changes since the last call."""
         with self._mutex:
             changed, self._changed = self._changed, {}
         added = [key for key, is_added in changed.items() if is_added]
         return Changes(added, [key for key, is_added in changed.items() if not is_added])
 
-    # reading
+    # Reading
 
     def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Read a block into writable buffers of `block_bytes` in all.
+        """Read a block into writable buffers with a total of `block_bytes` bytes.
 
         Returns:
-            Whether they have the block. If not, their content is undefined, and the block leaves the index.
+            True if the block was read. Otherwise the buffers' content is undefined, and the block is removed from the
+                index.
 
         Raises:
             OSError: The file exists but cannot be read.
@@ -140,7 +141,7 @@ class BlockStore:
             with self._reading(segment) as fd:
                 is_whole = _read_into(fd, parts, record.offset)
         except FileNotFoundError:
-            # Another process has deleted it to make room.
+            # Another process has deleted the segment to make room.
             self._remove_segments([segment])
             return False
         if is_whole and self._format.checksum(key, parts) == record.checksum:
@@ -151,7 +152,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _reading(self, segment: _Segment) -> Iterator[int]:
-        """Open a segment, or use the descriptor that is open already."""
+        """Open a segment for reading, or use the descriptor that is already open."""
         with self._mutex:
             fd = self._files.get(segment.number)
             if fd is None:
@@ -167,7 +168,7 @@ class BlockStore:
                 self._in_use[fd] -= 1
 
     def _close_files(self, most: int) -> None:
-        """Close the least recently used descriptors beyond `most`, except those being read."""
+        """Close the least recently used descriptors beyond `most`, except those in use."""
         idle = [number for number, fd in self._files.items() if not self._in_use.get(fd)]
         for number in idle[: max(0, len(self._files) - most)]:
             self._close_file(number)
@@ -199,12 +200,12 @@ class BlockStore:
                 if fd is not None and not self._in_use.get(fd):
                     self._close_file(segment.number)
 
-    # the index
+    # The index
 
     def refresh(self) -> None:
-        """Look for segments, and records in them, that other processes have added or deleted.
+        """Find segments and records that other processes have added or deleted.
 
-        The first call reads the whole index. If no process writes, this one begins to.
+        The first call reads the whole index. If no process is the writer, this one becomes it.
 
         Raises:
             OSError: The directory cannot be read.
@@ -226,7 +227,7 @@ class BlockStore:
         self._record_use()
 
     def _read_index(self, file: SegmentFile) -> None:
-        """Add the records of a segment that are not known yet."""
+        """Add the records of a segment that are not in the index yet."""
         number = _number(file.path)
         segment = self._segments.get(number) or _Segment(number, file.path)
         try:
@@ -255,20 +256,20 @@ class BlockStore:
                     self._changed[record.key] = True
 
     def _record_use(self) -> None:
-        """Let the time of change of each segment that was read since the last call be now."""
+        """Set the modification time of each segment that was read since the last call to now."""
         for segment in list(self._segments.values()):
             if segment.is_used:
                 segment.is_used = False
                 with contextlib.suppress(OSError):
                     os.utime(segment.path)
 
-    # writing
+    # Writing
 
     def append(self, key: bytes, data: memoryview) -> bool:
-        """Append a block. Return False if this process does not write, or there is no room.
+        """Append a block. Return False if this process is not the writer, or there is no room.
 
         Raises:
-            OSError: The disk is full or failing. The store must not be appended to any more.
+            OSError: The disk is full or failing. Do not append to the store anymore.
         """
         if key in self._places:
             return True
@@ -287,7 +288,7 @@ class BlockStore:
         return True
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Destroy blocks whose content may be wrong, so that no process finds them any more.
+        """Destroy blocks whose content may be wrong, so that no process finds them anymore.
 
         Raises:
             OSError: A file cannot be written to.
@@ -306,11 +307,11 @@ class BlockStore:
                     os.close(fd)
 
     def _destroy(self, fd: int, record: Record) -> None:
-        """Change the bytes of a block so that they do not have its checksum."""
+        """Change the bytes of a block so that they do not match its checksum."""
         num_bytes = min(HEADER_BYTES, self._format.block_bytes)
         os.pwrite(fd, bytes(num_bytes), record.offset)
         if self._format.is_intact(fd, record):
-            # The block began with zeros.
+            # The block began with zeros, so write something else.
             os.pwrite(fd, b"\xff" * num_bytes, record.offset)
 
     def clear(self) -> None:
@@ -328,7 +329,7 @@ class BlockStore:
         self._remove_segments(list(self._segments.values()))
 
     def close(self) -> None:
-        """Seal the segment that is being written, and release all files.
+        """Seal the segment that is being written, and close all files.
 
         Raises:
             OSError: The disk is full or failing.
@@ -345,7 +346,7 @@ class BlockStore:
                 self._writer_lock = None
 
     def _become_writer(self) -> None:
-        """Take over from a writer that has ended, and seal what it was writing."""
+        """Take over from a writer that has exited, and seal the segment that it was writing."""
         if self._writer_lock is not None:
             return
         self._writer_lock = try_lock(self.path / "lock")
@@ -363,7 +364,7 @@ class BlockStore:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             records = self._format.read_records(fd)
-            # The last block may have been written in part.
+            # The last block may have been written only in part.
             if records and not self._format.is_intact(fd, records[-1]):
                 records.pop()
             if not records:
@@ -378,14 +379,14 @@ class BlockStore:
         os.rename(path, _sealed(path))
 
     def _begin_segment(self) -> bool:
-        """Create the segment to append to, with all its space. Return False if there is no room for it."""
+        """Create a segment to append to, with all its space. Return False if there is no room for it."""
         if self._writer_lock is None:
             return False
         with self._directory.making_room(self._segment_bytes) as has_room:
             self.refresh()
             if not has_room:
                 return False
-            # Never a number that was used before, which the indexes of other processes may have.
+            # Never reuse a number, because the indexes of other processes may contain it.
             number = max(time.time_ns(), 1 + max(self._segments, default=0))
             path = str(self.path / f"{number:016x}{OPEN_SUFFIX}")
             fd = try_lock(Path(path))
@@ -422,13 +423,13 @@ class BlockStore:
 
     def _write_trailer(self, fd: int, headers: Sequence[bytes]) -> None:
         end = self._format.offset_of(len(headers))
-        # Shortened first: what is left of a longer file must not follow the trailer.
+        # Shorten the file first, because nothing of a longer file may follow the trailer.
         os.ftruncate(fd, end)
         _write_all(fd, (self._format.trailer(headers),), end)
 
 
 def _number(path: str) -> int:
-    """Return the number of a segment by its name; -1 if it has none."""
+    """Return the number in the name of a segment; -1 if it has none."""
     with contextlib.suppress(ValueError):
         return int(os.path.basename(path).partition(".")[0], 16)
     return -1
@@ -439,7 +440,7 @@ def _sealed(path: str) -> str:
 
 
 def _read_into(fd: int, parts: Sequence[memoryview], offset: int) -> bool:
-    """Fill buffers from a file. Return False if it ends before."""
+    """Fill buffers from a file. Return False if the file ends before."""
     left = sum(map(len, parts))
     for start in range(0, len(parts), _MAX_PARTS):
         some = parts[start : start + _MAX_PARTS]
@@ -452,11 +453,11 @@ def _read_into(fd: int, parts: Sequence[memoryview], offset: int) -> bool:
 
 
 _MAX_PARTS: Final = 1024
-"""Maximum number of buffers in a call of preadv(2) or pwritev(2)."""
+"""Maximum number of buffers in one call of preadv(2) or pwritev(2)."""
 
 
 def _write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all parts one behind the other.
+    """Write all parts, one after the other.
 
     Raises:
         OSError: The disk is full or failing.

@@ -1,6 +1,6 @@
-"""The directory that engines on one machine share for KV-cache blocks on disk, and its bound on size.
+"""The directory that engines on one machine share for KV-cache blocks on disk, with a limit on its size.
 
-Each fingerprint has a directory of segments in it, with one writer at a time. The bound covers all of them.
+It contains one subdirectory of segments per fingerprint, each with one writer at a time. The limit covers all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCK: Final = "lock"
 
 
 class SegmentFile(NamedTuple):
-    """A segment as found in a directory. `used_at` is the time of its last use, in nanoseconds."""
+    """A segment as found in a directory. `used_at` is the time of its last use, in nanoseconds since 1970."""
 
     path: str
     size: int
@@ -30,7 +30,7 @@ class SegmentFile(NamedTuple):
 
     @property
     def is_sealed(self) -> bool:
-        """True if nothing is appended to it any more."""
+        """True if the segment is complete, so that nothing is appended to it anymore."""
         return self.path.endswith(SEALED_SUFFIX)
 
 
@@ -40,7 +40,7 @@ def list_segments(directory: Path) -> list[SegmentFile]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith((OPEN_SUFFIX, SEALED_SUFFIX)):
-                # Another process may delete it meanwhile.
+                # Another process may delete the segment at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
                     found.append(SegmentFile(entry.path, status.st_size, status.st_mtime_ns))
@@ -48,10 +48,10 @@ def list_segments(directory: Path) -> list[SegmentFile]:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, which is created if there is none, until its descriptor is closed.
+    """Lock a file until its descriptor is closed. The file is created if it does not exist.
 
     Returns:
-        The descriptor, or None if another process has locked it.
+        The descriptor, or None if another process has locked the file.
 
     Raises:
         OSError: The file cannot be opened.
@@ -69,7 +69,7 @@ def try_lock(path: Path) -> int | None:
 
 
 class SharedDirectory:
-    """The directory of `--kv-disk`. All segments in it have at most `limit_bytes`, whoever wrote them.
+    """The directory of `--kv-disk`. All segments in it together have at most `limit_bytes`, whoever wrote them.
 
     Raises:
         OSError: The directory cannot be created.
@@ -81,17 +81,19 @@ class SharedDirectory:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def fingerprint_directory(self, fingerprint: bytes) -> Path:
-        """Return the directory of one fingerprint, which is created if there is none."""
+        """Return the directory of one fingerprint, and create it if it does not exist."""
         path = self.root / fingerprint.hex()[:32]
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     @contextlib.contextmanager
     def making_room(self, num_bytes: int) -> Iterator[bool]:
-        """Delete the least recently used segments until `num_bytes` more fit; nobody else takes the room meanwhile.
+        """Delete the least recently used segments until there is room for `num_bytes`.
+
+        Inside the context, no other process can take the room.
 
         Yields:
-            Whether there is room.
+            True if there is enough room.
 
         Raises:
             OSError: A segment cannot be deleted.
@@ -122,7 +124,7 @@ class SharedDirectory:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Return whether no process is appending to an open segment."""
+    """Return whether no process is appending to an unsealed segment."""
     try:
         fd = try_lock(Path(path))
     except OSError:

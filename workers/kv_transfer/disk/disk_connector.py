@@ -1,4 +1,4 @@
-"""The workers' half of the KV cache on disk: copies blocks to a store and back in threads, beside the steps."""
+"""The workers' half of the KV cache on disk, which copies blocks to a store and back, in threads, during steps."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 GIB: Final = 1 << 30
 
 STAGED_BYTES: Final = 64 * 1024 * 1024
-"""Memory for copies of blocks that wait for the disk. While it is full, blocks wait in the KV cache, or are lost."""
+"""Bytes of memory for copies of blocks that wait for the disk. While it is full, no more blocks are copied."""
 
 MAX_STAGED_BLOCKS: Final = 1024
 
 NUM_READERS: Final = 4
 
 REFRESH_S: Final = 1.0
-"""Seconds between two looks at what other processes have changed."""
+"""Seconds between two checks for changes by other processes."""
 
 CLOSE_S: Final = 5.0
-"""Seconds that the blocks on their way to the disk have when the worker ends."""
+"""Seconds that the worker, when it exits, waits for blocks to be written."""
 
 KEYS_PER_REPORT: Final = 8192
 
@@ -53,7 +53,7 @@ _Job: TypeAlias = Callable[[], None]
 
 
 class _Transfer:
-    """A load that is under way: the blocks that are left, and those that could not be loaded."""
+    """A load in progress: the blocks that are left, and those that could not be loaded."""
 
     def __init__(self, load: DiskLoad, generation: int, fence: Fence) -> None:
         self.transfer_id = load.transfer_id
@@ -64,9 +64,9 @@ class _Transfer:
 
 
 class DiskConnector(KVConnector):
-    """Writes in one thread, which also keeps the index, and reads in several.
+    """Writes in one thread, which also maintains the index, and reads in several threads.
 
-    If the disk is full or failing, it turns itself off: blocks are not stored, and loads fail.
+    If the disk is full or failing, the connector turns itself off: blocks are not stored, and loads fail.
 
     Raises:
         ConfigError: The directory cannot be used.
@@ -97,7 +97,7 @@ class DiskConnector(KVConnector):
         self._report_mutex = threading.Lock()
         self._generation = 0
         self._loads = threading.Condition()
-        """Guards `_generation` and `_num_reading`."""
+        """Lock for `_generation` and `_num_reading`."""
         self._num_reading = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[tuple[_Transfer, bytes, int]] = queue.SimpleQueue()
@@ -106,7 +106,7 @@ class DiskConnector(KVConnector):
         for _ in range(NUM_READERS):
             threading.Thread(target=self._read, name="KV disk reader", daemon=True).start()
 
-    # called by the worker
+    # Called by the worker's main thread
 
     @property
     def fd(self) -> int:
@@ -114,7 +114,7 @@ class DiskConnector(KVConnector):
         return self._reports.fd
 
     def begin_step(self, metadata: bytes) -> None:
-        """Copy the blocks that are to be stored, and begin to load others."""
+        """Copy the blocks that are to be stored, and start to load others."""
         if not metadata:
             return
         commands = self._decode(metadata)
@@ -132,7 +132,7 @@ class DiskConnector(KVConnector):
                     self._reads.put((transfer, key, block))
 
     def _stage(self, keys: list[bytes], blocks: list[int]) -> None:
-        """Copy blocks, so that later steps may overwrite them, and let them be written."""
+        """Copy blocks, so that later steps may overwrite them, and queue the copies for writing."""
         count = min(len(keys), len(self._free_rows))
         rows = [self._free_rows.popleft() for _ in range(count)]
         self._memory.read(blocks[:count], self._staging_kB, rows)
@@ -145,7 +145,7 @@ class DiskConnector(KVConnector):
         return list(self._reports.take())
 
     def reset(self) -> None:
-        """Wait for the reads under way, drop the others, and report the whole index to the next core."""
+        """Wait for reads in progress, discard the others, and report the whole index to the next core."""
         with self._loads:
             self._generation += 1
             self._loads.wait_for(lambda: not self._num_reading)
@@ -157,18 +157,18 @@ class DiskConnector(KVConnector):
             self._jobs.put(self._report_index)
 
     def close(self) -> None:
-        """Write what is on its way, but only for a few seconds, and seal the last segment."""
+        """Write waiting blocks for at most a few seconds, and seal the last segment."""
         self._jobs.put(None)
         self._writer.join(CLOSE_S)
         if self._writer.is_alive():
             logger.warning("some blocks of the KV cache were not written to %s in time", self._path)
 
-    # reports
+    # Reports
 
     def _report(
         self, report: DiskReport, *, received: Sequence[int] = (), invalid: Sequence[int] = ()
     ) -> None:
-        """Report, together with what has changed in the store."""
+        """Report `report` together with the changes of the store."""
         with self._report_mutex:
             changes = self._store.take_changes()
             report.stored, report.removed = changes
@@ -183,7 +183,7 @@ class DiskConnector(KVConnector):
             )
 
     def _report_index(self) -> None:
-        """Report all blocks of the store, and at last the capacity."""
+        """Report all blocks of the store, and finally the capacity."""
         with self._report_mutex:
             self._store.take_changes()
             keys = [] if self._is_off else self._store.keys()
@@ -196,7 +196,7 @@ class DiskConnector(KVConnector):
                 )
                 self._reports.put(KVConnectorOutput(data=self._encode(report)))
 
-    # the writer's thread
+    # The writer's thread
 
     def _write(self) -> None:
         is_ending = False
@@ -257,7 +257,7 @@ class DiskConnector(KVConnector):
         self._report(DiskReport(deleted=keys))
 
     def _turn_off(self, error: Exception) -> None:
-        """Use the disk no longer, and say so once."""
+        """Stop using the disk, and log the reason once."""
         with self._report_mutex:
             was_off, self._is_off = self._is_off, True
         if not was_off:
@@ -265,7 +265,7 @@ class DiskConnector(KVConnector):
             logger.error("the KV cache on disk is turned off: %s: %s", self._path, reason)
             self._report(DiskReport(num_errors=1))
 
-    # the readers' threads
+    # The readers' threads
 
     def _read(self) -> None:
         buffer_1B: np.ndarray | None = None

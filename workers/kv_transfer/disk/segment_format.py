@@ -1,9 +1,9 @@
-"""The format of segments: files to which records of blocks are appended.
+"""The format of segments, which are files to which records of blocks are appended.
 
-A segment begins with a header. Each record is a header of fixed size, which has the block's key, and the block's bytes.
-When no more records fit, the headers are written again behind the last one, followed by a trailer, so that a reader
-need not read the whole file. Everything is covered by checksums: a file may end, or change, anywhere. All integers are
-little-endian.
+A segment begins with a header. Each record consists of a header of fixed size, which contains the block's key, and the
+block's bytes. When no more records fit, all record headers are written again after the last record, followed by a
+trailer, so that a reader need not read the whole file. Checksums cover everything, because a file may end, or change,
+anywhere. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 HEADER_BYTES: Final = 64
-"""Bytes of a segment's header, of a record's header and of the trailer."""
+"""Size in bytes of a segment's header, of a record's header and of the trailer."""
 
 MAX_KEY_BYTES: Final = 33
-"""A digest, and the number of a KV-cache group."""
+"""Maximum size of a key in bytes: a digest, and the number of a KV-cache group."""
 
 _FORMAT: Final = 1
 _FILE: Final = Struct("<8sIQ32s8xI")
@@ -30,7 +30,7 @@ _TRAILER_MAGIC: Final = b"ENGKVEND"
 
 
 class Record(NamedTuple):
-    """A block in a segment: its key, the checksum of its bytes, and where they begin in the file."""
+    """A block in a segment: its key, the checksum of its bytes, and their offset in the file."""
 
     key: bytes
     checksum: int
@@ -47,19 +47,19 @@ class SegmentFormat:
         self.header = self._seal(_FILE.pack(_FILE_MAGIC, _FORMAT, block_bytes, fingerprint, 0))
 
     def count_records(self, segment_bytes: int) -> int:
-        """Return how many records fit into a segment of at most so many bytes, with its trailer."""
+        """Return how many records fit into a segment of at most `segment_bytes` bytes, together with the trailer."""
         return (segment_bytes - 2 * HEADER_BYTES) // (self.record_bytes + HEADER_BYTES)
 
     def size_of(self, num_records: int) -> int:
-        """Return the size of a segment with so many records."""
+        """Return the size of a segment with this number of records, in bytes."""
         return 2 * HEADER_BYTES + num_records * (self.record_bytes + HEADER_BYTES)
 
     def offset_of(self, index: int) -> int:
-        """Return where record number `index` begins in a segment."""
+        """Return the offset of record number `index` in a segment."""
         return HEADER_BYTES + index * self.record_bytes
 
     def checksum(self, key: bytes, parts: Iterable[memoryview | bytes]) -> int:
-        """Return the checksum of a block's bytes under its key."""
+        """Return the checksum of a block's bytes, combined with its key."""
         value = crc32(key, self._seed)
         for part in parts:
             value = crc32(part, value)
@@ -71,13 +71,13 @@ class SegmentFormat:
         return self._seal(_RECORD.pack(_RECORD_MAGIC, len(key), checksum, index, padded, 0))
 
     def trailer(self, headers: Sequence[bytes]) -> bytes:
-        """Return the headers of all records and the trailer behind them."""
+        """Return the bytes after the last record: the headers of all records, and the trailer."""
         index = b"".join(headers)
         end = _TRAILER.pack(_TRAILER_MAGIC, len(headers), len(index), crc32(index, self._seed), 0)
         return index + self._seal(end)
 
     def read_records(self, fd: int) -> list[Record] | None:
-        """Return the records of a segment, as far as it is intact; None if it belongs to another fingerprint.
+        """Return the intact records of a segment, or None if it belongs to another fingerprint.
 
         The bytes of the blocks are not read.
 
@@ -91,7 +91,7 @@ class SegmentFormat:
         return list(self.scan_records(fd, size, 0)) if listed is None else listed
 
     def scan_records(self, fd: int, size: int, first: int) -> Iterator[Record]:
-        """Yield the intact records from number `first` on, up to the first that is not."""
+        """Yield records from number `first` on, up to the first one that is not intact."""
         index = first
         while (offset := self.offset_of(index)) + self.record_bytes <= size:
             record = self._decode_record(os.pread(fd, HEADER_BYTES, offset), index)
@@ -101,14 +101,14 @@ class SegmentFormat:
             index += 1
 
     def is_intact(self, fd: int, record: Record) -> bool:
-        """Return whether the bytes of a block have their checksum."""
+        """Return whether the bytes of a block match its checksum."""
         data = os.pread(fd, self.block_bytes, record.offset)
         return (
             len(data) == self.block_bytes and self.checksum(record.key, (data,)) == record.checksum
         )
 
     def _read_trailer(self, fd: int, size: int) -> list[Record] | None:
-        """Return the records that the trailer lists; None without an intact trailer."""
+        """Return the records that the trailer lists, or None if there is no intact trailer."""
         start = size - HEADER_BYTES
         if start < HEADER_BYTES:
             return None
