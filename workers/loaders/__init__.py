@@ -1,4 +1,4 @@
-"""Reading checkpoints from disk: Hugging Face directories and GGUF files behind one interface."""
+"""Read checkpoints from disk: Hugging Face directories and GGUF files, behind one interface."""
 
 from .checkpoint import Checkpoint
 from .dummy import DummyCheckpoint

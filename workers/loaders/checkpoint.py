@@ -17,9 +17,9 @@ from ..quantization.matrix import QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A tensor as the file stores it.
+    """A tensor in the type in which the file stores it.
 
-    `dtype` is "float32", "float16" or "bfloat16". The values of the last one are its bits, as uint16.
+    `dtype` is "float32", "float16" or "bfloat16". For bfloat16, `values` are the bits as uint16.
     """
 
     values: NDArray[Any]
@@ -35,7 +35,7 @@ class Floats:
 class Checkpoint(ABC):
     """A model's config and tensors, by Hugging Face's names and conventions.
 
-    ``config`` is the content of ``config.json`` or its equivalent from a GGUF file; ``config_path`` is its file.
+    ``config`` is the content of ``config.json``, or its equivalent from a GGUF file; ``config_path`` is the file.
     ``bytes_read`` counts the bytes of tensor data read so far. ``place`` copies a tensor from a file to its device and
     dtype.
     """
@@ -64,9 +64,9 @@ class Checkpoint(ABC):
         part: range | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
-        """Read a tensor, or ``part`` of its dimension ``dim``, into its own contiguous memory.
+        """Read a tensor, or ``part`` of its dimension ``dim``, into new contiguous memory.
 
-        Only that part is read. ``dtype`` None means the stored type, or float32 for quantized tensors.
+        Only that part is read. If ``dtype`` is None, the result has the stored type, or float32 for quantized tensors.
 
         Raises:
             CheckpointError: There is no tensor of that name.
@@ -74,7 +74,7 @@ class Checkpoint(ABC):
         """
 
     def floats(self, name: str, *, part: range | None = None, dim: int = 0) -> Floats | None:
-        """Return a view of a tensor like `tensor` without torch, or None if it is not stored as plain floats.
+        """Return a view of a tensor or its part, without torch, or None if it is not stored as plain floats.
 
         The view is valid while the checkpoint exists.
         """
@@ -83,7 +83,7 @@ class Checkpoint(ABC):
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
-        """Read a tensor like `tensor` but without dequantizing it. Return None if it is not stored quantized."""
+        """Read a tensor or its part without dequantizing it. Return None if it is not stored in quantized form."""
         return None
 
     def missing(self, name: str) -> CheckpointError:
@@ -96,12 +96,12 @@ class Checkpoint(ABC):
 
 
 def copy_to_host(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy, so that overwriting the file later cannot change or crash a running model."""
+    """Return a copy in memory, so that overwriting the file later cannot change or crash a running model."""
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
 def part_of(shape: tuple[int, ...], part: range | None, dim: int) -> range:
-    """Return `part`, or the whole dimension. Raises ValueError if a tensor of that shape has no such part."""
+    """Return `part`, or the whole range if it is None. Raise ValueError if a tensor of that shape has no such part."""
     if part is None and not shape:
         return range(1)
     if not 0 <= dim < len(shape):

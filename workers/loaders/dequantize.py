@@ -1,11 +1,11 @@
-"""GGUF blocks to floating point.
+"""Convert GGUF blocks to floating point.
 
-An element of a quantized block is ``q * scale + offset``, where a group of elements shares ``scale`` and ``offset``.
-The unpack function of a type returns the three. The arithmetic is shared by all types, in float32 and in the order of
-ggml's reference, so that results are equal to the last bit.
+An element of a quantized block is ``q * scale + offset``, where the elements of a group share ``scale`` and ``offset``.
+A type's unpack function returns these three. All types share the arithmetic, in float32 and in the order of ggml's
+reference, so results are equal to the last bit.
 
-Shapes: R rows, B blocks, b bytes of a block, G groups of a block, N elements of a group, W = N / 8 words.
-Eight bytes are processed at a time as one int64 word; no byte overflows into the next.
+Shapes: R rows, B blocks, b bytes of a block, G groups of a block, N elements of a group, W = N / 8 words. Eight bytes
+are processed at a time as one int64 word; no byte overflows into the next.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ...protocol.checkpoint.gguf import BLOCK_SIZES
 from ...protocol.checkpoint.gguf import GGMLQuantizationType as T
 from ..quantization.matrix import QuantizedMatrix
 
-# torch forks threads from 32768 elements on, which costs more than an operation whose data is in the cache. So work
-# is cut below that. Before conversion to floats, an operation handles four or more elements as one word.
+# From 32768 elements on, torch distributes work to threads, which costs more than an operation on data in the cache. So
+# work is cut into smaller pieces. Before the conversion to floats, an operation handles four or more elements as one
+# word.
 _FLOAT_ELEMENTS = 32767
 _CHUNK_ELEMENTS = 4 * _FLOAT_ELEMENTS
 
@@ -36,7 +37,7 @@ _Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
 
 def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) -> Tensor:
-    """Convert R rows of whole blocks, uint8 ``[R, row bytes]`` in any strides, to ``[R, columns]``.
+    """Convert R rows of whole blocks, uint8 ``[R, row bytes]`` with any strides, to ``[R, columns]``.
 
     Raises KeyError for a type that is not in `DEQUANTIZABLE`.
     """
@@ -60,10 +61,10 @@ def dequantize(raw_Rb: npt.NDArray[np.uint8], ggml_type: T, dtype: torch.dtype) 
 
 
 def unpack_matrix(raw_Rb: Tensor, ggml_type: T) -> QuantizedMatrix:
-    """Return the matrix of R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as integers.
+    """Return R rows of whole blocks, contiguous uint8 ``[R, row bytes]``, as a matrix of integers with scales.
 
-    Scales and offsets are float16, those of MXFP4 bfloat16; those of types with scales of scales are rounded to it.
-    Raises KeyError for a type that is not in `BLOCK_TYPES`.
+    Scales and offsets are float16, for MXFP4 bfloat16. Types that scale their scales are rounded to that. Raises
+    KeyError for a type that is not in `BLOCK_TYPES`.
     """
     block = BLOCK_TYPES[ggml_type]
     num_rows = len(raw_Rb)
@@ -85,7 +86,7 @@ def _stored_as(stored: str) -> Callable[[Tensor, Tensor], None]:
         x_B1 = blocks_Bb.view(getattr(torch, stored))
         for start in range(0, len(x_B1), _FLOAT_ELEMENTS):
             part = slice(start, start + _FLOAT_ELEMENTS)
-            # By way of float32, as torch has no vector code between the two 16-bit types.
+            # Convert by way of float32, because torch has no vector code between the two 16-bit types.
             out_B1[part] = x_B1[part].float()
 
     return convert
@@ -126,7 +127,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 
 def _minus(words: Tensor, amount: int) -> Tensor:
-    """Subtract ``amount`` from every byte; setting the top bits first keeps bytes from borrowing from each other."""
+    """Subtract ``amount`` from every byte. Setting the top bits first keeps bytes from borrowing from each other."""
     lent = _EACH_BYTE * 0x80 - (1 << 64)
     return words.bitwise_or_(lent).sub_(_EACH_BYTE * amount).bitwise_xor_(lent)
 
@@ -177,7 +178,7 @@ def _q2_k(blocks_Bb: Tensor) -> _Unpacked:
 
 
 def _q3_k(blocks_Bb: Tensor) -> _Unpacked:
-    # Sixteen six-bit scales in twelve bytes: the low four bits in eight, the high two in four.
+    # There are sixteen six-bit scales in twelve bytes: the low four bits in eight bytes, the high two bits in four.
     low, high = blocks_Bb[:, 96:104], blocks_Bb[:, 104:108]
     scales = torch.cat((low & 15, low >> 4), dim=1)
     scales |= torch.cat([((high >> shift) & 3) << 4 for shift in (0, 2, 4, 6)], dim=1)
@@ -191,8 +192,9 @@ def _q3_k(blocks_Bb: Tensor) -> _Unpacked:
 def _k_scales(blocks_Bb: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and offset of the eight groups of Q4_K and Q5_K.
 
-    They are six-bit numbers in twelve bytes at byte 4. Four bytes hold scales 0-3 and four hold minimums 0-3, with the
-    top two bits of scales and minimums 4-7. The nibbles of the last four bytes are the low bits of the latter.
+    They are six-bit numbers in the twelve bytes from byte 4 on. Four bytes contain scales 0-3, and four contain
+    minimums 0-3; their top two bits belong to scales and minimums 4-7. The nibbles of the last four bytes are the low
+    bits of scales and minimums 4-7.
     """
     first, second, last = blocks_Bb[:, 4:8], blocks_Bb[:, 8:12], blocks_Bb[:, 12:16]
     scales = torch.cat((first & 63, (last & 15) | ((first >> 2) & 48)), dim=1)
@@ -223,7 +225,7 @@ def _q6_k(blocks_Bb: Tensor) -> _Unpacked:
 
 
 def _codes(name: str) -> Callable[[Tensor], _Unpacked]:
-    """Return the function of `codebooks` of this name."""
+    """Return the function with this name in `codebooks`."""
 
     def unpack(blocks_Bb: Tensor) -> _Unpacked:
         # Imported here, because its tables need torch.
@@ -237,9 +239,10 @@ def _codes(name: str) -> Callable[[Tensor], _Unpacked]:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and its unpack function.
+    """A quantized type: integers from -`zero` to 2 ** `bits` - 1 - `zero`, and the function that unpacks them.
 
-    `scale_dtype` holds the scales of matrices that stay quantized. `minifloats` is that of `QuantizedMatrix`.
+    `scale_dtype` is the dtype of scales in matrices that stay quantized. `minifloats` is the field of
+    `QuantizedMatrix`.
     """
 
     bits: int
@@ -274,7 +277,10 @@ BLOCK_TYPES = {
     T.MXFP4: BlockType(5, 16, _codes("mxfp4"), "bfloat16", "mxfp4"),
     T.NVFP4: BlockType(5, 16, _codes("nvfp4"), minifloats="nvfp4"),
 }
-"""Quantized types. Those of two and three bits are unpacked to four, which kernels support, codes to five or eight."""
+"""Quantized types, by their GGUF type. Kernels support 4 bits or more, so smaller types are unpacked to 4 bits.
+
+Types with codebooks are unpacked to 5 or 8 bits.
+"""
 
 DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.F32: _stored_as("float32"),
@@ -282,4 +288,4 @@ DEQUANTIZABLE: dict[T, Callable[[Tensor, Tensor], None]] = {
     T.BF16: _stored_as("bfloat16"),
     **{ggml_type: _quantized(block.unpack) for ggml_type, block in BLOCK_TYPES.items()},
 }
-"""Types that can be dequantized; each function writes blocks to a tensor ``[B, block size]``."""
+"""Types that can be dequantized, each with a function that writes blocks to a tensor ``[B, block size]``."""

@@ -1,4 +1,4 @@
-"""A checkpoint with a config only: its weights are random, in the shapes that the model requests."""
+"""A checkpoint that has only a config. Its weights are random, in the shapes that the model requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DummyCheckpoint(Checkpoint):
 def made_up(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return random weights. Norms and biases, which ranks share, are set to leave their input unchanged."""
+    """Return random weights. Norms and biases, which ranks share, leave their input unchanged."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype, device=device)
     if len(shape) == 1:

@@ -1,4 +1,4 @@
-"""GGUF files, read by Hugging Face's names and conventions."""
+"""Read GGUF files by Hugging Face's names and conventions."""
 
 import math
 import re
@@ -123,7 +123,7 @@ _KIMI_LINEAR_MODULES = _LAYER_MODULES | {
     "ssm_beta": "mixer.b_proj",
 }
 _FUSED_MLP = _LAYER_MODULES | {"ffn_up": "mlp.gate_up_proj"}
-# By architecture, or "bamba", which shares the architecture "granitehybrid".
+# The names by architecture. "bamba" is used for files whose architecture is "granitehybrid" but that are Bambas.
 _LAYER_MODULES_OF_ARCHITECTURE = {
     "afmoe": _LAYER_MODULES
     | {
@@ -168,8 +168,8 @@ _LAYER_MODULES_OF_ARCHITECTURE = {
         "post_ffw_norm": "post_mlp_layernorm",
     },
 }
-# The rotary embedding of these architectures pairs neighboring elements, while Hugging Face pairs the two halves of a
-# head, so the converter interleaves the rows of q and k.
+# The rotary embedding of these architectures pairs neighboring elements, but Hugging Face pairs the two halves of a
+# head. The converter therefore interleaves the rows of q and k.
 _INTERLEAVED = (
     "llama",
     "arcee",
@@ -180,7 +180,7 @@ _INTERLEAVED = (
     "mistral3",
     "olmo",
 )
-# The norms of these architectures multiply by 1 + weight; the converter stores the sum.
+# The norms of these architectures multiply by 1 + weight, and the converter stores the sum.
 _NORM_PLUS_ONE = (
     "gemma",
     "gemma-embedding",
@@ -191,13 +191,13 @@ _NORM_PLUS_ONE = (
     "qwen35moe",
     "qwen3next",
 )
-# The last norm of these architectures has the name of one of embeddings.
+# The final norm of these architectures has the name that others use for the norm of embeddings.
 _EMBEDDING_NORM_IS_LAST = ("lfm2", "lfm2moe")
-# Values that the config has, layers that predict further tokens, and those that read pooled vectors.
+# Not read: values that the config contains, layers for multi-token prediction, and layers for pooled vectors.
 _UNUSED = re.compile(
     r"dense_[23]\.weight|rope_(freqs|factors_long|factors_short)\.weight|.*attn_rot_embd.*|blk\.\d+\.nextn\..*"
 )
-# Tensors whose names have no last part in a Hugging Face checkpoint.
+# Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN_TENSOR = re.compile(
     r"blk\.(\d+)\.(exp_probs_b|attn_sinks|altup_correct_scale|layer_output_scale|(?:ffn_gate_inp|ffn_down_exps)\.scale"
     r"|ssm_(?:a|d|dt))"
@@ -222,11 +222,11 @@ _FLOATS: Final = {
     GGMLQuantizationType.F16: ("float16", np.float16),
     GGMLQuantizationType.BF16: ("bfloat16", np.uint16),
 }
-"""The names of dtypes, and the types of `Floats.values`."""
+"""The names of dtypes in `Floats`, and the types of `Floats.values`."""
 
 
 def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
-    """Return the tensor by its name, or its parts if it stacks those of all experts or heads."""
+    """Return the tensor by its name, or its parts if it stacks the tensors of all experts or heads."""
     if "{part}" not in name:
         if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
             tensor = replace(tensor, shape=(1, *tensor.shape))
@@ -250,7 +250,7 @@ def _parts(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
 
 
 def _activation_parameters(gguf: GGUFFile) -> dict[str, torch.Tensor]:
-    """Return the parameters of each layer's xIELU activation, which are metadata, by their tensors' names."""
+    """Return each layer's xIELU parameters, which are in the metadata, by the names of their tensors."""
     parameters = {}
     for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
         for layer, value in enumerate(np.atleast_1d(gguf.metadata.get(f"xielu.{name}", ()))):
@@ -260,7 +260,7 @@ def _activation_parameters(gguf: GGUFFile) -> dict[str, torch.Tensor]:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file; quantized tensors are dequantized as they are read."""
+    """A GGUF file. Quantized tensors are dequantized when they are read, unless `quantized` is called."""
 
     def __init__(self, path: Path) -> None:
         self._gguf = GGUFFile(path)
@@ -290,7 +290,7 @@ class GGUFCheckpoint(Checkpoint):
                 )
 
     def _is_repeated(self, name: str) -> bool:
-        """Return whether a tensor is a part of one that the file has as a whole."""
+        """Return whether a tensor is a part of another one that the file also contains as a whole."""
         whole = re.sub(r"attn_[kv]_b\.", "attn_kv_b.", name)
         return whole != name and whole in self._gguf.tensors
 
@@ -340,8 +340,8 @@ class GGUFCheckpoint(Checkpoint):
     def raw(self, name: str, part: range | None = None) -> npt.NDArray[np.uint8]:
         """Return rows of a tensor as stored, uint8 ``[rows, row bytes]``, in Hugging Face's order.
 
-        Each element of a vector is a row. 1 is added to the norms of Gemma. The result is a view of the memory map if
-        the file has the same order.
+        Each element of a vector is a row. Gemma's norms include the 1 that the converter adds. If the file has the same
+        order, the result is a view of the memory map.
         """
         tensor = self._tensor(name)
         part = part_of(tensor.shape, part, 0)
@@ -377,7 +377,7 @@ class GGUFCheckpoint(Checkpoint):
         if is_shifted:
             values = values.sub_(1).to(dtype)
         if name.endswith("mixer.A_log"):
-            # The file has -exp(A_log).
+            # The file contains -exp(A_log).
             values = values.neg_().log_()
         values = values[:, columns].contiguous()
         return values if len(tensor.shape) == 2 else values.reshape(-1, *tensor.shape[1:])
@@ -399,13 +399,13 @@ class GGUFCheckpoint(Checkpoint):
         return found
 
     def _is_shifted(self, name: str) -> bool:
-        """Return whether the file has 1 plus the values of a tensor."""
+        """Return whether the file contains 1 plus the values of a tensor."""
         # Gated delta nets norm their outputs by the weight itself.
         is_norm = name.endswith("norm.weight") and ".mixer." not in name
         return is_norm and self._architecture in _NORM_PLUS_ONE
 
     def _blocks(self, name: str, part: range, dim: int) -> tuple[npt.NDArray[np.uint8], slice]:
-        """Return the blocks of a part of a tensor, and the columns of the part among theirs."""
+        """Return the blocks that contain a part of a tensor, and the columns of the part within them."""
         columns = slice(None)
         if dim == 0:
             raw = self.raw(name, part)
@@ -421,7 +421,7 @@ class GGUFCheckpoint(Checkpoint):
     def quantized(
         self, name: str, *, part: range | None = None, dim: int = 0
     ) -> QuantizedMatrix | None:
-        """Read a tensor as integers, or return None if it is not quantized or the part splits a block."""
+        """Return a tensor as integers, or None if it is not quantized or the part would split a block."""
         tensor = self._tensor(name)
         if tensor.ggml_type not in BLOCK_TYPES:
             return None
@@ -431,7 +431,7 @@ class GGUFCheckpoint(Checkpoint):
         else:
             block_size, block_bytes = BLOCK_SIZES[tensor.ggml_type]
             if part.start % block_size or part.stop % block_size:
-                # The part ends within a block, so it has to be dequantized.
+                # The part ends inside a block, so it has to be dequantized.
                 return None
             start, stop = (bound // block_size * block_bytes for bound in (part.start, part.stop))
             raw = self.raw(name)[:, start:stop]
@@ -446,7 +446,7 @@ class GGUFCheckpoint(Checkpoint):
         return tensor
 
     def _num_interleaved_heads(self, gguf_name: str) -> int:
-        """Return how many heads' rows are interleaved in a tensor; 0 if none are."""
+        """Return the number of heads whose rows are interleaved in a tensor; 0 if it has none."""
         if self._architecture not in _INTERLEAVED:
             return 0
         if ".attn_q." in gguf_name:

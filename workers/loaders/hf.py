@@ -1,4 +1,4 @@
-"""Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
+"""Read Hugging Face model directories: ``config.json`` and safetensors, in one file or many."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -17,24 +17,24 @@ from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# One tensor with the matrices, biases or scales of all experts of a layer.
+# Matches a tensor that contains the matrices, biases or scales of all experts of a layer.
 _STACKED = re.compile(
     r"(?P<block>.*\.(?:experts|block_sparse_moe(?=\.(?:in|out)put_linear)))\."
     r"(?P<module>gate_up_proj|gate_proj|up_proj|down_proj|input_linear|output_linear)"
     r"(?:[._](?P<tensor>[a-z_]+))?"
 )
-# Files beside a model that are not its weights: Mistral's own layout of them, and LoRA adapters.
+# Files that may be next to a model but are not its weights: Mistral's own format of them, and LoRA adapters.
 _NOT_THE_MODEL = ("consolidated", "adapter_")
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Stacking:
-    """The way in which a family stacks the matrices of its experts.
+    """How a family stacks the matrices of its experts in one tensor.
 
-    If `is_transposed`, matrices are stored [inputs, outputs], unless they are quantized. If `is_interleaved`, the rows
-    of gate and up projections alternate. Some families have files with both orders; with a `hidden_size`, a matrix
-    whose outputs it is in place of the inputs, or the other way round, is not transposed.
+    If `is_transposed`, matrices are stored as [inputs, outputs], unless they are quantized. If `is_interleaved`, the
+    rows of gate and up projections alternate. Some families have files in both orders. For these, `hidden_size`
+    decides: a matrix with that size where [outputs, inputs] would have it is not transposed.
     """
 
     is_transposed: bool = False
@@ -42,7 +42,7 @@ class _Stacking:
     hidden_size: int | None = None
 
     def transposes(self, module: str, shape: Sequence[int]) -> bool:
-        """Return whether the matrices of a module, stacked to this shape, are stored [inputs, outputs]."""
+        """Return whether the matrices of a module, stacked with this shape, are stored as [inputs, outputs]."""
         if not self.is_transposed or self.hidden_size is None:
             return self.is_transposed
         first, last = shape[1], shape[-1]
@@ -63,7 +63,7 @@ _STACKINGS = {
 class _StoredTensor:
     """The tensor `name` of a file, or one expert's part of it.
 
-    `first` is the first of every `step` rows that the part consists of.
+    The part consists of every `step`-th row, starting with row `first`.
     """
 
     file: SafetensorsFile
@@ -75,7 +75,7 @@ class _StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor or of the expert's part."""
+        """The shape of the tensor, or of the expert's part."""
         shape = self.file.shape(self.name)
         if self.expert is None:
             return shape
@@ -83,7 +83,7 @@ class _StoredTensor:
         return num_rows // self.step, *rest
 
     def part(self, parts: Sequence[range | None]) -> torch.Tensor:
-        """Read these ranges of the dimensions, without a copy where the file has them together."""
+        """Read these ranges of the dimensions, without a copy if they are contiguous in the file."""
         if not self.file.shape(self.name):
             scalar: torch.Tensor = self.file.in_torch.get_tensor(self.name)
             return scalar
@@ -118,9 +118,9 @@ class _StoredTensor:
 class HFCheckpoint(Checkpoint):
     """A directory with ``config.json`` and safetensors files.
 
-    A quantized module's matrix is read as the module's tensor ``weight``, even if several tensors store it. A tensor
-    that stacks those of all experts, such as ``experts.down_proj``, is read as one for each expert, such as
-    ``experts.3.down_proj.weight``.
+    The matrix of a quantized module is read as the module's tensor ``weight``, even if several tensors store it. A
+    tensor that stacks the tensors of all experts, such as ``experts.down_proj``, is read as one tensor per expert, such
+    as ``experts.3.down_proj.weight``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +214,7 @@ class HFCheckpoint(Checkpoint):
     def load(
         self, name: str, *parts: range | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Read these ranges of a tensor's dimensions, converted to `dtype` if it is given."""
+        """Read ranges of a tensor's dimensions, converted to `dtype` if it is given."""
         mapped = self._tensor(name).part(parts)
         self.bytes_read += mapped.nbytes
         return self.place(mapped, dtype or mapped.dtype)
@@ -227,7 +227,7 @@ class HFCheckpoint(Checkpoint):
 
 
 def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[str, _StoredTensor]:
-    """Return the tensor by its name, or the part of each expert if it stacks those of all experts."""
+    """Return the tensor by its name, or each expert's part if it stacks the tensors of all experts."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None:
         return {name: _StoredTensor(file, name)}
@@ -247,7 +247,7 @@ def _tensors_of(file: SafetensorsFile, name: str, stacking: _Stacking) -> dict[s
 
 
 def _expected_shards(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor according to the index; empty if there is no index."""
+    """Return the file name of each tensor according to the index; empty if there is no index."""
     index = path / _INDEX
     if not index.exists():
         return {}

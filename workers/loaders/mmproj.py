@@ -1,4 +1,4 @@
-"""mmproj files, the vision towers beside GGUF models, read by the names of CLIP."""
+"""Read mmproj files, which contain the vision towers of GGUF models, by the tensor names of CLIP."""
 
 import math
 import re
@@ -48,15 +48,15 @@ _LAYER_NAMES = {
     "ls2": "lambda_2",
 }
 _LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Tensors whose names have no last part in a Hugging Face checkpoint.
+# Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN = ("class_embedding", "lambda_1", "lambda_2", "mm_input_projection_weight")
 
 
 class MmprojCheckpoint(Checkpoint):
-    """An mmproj file, whose quantized tensors are dequantized as they are read.
+    """An mmproj file, whose quantized tensors are dequantized when they are read.
 
     Raises:
-        CheckpointError: It is damaged, or has a tensor of an unknown type.
+        CheckpointError: The file is damaged, or has a tensor of an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +100,7 @@ class MmprojCheckpoint(Checkpoint):
             heads = values.unflatten(0, (self._num_interleaved_heads, -1, 2))
             values = heads.transpose(1, 2).flatten(0, 2)
         if name.endswith("mm_soft_emb_norm.weight"):
-            # The converter adds 1, as to the other norms of Gemma.
+            # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
         chosen = part_of(tensor.shape, part, dim)
         if tensor.shape:
@@ -115,7 +115,7 @@ class MmprojCheckpoint(Checkpoint):
 
 
 def _hf_name(name: str) -> str:
-    """Return CLIP's name of a tensor, or its own if CLIP has none."""
+    """Return CLIP's name for a tensor, or the name in the file if CLIP has none."""
     if match := _LAYER_TENSOR.fullmatch(name):
         if match[2] not in _LAYER_NAMES:
             return name

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of either format."""
+"""Open a checkpoint of either format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .hf import HFCheckpoint
 
 
 def open_checkpoint(path: str | PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face directory (safetensors) or a GGUF file (any file of a split one).
+    """Open a Hugging Face directory (safetensors), or a GGUF file (any part of a split one).
 
     Raises:
         CheckpointError: It is missing, damaged, incomplete or not supported; the message ends with the remedy.

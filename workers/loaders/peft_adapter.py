@@ -1,6 +1,6 @@
-"""Reads LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""Read LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Shapes: R rank, I input features, O output features. Those of an embedding are the hidden size and the vocabulary.
+Shapes: R rank, I input features, O output features. For an embedding, these are the hidden size and the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _REFUSED: Final = (
     "layer_replication",
     "alora_invocation_tokens",
 )
-"""Fields that change what an adapter computes; each must be absent, false or empty."""
+"""Fields that change what an adapter computes and are not supported: each must be absent, false or empty."""
 
 _CHANGES_BASE: Final = ("pissa", "olora", "corda")
-"""Values of `init_lora_weights` whose adapters are trained for another base model than the stored one."""
+"""Values of `init_lora_weights` with which an adapter belongs to a changed base model instead of the stored one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The change of a module: its matrix grows by `up_OR @ down_RI`, and its bias by `bias_O`, None for nothing."""
+    """The change of a module: `up_OR @ down_RI` is added to its matrix, and `bias_O`, if not None, to its bias."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -51,7 +51,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A matrix [O, I] or vector [I], and a bias or None, in place of those of a module."""
+    """A matrix [O, I] or vector [I], and a bias or None, that replace those of a module."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -61,7 +61,7 @@ Change: TypeAlias = LowRank | Replacement
 
 
 class PEFTAdapter:
-    """A LoRA adapter of a rank up to `max_rank`.
+    """A LoRA adapter on disk, with a rank of at most `max_rank`.
 
     Raises:
         CheckpointError: The adapter is damaged, of another kind, or of a higher rank.
@@ -73,7 +73,7 @@ class PEFTAdapter:
         self._max_rank = max_rank
         self._verify_kind()
         self.ties_embeddings = self._fields.boolean("ensure_weight_tying", False)
-        """True if what changes the embedding also changes an output projection that is tied to it."""
+        """True if the change of the embedding also applies to an output projection that is tied to it."""
         file = path / "adapter_model.safetensors"
         try:
             opened: Any = safe_open(file, framework="pt")
@@ -90,7 +90,7 @@ class PEFTAdapter:
                     file,
                     f"the tensor {name!r} is not supported; only lora_A and lora_B of modules, and whole modules, are",
                 )
-            # PEFT stores a copy of the base model's matrix beside the factors of an embedding.
+            # PEFT stores a copy of the base model's matrix next to the factors of an embedding. Ignore it.
             if match["part"] != "base_layer.weight":
                 self._tensors.setdefault(match["module"], {})[match["part"]] = name
 
@@ -116,7 +116,7 @@ class PEFTAdapter:
         if parts == {*_FACTORS}:
             down_RI, up_OR = (self._tensor(module, part) for part in _FACTORS)
         else:
-            # Of the transposed matrix.
+            # The factors of an embedding are stored for the transposed matrix.
             up_RO, down_IR = (self._tensor(module, part) for part in _EMBEDDING_FACTORS)
             down_RI, up_OR = down_IR.mT, up_RO.mT
         if down_RI.ndim != 2 or up_OR.ndim != 2 or len(down_RI) != up_OR.shape[1]:
@@ -146,7 +146,7 @@ class PEFTAdapter:
         return tensor.float()
 
     def error(self, problem: str) -> CheckpointError:
-        """Return an error about the adapter."""
+        """Return a CheckpointError about the adapter."""
         return CheckpointError(self.path, problem)
 
     def _verify_kind(self) -> None:
@@ -167,7 +167,7 @@ class PEFTAdapter:
             )
 
     def _number(self, name: str, patterns_name: str, module: str) -> float:
-        """Return the number for a module: that of the first pattern that its name ends with, or the default."""
+        """Return the number for a module: from the first pattern that its name ends with, else the default."""
         patterns = self._fields.section(patterns_name)
         for pattern in () if patterns is None else patterns.config:
             try:

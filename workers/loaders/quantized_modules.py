@@ -1,4 +1,4 @@
-"""Quantized linear modules of a safetensors checkpoint, each presented as one tensor `weight`."""
+"""The quantized linear modules of a safetensors checkpoint, each presented as one tensor `weight`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from ...protocol.errors import CheckpointError
 from ..quantization.matrix import QuantizedMatrix
 from ..quantization.scheme import SUPPORTED, QuantizationScheme, StoredModule, UnsupportedScheme
 
-# Scales for float8 attention, which some checkpoints contain.
+# Scales for float8 attention, which some checkpoints contain. They are not used.
 _UNUSED_SCALE = re.compile(r".*\.(q_scale|[qkv]_proj\.output_scale)")
 
 
 class StoredTensors(Protocol):
-    """The tensors of a safetensors checkpoint, as they are stored."""
+    """Access to the tensors of a safetensors checkpoint in their stored form.
+
+    `HFCheckpoint` implements this protocol.
+    """
 
     path: Path
 
@@ -38,7 +41,10 @@ class StoredTensors(Protocol):
 
 
 class QuantizedModules:
-    """Quantized modules. `names` lists the checkpoint's tensors, with one `weight` for all tensors of such a module."""
+    """The quantized modules of a checkpoint.
+
+    `names` lists the checkpoint's tensors, with one `weight` in place of all tensors of such a module.
+    """
 
     def __init__(self, scheme: QuantizationScheme, checkpoint: StoredTensors) -> None:
         self._scheme = scheme
@@ -74,7 +80,7 @@ class QuantizedModules:
         quantization = config.first_section("quantization_config", "compression_config")
         if not quantization.config:
             return None
-        # The schemes need torch, which a worker without quantized modules may not import.
+        # The schemes need torch, which a worker without quantized modules should not import.
         from ..quantization.config import quantization_scheme
 
         try:

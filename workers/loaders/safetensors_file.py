@@ -1,4 +1,4 @@
-"""One safetensors file, whose tensors are read as arrays of its memory map, or by torch."""
+"""One safetensors file, whose tensors are read as numpy views of its memory map, or by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS: Final = {
     "F16": ("float16", np.float16),
     "BF16": ("bfloat16", np.uint16),
 }
-"""The names of dtypes, and the types of `Floats.values`, by safetensors' names of dtypes."""
+"""By safetensors' names of dtypes: the names in `Floats`, and the types of `Floats.values`."""
 
 _LENGTH_BYTES: Final = 8
 
@@ -65,7 +65,7 @@ class SafetensorsFile:
         return str(self._header[name]["dtype"])
 
     def floats(self, name: str) -> Floats | None:
-        """Return a tensor as a view of the memory map, or None if it is not of a type that `Floats` has."""
+        """Return a tensor as a view of the memory map, or None if `Floats` does not support its type."""
         if (found := _FLOATS.get(self.dtype(name))) is None:
             return None
         dtype, stored = found
@@ -77,5 +77,5 @@ class SafetensorsFile:
 
     @cached_property
     def in_torch(self) -> Any:
-        """The file as the library opens it for torch."""
+        """The file as the safetensors library opens it for torch."""
         return safe_open(self._path, framework="pt")

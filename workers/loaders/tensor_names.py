@@ -1,4 +1,4 @@
-"""Translation of a checkpoint's tensor names to those of another architecture."""
+"""Translate a checkpoint's tensor names to those of another architecture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TensorNames: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def translate_names(stored_names: Collection[str], tensor_names: TensorNames) -> dict[str, str]:
-    """Return the stored name of each translated name."""
+    """Return a mapping from each translated name to the stored name."""
     rules = [(re.compile(pattern), replacement) for pattern, replacement in tensor_names]
     translated = {}
     for stored in stored_names:

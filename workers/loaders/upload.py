@@ -1,4 +1,4 @@
-"""Fast copies from the page cache to a GPU through pinned memory, filling one part while another is sent."""
+"""Copy tensors quickly from the page cache to a GPU, filling one part of pinned memory while another is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_STAGING_BUFFERS: Final = 2
 
 
 class PinnedUpload:
-    """Copies tensors to `device`. Their source memory may be unmapped as soon as a call returns."""
+    """Copies tensors to `device`. The source memory may be unmapped as soon as a call returns."""
 
     def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = device
@@ -25,7 +25,7 @@ class PinnedUpload:
         self._next = 0
 
     def __call__(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor on the device, contiguous, in `dtype`."""
+        """Return a contiguous copy of the tensor on the device, in `dtype`."""
         target = torch.empty(source.shape, dtype=dtype, device=self._device)
         source_N, target_N = source.reshape(-1), target.view(-1)
         at_once = len(self._buffers[0]) // dtype.itemsize

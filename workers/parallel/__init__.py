@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism."""
+"""Tensor, pipeline and expert parallelism: which part of a model a worker has, and how workers exchange results."""

@@ -1,13 +1,13 @@
 """Expert parallelism over data-parallel replicas: the workers of all replicas divide the experts of every layer.
 
-A worker sends the rows of its tokens to the ranks with their experts, each row once to a rank, and receives the outputs
-(all-to-all). All ranks must take part in each exchange, but every core schedules by itself. So the ranks run in
-*rounds*: in a round, the rows of one step, or of a slice of a long one, pass through all layers. A replica with a step
-begins a round and invites the others. One that has no step joins as a guest, without rows. While no replica has a step
-there are no rounds.
+A worker sends the rows of its tokens to the ranks that have their experts, each row once per rank, and receives the
+outputs (all-to-all). All ranks must take part in each exchange, but every core schedules independently. So the ranks
+run in *rounds*: in a round, the rows of one step, or of a slice of a long one, pass through all layers. A replica with
+a step begins a round and invites the others. A replica without a step joins as a guest, without rows. While no replica
+has a step, there are no rounds.
 
-The first tensor-parallel rank of each replica, its leader, decides in which rounds the replica has rows. It sends
-this to the other ranks of its replica, since they may receive a step earlier or later.
+The first tensor-parallel rank of each replica, its leader, decides in which rounds the replica has rows. It sends this
+decision to the other ranks of its replica, because they may receive a step earlier or later.
 
 Shapes: N ranks, M rows that this rank sends, B rows that it receives, D elements of a row.
 """
@@ -30,15 +30,15 @@ from torch import Tensor
 _FOREVER: Final = timedelta(days=36_500)
 
 _STEP, _GUEST = -1, 0
-"""Messages of a leader to its replica. A message to another leader is the number of a round, from 1."""
+"""The messages of a leader to its replica. To another leader, it sends the number of a round, counted from 1."""
 
 
 class ExpertGroup:
-    """One rank's place among the ranks that divide the experts.
+    """The position of one rank among the ranks that divide the experts.
 
     Args:
-        replica_size: The workers of a replica, which have consecutive ranks and the same rows.
-        data: A process group of all ranks for rows.
+        replica_size: The number of workers of a replica, which have consecutive ranks and the same rows.
+        data: A process group of all ranks, for rows.
         control: A process group of all ranks, on the host, for invitations.
     """
 
@@ -61,26 +61,29 @@ class ExpertGroup:
         self._followers = range(rank + 1, rank + replica_size) if not self._place else range(0)
         self._messages = _Messages(control)
         self.fd = self._messages.fd
-        """Readable once there is an invitation, or something else to receive."""
+        """File descriptor that is readable once there is an invitation, or something else to receive."""
 
     def part(self, count: int) -> range:
-        """Return this rank's share of `count` experts."""
+        """Return the experts of this rank, given their number."""
         return self.parts(count)[self.rank]
 
     def parts(self, count: int) -> list[range]:
-        """Return each rank's share of `count` experts."""
+        """Return the experts of each rank, given their number."""
         starts = [rank * count // self.size for rank in range(self.size + 1)]
         return [range(*bounds) for bounds in pairwise(starts)]
 
     def own_rows(self, num_rows: int) -> slice:
-        """Return the rows that this rank sends; the other ranks of the replica, which have the same, send the rest."""
+        """Return the rows that this rank sends.
+
+        The ranks of a replica have the same rows, and divide them for sending.
+        """
         start, stop = (
             num_rows * place // self._replica_size for place in (self._place, self._place + 1)
         )
         return slice(start, stop)
 
     def begin_round(self, join_round: Callable[[], None]) -> None:
-        """Begin a round with rows. The first round of a step may have to wait for others.
+        """Begin a round with rows. The first round of a step may have to wait for rounds of other replicas.
 
         `join_round` runs a round without rows.
         """
@@ -92,14 +95,14 @@ class ExpertGroup:
         self._messages.send(_STEP, self._followers)
 
     def continue_step(self) -> None:
-        """Begin a further round of the same step."""
+        """Begin another round of the same step."""
         self._num_rounds += 1
-        # Whoever sent an invitation has sent it to all.
+        # A leader that has sent an invitation has sent it to all others.
         if not self._place and self._messages.last_invitation() < self._num_rounds:
             self._messages.send(self._num_rounds, self._leaders)
 
     def join_rounds(self, join_round: Callable[[], None]) -> None:
-        """Join the rounds of other replicas. Return when there is no invitation."""
+        """Join the rounds of other replicas as a guest, until there is no more invitation."""
         self._messages.clear()
         if self._place:
             while self._messages.take_guest_order():
@@ -125,7 +128,7 @@ class ExpertGroup:
         return self.exchange(x_MD, counts_N, received_N), received_N
 
     def exchange(self, x_MD: Tensor, counts_N: Tensor, expected_N: Tensor) -> Tensor:
-        """Send rows like `dispatch` where each rank knows how many it will receive from each."""
+        """Send rows like `dispatch`, when each rank knows how many rows it will receive from each other rank."""
         received, sent = expected_N.tolist(), counts_N.tolist()
         x_BD = x_MD.new_empty((sum(received), *x_MD.shape[1:]))
         dist.all_to_all_single(x_BD, x_MD.contiguous(), received, sent, group=self._data)
@@ -133,9 +136,9 @@ class ExpertGroup:
 
 
 class _Messages:
-    """Small numbers that the ranks of a group send each other, and a thread that receives them.
+    """Small numbers that the ranks of a group send to each other, and a thread that receives them.
 
-    The thread sleeps until something arrives, and wakes a poll on `fd`. It ends if a rank is lost; the next exchange
+    The thread sleeps until something arrives, and wakes a poll on `fd`. It exits if a rank is lost; the next exchange
     with that rank then fails.
     """
 
@@ -164,7 +167,7 @@ class _Messages:
             self._sending.append((work, message))
 
     def last_invitation(self) -> int:
-        """Return the highest number of a round to which another leader sent an invitation."""
+        """Return the highest number of a round to which another leader has sent an invitation."""
         return self._last_invitation
 
     def await_order(self) -> int:
@@ -181,7 +184,7 @@ class _Messages:
             return self._orders.popleft()
 
     def take_guest_order(self) -> bool:
-        """Take the next message of the leader if it is to join a round as a guest. Return whether it is."""
+        """If the leader's next message is to join a round as a guest, remove it and return True."""
         with self._changed:
             if not self._orders or self._orders[0] != _GUEST:
                 return False
@@ -189,7 +192,7 @@ class _Messages:
             return True
 
     def clear(self) -> None:
-        """Make `fd` unreadable again."""
+        """Make `fd` unreadable until something arrives."""
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
                 pass

@@ -1,7 +1,7 @@
-"""Layers that tensor-parallel ranks share: each rank's part of the weights, and the exchange of results.
+"""Layers that tensor-parallel ranks divide: each rank's part of the weights, and the exchange of results.
 
-Shapes: T tokens of a step, S of them sampled, D hidden size, I input features, O output features, V vocabulary,
-v this rank's share of it.
+Shapes: T tokens of a step, S of them sampled, D hidden size, I input features, O output features, V vocabulary, v this
+rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tensor_parallel import TensorParallel
 
 
 class RowParallelLinear:
-    """x_TI -> x @ weight.T + bias, where each rank has a part of the inputs.
+    """Computes x_TI -> x @ weight.T + bias, where each rank has a part of the inputs.
 
     `adapt` changes the product of this rank's part.
     """
@@ -47,9 +47,9 @@ class RowParallelLinear:
 
 
 class VocabParallelEmbedding:
-    """The embedding, where each rank has the rows of a part of the vocabulary.
+    """The embedding, of which each rank has the rows for a part of the vocabulary.
 
-    `change` changes the outputs of this rank's part for tokens that count from its first one.
+    `change` changes the outputs of this rank's part. The token ids that it gets count from the first token of the part.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """The output projection, where each rank has the rows of a part of the vocabulary."""
+    """The output projection, of which each rank has the rows for a part of the vocabulary."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class VocabParallelHead:
     ) -> Tensor:
         """Return all logits, float32 [S, V], on every rank.
 
-        `change` changes the products of this rank's part with the hidden states.
+        `change` changes this rank's part of the logits.
         """
         logits_Sv = self._own_logits(hidden_SD, change)
         if self._tensor_parallel.size == 1:

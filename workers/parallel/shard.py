@@ -12,9 +12,9 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The part of a layer's experts that one rank has: `elements` of the intermediate elements of each of `experts`.
+    """The part of a layer's experts that one rank has: some intermediate elements (`elements`) of each of `experts`.
 
-    Of the ranks that share an expert, one `adds_bias`. `elsewhere` are the experts of other ranks.
+    If ranks share an expert, only one of them `adds_bias`. `elsewhere` are the experts of other ranks.
     """
 
     experts: range
@@ -25,10 +25,11 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel share of each of its layers.
+    """A pipeline stage (`layers` of the model's `num_layers`) and a tensor-parallel part of each of its layers.
 
-    The first stage has the embedding, the last one the final norm and the head. With `has_whole_experts` the ranks
-    divide the experts, otherwise the elements of each expert. With an `expert_group` its ranks divide the experts.
+    The first stage has the embedding, the last one the final norm and the head. If `has_whole_experts`, the ranks
+    divide the experts, otherwise the elements of each expert. If there is an `expert_group`, its ranks divide the
+    experts.
     """
 
     layers: range
@@ -55,9 +56,9 @@ class ModelShard:
     ) -> ModelShard:
         """Return the shard of a stage.
 
-        Stages differ by at most one layer. The last one, which has the head, has the fewest. A layer that reads the
-        keys and values of another is in the same stage. If that needs a longer last stage, the others share the rest.
-        A stage of a model with indexers begins with a layer that has one.
+        Stages differ by at most one layer, and the last one, which also has the head, has the fewest. A layer that
+        reads the keys and values of another layer must be in the same stage. If that makes the last stage longer, the
+        others divide the rest. In a model with indexers, every stage begins with a layer that has one.
         """
         num_layers = len(spec.layers)
         starts = [-(-num_layers * i // num_stages) for i in range(num_stages)]
@@ -91,7 +92,7 @@ class ModelShard:
         return self.tensor_parallel.part(spec.num_heads)
 
     def kv_heads(self, spec: ModelSpec) -> range:
-        """Return the key/value heads of this rank's query heads; several ranks may have the same one."""
+        """Return the key/value heads for this rank's query heads. Several ranks may have the same one."""
         return self.tensor_parallel.part(spec.num_kv_heads)
 
     def placement(self, experts: ExpertsSpec) -> ExpertPlacement:

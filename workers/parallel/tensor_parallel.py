@@ -1,7 +1,7 @@
-"""Tensor parallelism: the ranks of a group share every layer and sum their results.
+"""Tensor parallelism: the ranks of a group divide every layer, and sum their results.
 
 As in Megatron (Shoeybi et al., 2019), the first matrix of a block is split by outputs and the second by inputs, so that
-one sum over the ranks ends the block.
+a block needs only one sum over the ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class TensorParallel:
-    """One rank's place in its group; by default it is alone.
+    """The position of one rank in its tensor-parallel group; by default it is alone.
 
-    With `sums_in_rank_order` a token's sum does not depend on its place in the batch, as it would in a ring all-reduce.
+    If `sums_in_rank_order`, a token's sum does not depend on its place in the batch, as it would in a ring all-reduce.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class TensorParallel:
         self._sums_in_rank_order = sums_in_rank_order
 
     def part(self, count: int) -> range:
-        """Return this rank's share of `count` items. If there are fewer items than ranks, several ranks share one."""
+        """Return this rank's part of `count` items. If there are fewer items than ranks, several ranks share one."""
         return self.parts(count)[self.rank]
 
     def parts(self, count: int) -> list[range]:
-        """Return the shares of all ranks, which differ by at most one item."""
+        """Return the parts of all ranks, whose sizes differ by at most one item."""
         starts = [rank * count // self.size for rank in range(self.size + 1)]
         return [range(start, max(start + 1, stop)) for start, stop in pairwise(starts)]
 
@@ -54,7 +54,7 @@ class TensorParallel:
         return total
 
     def stack(self, x: Tensor) -> Tensor:
-        """Return all ranks' `x`, which have equal shapes, as [ranks, ...]."""
+        """Return the `x` of all ranks, which have equal shapes, as one tensor [ranks, ...]."""
         return x.unsqueeze(0) if self.size == 1 else self._gather(x)
 
     def _gather(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrices that stay quantized, and how checkpoints store them."""
+"""Matrices that stay quantized in memory, and the formats in which checkpoints store them."""
 
 from .matrix import ActivationScheme, QuantizedMatrix, merge_rows
 

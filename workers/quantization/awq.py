@@ -22,11 +22,11 @@ from .scheme import (
 )
 
 _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The position of each of a word's eight outputs in the word."""
+"""The position in a word of each of its eight outputs."""
 
 
 class AWQScheme(QuantizationScheme):
-    """Weights of AutoAWQ checkpoints."""
+    """The quantization scheme of AutoAWQ checkpoints."""
 
     marker = "qweight"
     marker_dtypes = frozenset({"I32"})
@@ -42,7 +42,7 @@ class AWQScheme(QuantizationScheme):
         )
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         num_columns, num_words = shape_of(module, "qweight")
         return num_words * 8, num_columns
 

@@ -27,7 +27,7 @@ from .scheme import (
 
 
 class CompressedIntegerScheme(QuantizationScheme):
-    """Integer weights. `group_size` is None if each row has one scale."""
+    """The scheme of compressed-tensors' integer weights. `group_size` is None if each row has one scale."""
 
     companions = frozenset(
         {"weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"}
@@ -42,7 +42,7 @@ class CompressedIntegerScheme(QuantizationScheme):
         self.marker_dtypes = frozenset({"I32" if is_packed else "I8"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         num_rows, num_words = shape_of(module, self.marker)
         if not self._is_packed:
             return num_rows, num_words
@@ -113,5 +113,5 @@ class CompressedIntegerScheme(QuantizationScheme):
 
 
 def _unsigned(x: Tensor) -> Tensor:
-    """Return int8 plus 128."""
+    """Return int8 values plus 128, as uint8."""
     return x.view(torch.uint8) ^ 128

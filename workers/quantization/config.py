@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json."""
+"""Read the `quantization_config` of a config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scheme import QuantizationScheme, UnsupportedScheme
 
 
 def quantization_scheme(config: ConfigFields) -> QuantizationScheme:
-    """Return the scheme of the weights. Raises `UnsupportedScheme`, which names what is not supported."""
+    """Return the scheme of the weights. Raise `UnsupportedScheme` with the reason if it is not supported."""
     method = config.get("quant_method")
     if method == "fp8":
         return _fp8(config)
@@ -67,7 +67,7 @@ def _compressed_tensors(config: ConfigFields) -> QuantizationScheme:
     weights, activations = (
         groups[0].first_section(name) for name in ("weights", "input_activations")
     )
-    # A group's own format overrides the common one.
+    # A group's own format overrides the format of the whole config.
     stored_as = groups[0].get("format") or config.get("format")
     if stored_as == "nvfp4-pack-quantized":
         return PackedMinifloatScheme("nvfp4", "weight_packed", "weight_global_scale")

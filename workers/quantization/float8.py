@@ -1,8 +1,8 @@
-"""float8 (e4m3) weights as stored by vLLM, DeepSeek and compressed-tensors.
+"""The float8 (e4m3) weights of vLLM, DeepSeek and compressed-tensors.
 
-A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. These are
-`weight_scale`, one number or one for each output; or, one for each block, `weight_scale_inv` (a factor despite its
-name) or `weight_scale`. With static activations there is a number `input_scale`.
+A module has `weight` [O, D] in float8, with O output and D input features, and scales in any float type. `weight_scale`
+has one number, or one per output. With blocks, there is one scale per block, in `weight_scale_inv` (which is a factor
+despite its name) or `weight_scale`. With static activations, there is also one number `input_scale`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .scheme import ColumnGroups, QuantizationScheme, StoredModule, covering, sh
 
 
 class Float8Scheme(QuantizationScheme):
-    """float8 weights. `block_size` is the rows and columns that share a scale, or None without blocks."""
+    """The scheme of float8 weights. `block_size` is the rows and columns that share a scale; None without blocks."""
 
     marker = "weight"
     marker_dtypes = frozenset({"F8_E4M3"})
@@ -30,7 +30,7 @@ class Float8Scheme(QuantizationScheme):
         self._block_size = block_size
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         return shape_of(module, "weight")
 
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
@@ -57,7 +57,7 @@ class Float8Scheme(QuantizationScheme):
     def _scale_of_rows(module: StoredModule, num_rows: int, rows: range) -> Tensor:
         found = module.shape("weight_scale") or ()
         if math.prod(found) == num_rows and len(found) in (1, 2):
-            # A single output has only one scale, whichever row is read.
+            # A module with one output has only one scale, whichever row is read.
             scale = module.read("weight_scale", found, rows).float()
             return scale.reshape(-1, 1)
         return _number(module, "weight_scale").expand(len(rows), 1)
@@ -78,7 +78,7 @@ class Float8Scheme(QuantizationScheme):
 
 
 def is_float8(matrix: QuantizedMatrix) -> bool:
-    """Return whether the elements are float8 (e4m3), in groups of neighboring columns with a scale."""
+    """Return whether the elements are float8 (e4m3), with one scale per group of neighboring columns."""
     return (
         matrix.values_OD.dtype is torch.float8_e4m3fn
         and matrix.offset_OG is None
@@ -97,6 +97,6 @@ def as_float8_rows(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _number(module: StoredModule, tensor: str) -> Tensor:
-    """Read a tensor that has one number."""
+    """Read a tensor that contains a single number."""
     found = module.shape(tensor)
     return module.read(tensor, (1,) if found == (1,) else ()).float().reshape(())

@@ -1,4 +1,4 @@
-"""Conversion of matrices of other formats to rows of GGUF blocks, which the native CPU backend packs.
+"""Convert matrices of other formats to rows of GGUF blocks, which the native CPU backend can pack.
 
 Shapes: O rows, G groups of a row, B blocks of 32 neighboring columns of a row.
 """
@@ -17,16 +17,16 @@ from .microscaling import E2M1_TWICE, ZERO, exponents_of_powers
 
 _BLOCK = 32
 _LARGEST_SCALE = torch.finfo(torch.float16).max / 16
-"""The offset of a block, at most 16 times its scale, must be a float16 as well."""
+"""Largest scale. The offset of a block, up to 16 times its scale, must fit into a float16 as well."""
 
 _MINIFLOATS = {"mxfp4": GGMLQuantizationType.MXFP4, "nvfp4": GGMLQuantizationType.NVFP4}
 _CODES = torch.zeros(32, dtype=torch.uint8)
-"""The code of each value of minifloats."""
+"""The four-bit code for each value of minifloats."""
 _CODES[E2M1_TWICE.long() + ZERO] = torch.where(E2M1_TWICE == 0, 0, torch.arange(16)).to(torch.uint8)
 
 
 def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
-    """Return the type that can store the matrix: its integers exactly, its scales and offsets in float16.
+    """Return the type that can store the matrix: its integers exactly, and its scales and offsets in float16.
 
     Return None if there is no such type.
     """
@@ -51,9 +51,10 @@ def block_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
 
 
 def fits_block_scales(matrix: QuantizedMatrix) -> bool:
-    """Return whether the blocks can hold the largest scales of a matrix and the offsets of its groups.
+    """Return whether blocks can represent the largest scales of a matrix, and the offsets of its groups.
 
-    Blocks of minifloats have the scales of the matrix, others have them in float16. Smaller ones become 0.
+    Blocks of minifloats keep the scales of the matrix. In other blocks they are float16, in which very small ones
+    become 0.
     """
     if matrix.minifloats is not None:
         return True
@@ -62,7 +63,7 @@ def fits_block_scales(matrix: QuantizedMatrix) -> bool:
 
 
 def _minifloat_type(matrix: QuantizedMatrix) -> GGMLQuantizationType | None:
-    """Return the type of a matrix of minifloats, or None if its groups are not those of the type."""
+    """Return the block type for a matrix of minifloats, or None if its groups do not match the type."""
     assert matrix.minifloats is not None
     stored_as = _MINIFLOATS[matrix.minifloats]
     group_size = _BLOCK if stored_as is GGMLQuantizationType.MXFP4 else _BLOCK // 2
@@ -97,7 +98,7 @@ def as_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _as_minifloat_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
-    """Return the rows in MXFP4 or NVFP4, uint8 [O, row bytes]. Scales are as they were stored."""
+    """Return the rows in MXFP4 or NVFP4, uint8 [O, row bytes], with their scales unchanged."""
     codes_OGN = _CODES[matrix.values_OD.int()].unflatten(1, (-1, matrix.group_size))
     half = matrix.group_size // 2
     nibbles_OGH = codes_OGN[:, :, :half] | codes_OGN[:, :, half:] << 4
@@ -108,10 +109,10 @@ def _as_minifloat_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     else:
         scales_OG = (twice_OG / matrix.factor).to(torch.float8_e4m3fn).view(torch.uint8)
         if scales_OG.shape[1] % 4:
-            # The last block is half as long.
+            # The last block of a row is half as long.
             scales_OG = pad(scales_OG, (0, 2))
             nibbles_OGH = pad(nibbles_OGH, (0, 0, 0, 2))
-        # A block of 64 has four scales, then the codes of each.
+        # A block of 64 columns consists of four scales, then the codes for each scale.
         parts = scales_OG.unflatten(1, (-1, 4)), nibbles_OGH.unflatten(1, (-1, 4)).flatten(2)
         blocks = torch.cat(parts, 2)
     found: NDArray[np.uint8] = blocks.flatten(1).numpy()
@@ -119,7 +120,7 @@ def _as_minifloat_blocks(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
 
 
 def _of_blocks(matrix: QuantizedMatrix, x_OG: Tensor) -> Tensor:
-    """Return the values of each block's group in float16, as bytes [O, B, 2]."""
+    """Return the value of each block's group in float16, as bytes [O, B, 2]."""
     num_blocks = matrix.shape[1] // _BLOCK
     if x_OG.shape[1] == 1:
         x_OB = x_OG.expand(-1, num_blocks)

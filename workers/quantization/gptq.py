@@ -26,7 +26,7 @@ from .scheme import (
 
 
 class GPTQScheme(QuantizationScheme):
-    """Weights of AutoGPTQ checkpoints."""
+    """The quantization scheme of AutoGPTQ checkpoints."""
 
     marker = "qweight"
     marker_dtypes = frozenset({"I32"})
@@ -40,11 +40,11 @@ class GPTQScheme(QuantizationScheme):
         self._fields = 32 // self._bits
         self._group_size = config.integer("group_size", 128, minimum=-1)
         self._is_symmetric = config.get("sym") is True
-        # The first version of the format stores zeros minus one.
+        # The first version of the format stores each zero minus one.
         self._zero_shift = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         num_words, num_rows = shape_of(module, "qweight")
         return num_rows, num_words * self._fields
 
@@ -67,7 +67,7 @@ class GPTQScheme(QuantizationScheme):
         )
         zeros_GO = unpack_bytes(zero_words, bits)[:, within(rows, fields)]
         scales_GO = module.read("scales", (num_groups, num_rows), stored, rows)
-        # With 8 bits the largest zero plus one would not fit into a byte, but no quantizer produces it.
+        # With 8 bits, the largest zero plus one would not fit into a byte, but no quantizer produces it.
         zeros_OG = (zeros_GO + self._zero_shift).T.contiguous()
         scales_OG = scales_GO.T.contiguous()
         if group_of_column is not None:

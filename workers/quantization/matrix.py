@@ -1,6 +1,6 @@
-"""One form for the quantized matrices of every checkpoint format.
+"""One representation for the quantized matrices of all checkpoint formats.
 
-O output features, D input features, G groups of a row.
+Shapes: O output features, D input features, G groups of a row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class ActivationScheme(Enum):
-    """The values of the activations that share a scale when they are rounded to float8 before a product."""
+    """Which values of the activations share a scale, if they are rounded to float8 before a product."""
 
     NONE = "none"
     STATIC = "static"
-    """All values share the matrix's `input_scale`."""
+    """All values share the scale `input_scale` of the matrix."""
     TOKEN = "token"
-    """The values of a token share a scale, set by the largest of them."""
+    """The values of a token share a scale, determined by the largest of them."""
     GROUP = "group"
     """The values of a token in one group of columns share a scale."""
 
@@ -30,13 +30,13 @@ class ActivationScheme(Enum):
 class QuantizedMatrix:
     """A matrix [O, D] whose elements are (value - zero) * scale + offset.
 
-    `values_OD` are uint8 below 2 ** `bits`, or floats (usually float8_e4m3fn) if `bits` is None. Scale, zero and offset
-    are shared by `group_size` neighboring columns; the last group of a row may be shorter. `scale_OG` and `offset_OG`
-    have any float type; zeros are uint8, or one number for all. If `column_order_D` is given, `values_OD[:, i]` is
+    `values_OD` are uint8 below 2 ** `bits`, or floats (usually float8_e4m3fn) if `bits` is None. `group_size`
+    neighboring columns share scale, zero and offset; the last group of a row may be shorter. `scale_OG` and `offset_OG`
+    have any float type. Zeros are uint8, or one number for all. If `column_order_D` is given, `values_OD[:, i]` is
     column `column_order_D[i]` of the matrix.
 
-    With `minifloats`, each value minus its zero is twice a four-bit float (E2M1), and twice its scale is a power of two
-    ("mxfp4"), or a float8_e4m3fn number times the `factor` of the whole matrix ("nvfp4").
+    If `minifloats` is set, each value minus its zero is twice a four-bit float (E2M1). Twice its scale is a power of
+    two ("mxfp4"), or a float8_e4m3fn number times the `factor` of the whole matrix ("nvfp4").
     """
 
     values_OD: Tensor
@@ -53,12 +53,12 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """O and D."""
+        """The shape (O, D)."""
         rows, columns = self.values_OD.shape
         return rows, columns
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [O, D], computed in float32 and rounded once."""
+        """Return the matrix [O, D] in floats, computed in float32 and rounded once."""
         x_OD = self.values_OD.float()
         zero = self.zero_OG
         x_OD -= zero if isinstance(zero, int) else self._of_columns(zero.float())
@@ -73,7 +73,7 @@ class QuantizedMatrix:
         """Return these rows of the matrix, in this order."""
 
         def selected(x: Tensor) -> Tensor:
-            # torch cannot select from float8, so the bytes are selected.
+            # torch cannot select rows of float8, so select them as bytes.
             return x.view(torch.uint8)[index_O].view(x.dtype) if x.itemsize == 1 else x[index_O]
 
         return replace(
@@ -85,7 +85,7 @@ class QuantizedMatrix:
         )
 
     def to(self, device: torch.device) -> QuantizedMatrix:
-        """Return the matrix on a device."""
+        """Return a copy of the matrix on a device."""
 
         def moved(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device)
@@ -105,7 +105,7 @@ class QuantizedMatrix:
         return x_OG.repeat_interleave(self.group_size, 1)[:, : self.values_OD.shape[1]]
 
     def is_alike(self, other: QuantizedMatrix) -> bool:
-        """Return whether rows of both can be stored in one matrix."""
+        """Return whether the rows of both matrices can be stored in one."""
         return (
             (self.bits, self.group_size, self.activations, self.input_scale)
             == (other.bits, other.group_size, other.activations, other.input_scale)
@@ -122,7 +122,7 @@ class QuantizedMatrix:
 
 
 Weight: TypeAlias = Tensor | tuple[QuantizedMatrix, ...]
-"""A matrix [O, D] as stored: one tensor, or quantized matrices with consecutive rows."""
+"""A matrix [O, D] in its stored form: one tensor, or several quantized matrices with consecutive rows."""
 
 
 def merge_rows(matrices: Sequence[QuantizedMatrix]) -> tuple[QuantizedMatrix, ...]:
@@ -146,7 +146,7 @@ def _concatenated(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
     values = [m.values_OD for m in matrices]
     return replace(
         first,
-        # torch cannot concatenate float8, so the bytes are concatenated.
+        # torch cannot concatenate float8, so concatenate bytes.
         values_OD=torch.cat([x.view(torch.uint8) for x in values]).view(values[0].dtype),
         scale_OG=torch.cat([m.scale_OG for m in matrices]),
         zero_OG=torch.cat(zeros) if zeros else first.zero_OG,

@@ -1,7 +1,7 @@
-"""MXFP4: four-bit floats (E2M1), of which 32 share a power of two; OCP Microscaling Formats, version 1.0.
+"""MXFP4: four-bit floats (E2M1), 32 of which share a power of two; OCP Microscaling Formats, version 1.0.
 
-The layout is that of the gpt-oss checkpoints, with D input and O output features: `blocks` uint8 [O, D / 32, 16], with
-an even column in the low bits of a byte, and `scales` uint8 [O, D / 32], exponents with a bias of 127.
+The layout is that of the gpt-oss checkpoints, with D input and O output features. `blocks` uint8 [O, D / 32, 16] has an
+even column in the low bits of a byte. `scales` uint8 [O, D / 32] are exponents with a bias of 127.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .scheme import ColumnGroups, QuantizationScheme, StoredModule
 
 GROUP_SIZE = 32
 BITS, ZERO = 5, 16
-"""Twice a value is an integer from -12 to 12, which five bits hold."""
+"""The bits and the offset of stored values. Twice a value is an integer from -12 to 12."""
 
 E2M1_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(torch.int8)
-"""The values of four-bit floats times two, int8 [16]."""
+"""Twice the values of the sixteen four-bit floats, int8 [16]."""
 
 
 def halves_of_powers(exponents: Tensor) -> Tensor:
     """Return 2 ** (exponent - 128) for exponents with a bias of 127, float32 in the same shape."""
     exponents = exponents.long()
-    # The two lowest powers are not normal floats.
+    # The two lowest powers are subnormal floats.
     bits = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)
     return bits.to(torch.int32).view(torch.float32)
 
@@ -35,14 +35,14 @@ def exponents_of_powers(powers: Tensor) -> Tensor:
 
 
 class MXFP4Scheme(QuantizationScheme):
-    """MXFP4 weights."""
+    """The scheme of MXFP4 weights in gpt-oss's layout."""
 
     marker = "blocks"
     marker_dtypes = frozenset({"U8"})
     companions = frozenset({"scales"})
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         found = module.shape("blocks")
         if found is None or len(found) != 3:
             raise module.problem(f"the tensor '{module.name}.blocks' does not have 3 dimensions")

@@ -1,9 +1,9 @@
-"""Four-bit floats (E2M1) of compressed-tensors and ModelOpt: NVFP4, and MXFP4 in another layout than that of gpt-oss.
+"""Four-bit floats (E2M1) of compressed-tensors and ModelOpt: NVFP4, and MXFP4 in another layout than gpt-oss's.
 
-O output and D input features, G groups of a row, of 16 columns (NVFP4) or 32 (MXFP4). Modules have the codes uint8
-[O, D / 2], an even column in the low bits of a byte, and `weight_scale` [O, G]: float8 (e4m3), or exponents with a bias
-of 127. In NVFP4 the whole matrix has a further scale: compressed-tensors has `weight_packed` and the divisor
-`weight_global_scale`, ModelOpt has `weight` and the factor `weight_scale_2`.
+O output and D input features, G groups of a row with 16 columns (NVFP4) or 32 (MXFP4). Modules have codes, uint8 [O, D
+/ 2], with an even column in the low bits of a byte, and `weight_scale` [O, G], which is float8 (e4m3), or exponents
+with a bias of 127. In NVFP4 the whole matrix has another scale. compressed-tensors calls the codes `weight_packed` and
+has the divisor `weight_global_scale`; ModelOpt calls them `weight` and has the factor `weight_scale_2`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32}
 
 
 class PackedMinifloatScheme(QuantizationScheme):
-    """Weights of `kind`. `factor` is the name of the tensor with the scale of a whole matrix, if it has one."""
+    """The scheme of packed weights of this `kind`.
+
+    `factor` names the tensor with the scale of a whole matrix, if any.
+    """
 
     marker_dtypes = frozenset({"U8"})
     companions = frozenset(
@@ -46,7 +49,7 @@ class PackedMinifloatScheme(QuantizationScheme):
         self._factor = factor
 
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
         num_rows, num_bytes = shape_of(module, self.marker)
         return num_rows, 2 * num_bytes
 
@@ -74,7 +77,7 @@ class PackedMinifloatScheme(QuantizationScheme):
         )
 
     def _read_factor(self, module: StoredModule) -> float:
-        """Return the scale of the whole matrix."""
+        """Return the scale of the whole matrix as a factor."""
         if self._factor is None:
             return 1.0
         found = module.shape(self._factor)

@@ -1,4 +1,4 @@
-"""Storage of quantized linear modules: the parts that all formats share.
+"""The base class of the formats in which checkpoints store quantized linear modules.
 
 Shapes: O output features, D input features, G groups of a row.
 """
@@ -20,19 +20,19 @@ SUPPORTED = (
     "compressed-tensors (float-quantized, int-quantized, pack-quantized with 4 and 8 bits, nvfp4-pack-quantized, "
     "mxfp4-pack-quantized)"
 )
-"""The alternatives that an error suggests if a scheme is not supported."""
+"""The alternatives that error messages suggest if a scheme is not supported."""
 
 
 class UnsupportedScheme(ValueError):
-    """Raised for a `quantization_config` that is not supported; the message names what is not."""
+    """Raised for a `quantization_config` that is not supported; the message says what is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModule:
-    """The tensors of one linear module, by the last part of their names.
+    """The tensors of one linear module, by the last component of their names.
 
     `shape` returns None for a tensor that does not exist. `load` reads ranges of a tensor's dimensions; None means the
-    whole dimension. `problem` returns the error for an inconsistent module.
+    whole dimension. `problem` returns the error to raise for an inconsistent module.
     """
 
     name: str
@@ -45,7 +45,7 @@ class StoredModule:
         return self.shape(tensor) is not None
 
     def read(self, tensor: str, expected: tuple[int, ...], *parts: range | None) -> Tensor:
-        """Return part of a tensor that must have the shape `expected`."""
+        """Read part of a tensor, which must have the shape `expected`."""
         found = self.shape(tensor)
         if found != expected:
             stored = "is missing" if found is None else f"has shape {list(found)}"
@@ -65,15 +65,15 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def matrix_shape(self, module: StoredModule) -> tuple[int, int]:
-        """Return O and D."""
+        """Return (O, D)."""
 
     @abstractmethod
     def matrix(self, module: StoredModule, rows: range, columns: range) -> QuantizedMatrix:
-        """Read these rows and columns of the module's matrix, loading no more than they need."""
+        """Read these rows and columns of the module's matrix, and no more of its tensors than they need."""
 
 
 def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
-    """Return the shape of a matrix that must exist."""
+    """Return the shape of a stored matrix, which must exist."""
     found = module.shape(tensor)
     if found is None or len(found) != 2:
         stored = "is missing" if found is None else f"has {len(found)} dimensions, not 2"
@@ -82,12 +82,12 @@ def shape_of(module: StoredModule, tensor: str) -> tuple[int, int]:
 
 
 def covering(part: range, size: int) -> range:
-    """Return the units of `size` elements that contain the elements `part`."""
+    """Return the range of units of `size` elements that contains the elements `part`."""
     return range(part.start // size, -(-part.stop // size))
 
 
 def within(part: range, size: int) -> slice:
-    """Return the position of the elements `part` within `covering(part, size)`."""
+    """Return the range of the elements `part` within the units `covering(part, size)`."""
     start = part.start // size * size
     return slice(part.start - start, part.stop - start)
 
@@ -102,9 +102,9 @@ def unpack_bytes(words: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ColumnGroups:
-    """The groups that the columns `part` of a matrix belong to.
+    """The groups to which the columns `part` of a matrix belong.
 
-    If the part begins or ends within a group, groups of the part are smaller: each stored group becomes several.
+    If the part begins or ends inside a group, the part has smaller groups: each stored group is divided into several.
     """
 
     part: range
@@ -124,7 +124,7 @@ class ColumnGroups:
         return cls(part, stored, size, group_size // size)
 
     def expand(self, x_OG: Tensor) -> Tensor:
-        """Return the stored groups' values, repeated for the groups of the part."""
+        """Return the values of the stored groups, repeated for the groups of the part."""
         if self.repeats == 1:
             return x_OG
         first = (self.part.start - self.stored.start * self.size * self.repeats) // self.size
@@ -135,9 +135,9 @@ class ColumnGroups:
 def groups_of_columns(
     module: StoredModule, tensor: str, num_columns: int, group_size: int
 ) -> Tensor | None:
-    """Return the group of each column, int64 [D], from `tensor`; None if groups are in order.
+    """Return the group of each column, int64 [D], read from `tensor`; None if groups are in order.
 
-    Some quantizers write the tensor without using it, and leave it at -1.
+    Some quantizers write the tensor without using it, and fill it with -1.
     """
     if not module.has(tensor):
         return None
@@ -155,10 +155,10 @@ def groups_of_columns(
 
 
 def in_group_order(matrix: QuantizedMatrix, group_of_column_D: Tensor) -> QuantizedMatrix:
-    """Return the matrix with its columns reordered so that each group's columns are together.
+    """Return the matrix with its columns reordered so that each group's columns are neighbors.
 
-    `matrix` has the scales and zeros of all groups. If its columns are a part with unequal shares of the groups, each
-    column becomes a group.
+    `matrix` has the scales and zeros of all groups. If its columns are only a part, with different numbers of columns
+    per group, each column becomes a group of its own.
     """
     order_D = torch.argsort(group_of_column_D, stable=True)
     groups, counts = torch.unique_consecutive(group_of_column_D[order_D], return_counts=True)

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row of a batch from its logits."""
+"""Choose the next token of every row of a batch from its logits."""
 
 from .choice import choose_greedy, choose_tokens
 from .logprobs import Logprobs, prompt_logprobs

@@ -21,9 +21,9 @@ _ANY = -1
 class BadWordRows:
     """The bad words of a batch, on the device.
 
-    `prefixes_WT` int64 has all tokens of each word but the last, aligned right and padded with `_ANY`; `last_W` has the
-    last ones. `rows_W` and `slots_W` are the row and slot of each word; `tail_rows_B` and `tail_slots_B` are the rows
-    and slots that have any words.
+    `prefixes_WT` int64 has all tokens of each word except the last, aligned right and padded with `_ANY`; `last_W` has
+    the last tokens. `rows_W` and `slots_W` are the row and slot of each word. `tail_rows_B` and `tail_slots_B` are the
+    rows and slots that have any words.
     """
 
     prefixes_WT: torch.Tensor
@@ -38,7 +38,7 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class BadWords:
-    """The last output tokens of each slot, which are compared with the prefixes of its words."""
+    """The last output tokens of each slot, which are compared with the prefixes of the slot's bad words."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class BadWords:
         length = self._tails_NT.shape[1]
         missing = max(len(word) for word in words) - 1 - length
         if missing > 0:
-            # Earlier tokens are not available for a longer tail, but no word of these slots is that long.
+            # A longer tail has no earlier tokens for these slots, but none of their words is that long.
             self._tails_NT = torch.nn.functional.pad(self._tails_NT, (missing, 0), value=_ANY)
             length += missing
         self._tails_NT[slot] = _ANY
@@ -58,7 +58,7 @@ class BadWords:
             self._tails_NT[slot, -len(tail) :] = to_device(tail, self._device)
 
     def rows(self, words_of: Mapping[int, Words], slots_S: Int64Array) -> BadWordRows | None:
-        """Return the words of a batch of slots, or None if there are none."""
+        """Return the bad words of a batch of slots, or None if there are none."""
         tail_rows = [row for row, slot in enumerate(slots_S.tolist()) if slot in words_of]
         if not tail_rows:
             return None

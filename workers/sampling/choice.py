@@ -1,4 +1,4 @@
-"""Choosing the token of each row of logits, in torch.
+"""Choose the token of each row of logits, in torch.
 
 Shapes: S rows of the batch, V vocabulary, R rows of a group.
 """
@@ -27,31 +27,31 @@ NOTHING_ALLOWED: Final = -2
 def choose_tokens(
     logits_SV: torch.Tensor, metadata: SamplingMetadata, positions_S: Int32Array
 ) -> torch.Tensor:
-    """Return the next token of each row, `NOT_A_NUMBER` or `NOTHING_ALLOWED`, as int64 [S].
+    """Return the next token of each row, or `NOT_A_NUMBER` or `NOTHING_ALLOWED`, as int64 [S].
 
     Args:
-        logits_SV: float32.
+        logits_SV: Logits in float32.
         metadata: The sampling features of the rows.
-        positions_S: The number of tokens that each row has so far, which is the index of the one to be chosen.
+        positions_S: The number of tokens that each row has so far, which is the index of the token to be chosen.
     """
     x = BlockedLogits.from_logits(logits_SV)
     return _marked(_choose(x, metadata, positions_S), x)
 
 
 def choose_greedy(logits_SV: torch.Tensor) -> torch.Tensor:
-    """Return the most likely token of each row, like `choose_tokens` with greedy sampling."""
+    """Return the most likely token of each row, as `choose_tokens` does for greedy sampling."""
     x = BlockedLogits.from_logits(logits_SV)
     return _marked(argmax(x), x)
 
 
 def _marked(token_ids: torch.Tensor, x: BlockedLogits) -> torch.Tensor:
-    """Replace, in place, the tokens of rows that cannot be sampled by the reason."""
+    """In rows that cannot be sampled, replace the token by the reason, in place."""
     token_ids.masked_fill_(x.peak_R.isneginf(), NOTHING_ALLOWED)
     return mark_not_numbers(token_ids, x.peak_R)
 
 
 def mark_not_numbers(token_ids: torch.Tensor, peak_R: torch.Tensor) -> torch.Tensor:
-    """Mark, in place, rows with a NaN or infinite logit; their largest logit is NaN or infinite too."""
+    """Mark rows with a NaN or infinite logit, in place. Their largest logit is NaN or infinite too."""
     return token_ids.masked_fill_(peak_R.isnan() | peak_R.isposinf(), NOT_A_NUMBER)
 
 

@@ -1,9 +1,9 @@
 """Exact sampling from rows of logits.
 
-A row's result depends on that row alone, bit for bit, because no floats are added. A token's weight is its probability
-relative to the most likely token in units of 2**-42, as an integer, so the sum of weights does not depend on order,
-device or batch. For the same reason tokens are ranked by an integer key (largest logit first, then lowest token id), so
-that "the k largest" has no ties.
+A row's result depends only on that row, bit for bit, because no floats are added. A token's weight is its probability
+relative to the most likely token, as an integer in units of 2**-42, so the sum of weights does not depend on order,
+device or batch. For the same reason, tokens are ranked by an integer key (largest logit first, then lowest token id),
+so that "the k largest" has no ties.
 
 Shapes: R rows, V vocabulary, N blocks of W neighboring tokens (the vocabulary padded with -inf), D depth, X any number.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 BLOCK_WIDTH: Final = 32
 WEIGHT_SCALE: Final = 2.0**42
-"""Weight of the most likely token. Sums of up to 2**20 weights fit into an int64."""
+"""Weight of the most likely token. The sum of up to 2**20 weights fits into an int64."""
 
 _MAX_INT32: Final = 0x7FFFFFFF
 _LAST_ID: Final = 0xFFFFFFFF
@@ -29,7 +29,10 @@ _TILE_ELEMENTS: Final = 1 << 25
 
 @dataclass(slots=True)
 class BlockedLogits:
-    """Logits in blocks. With `block_max_RN` the largest logits of a row are found without reading all of it again."""
+    """Logits in blocks.
+
+    `block_max_RN` makes it possible to find a row's largest logits without reading all of it again.
+    """
 
     logits_RNW: torch.Tensor
     block_max_RN: torch.Tensor
@@ -58,12 +61,12 @@ class BlockedLogits:
 
     @property
     def tile_rows(self) -> int:
-        """Number of rows to process at once, to fit the CPU's cache or to bound scratch memory on a GPU."""
+        """Number of rows to process at once, which fit into the CPU cache or limit the scratch memory on a GPU."""
         elements = _CPU_TILE_ELEMENTS if self.logits_RNW.is_cpu else _TILE_ELEMENTS
         return max(1, elements // self.row_length)
 
     def rows(self, index_R: torch.Tensor | None) -> BlockedLogits:
-        """Return these rows only; None means all of them."""
+        """Return only these rows; None means all of them."""
         if index_R is None:
             return self
         return BlockedLogits(
@@ -91,14 +94,14 @@ def weights(
 
 
 def weights_below_peak(relative_RX: torch.Tensor) -> torch.Tensor:
-    """Return `weights` of (logit - peak) / temperature, which is overwritten; int64 [R, X]."""
+    """Return `weights`, given (logit - peak) / temperature, which is overwritten; int64 [R, X]."""
     return relative_RX.exp_().mul_(WEIGHT_SCALE).to(torch.int64)
 
 
 def block_weights(
     x: BlockedLogits, inverse_temperature_R: torch.Tensor, floor_R: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return each block's sum of the weights of tokens whose logit reaches the row's floor, int64 [R, N]."""
+    """Return each block's total weight of the tokens whose logit is at least the row's floor, int64 [R, N]."""
     num_rows = len(x.logits_RNW)
     tile_rows = x.tile_rows
     scratch = torch.empty_like(x.logits_RNW[:tile_rows])
@@ -128,7 +131,7 @@ def num_above(x: BlockedLogits, threshold_R: torch.Tensor) -> torch.Tensor:
     for start in range(0, len(counts_R), tile_rows):
         tile = slice(start, start + tile_rows)
         logits = x.logits_RNW[tile]
-        # Counted as floats, which is exact up to 2**24 and several times as fast as counting booleans.
+        # Count in floats, which is exact up to 2**24 and several times as fast as counting booleans.
         torch.gt(logits, threshold_R[tile, None, None], out=is_above[: len(logits)])
         torch.sum(is_above[: len(logits)], (1, 2), out=counts_R[tile])
     return counts_R.to(torch.int64)
@@ -155,13 +158,13 @@ def draw(
 
 
 def random_target(uniform_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
-    """Return a uniform integer in [0, total), int64 [R]."""
-    # The product of a number just below one may round up to the total.
+    """Map uniform numbers in [0, 1) to integers in [0, total), int64 [R]."""
+    # For a number just below one, the product may round up to the total.
     return torch.minimum((uniform_R * total_R).to(torch.int64), total_R - 1)
 
 
 def share(total_R: torch.Tensor, share_R: torch.Tensor) -> torch.Tensor:
-    """Return the least weight that is this share of the total, and at most the total, int64 [R]."""
+    """Return the smallest weight that is at least this share of the total, and at most the total, int64 [R]."""
     return torch.minimum((total_R * share_R).ceil().to(torch.int64), total_R)
 
 
@@ -174,7 +177,7 @@ def first_above(cumulative_RX: torch.Tensor, target_R: torch.Tensor) -> torch.Te
 
 def rank_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return int64 keys that order tokens by logit, then by lower id. All keys of a row differ."""
-    # Adding zero turns negative zero into zero; as logits they are equal.
+    # Adding zero turns negative zero into zero, which equals it as a logit.
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits >> 31).bitwise_and_(_MAX_INT32).bitwise_xor_(bits)
     return ordered.to(torch.int64).bitwise_left_shift_(32).add_(_LAST_ID).sub_(ids)
@@ -205,9 +208,9 @@ def largest_keys(x: BlockedLogits, depth: int) -> torch.Tensor:
 
 
 def sort_keys(keys_RV: torch.Tensor) -> torch.Tensor:
-    """Return the keys in descending order; on the CPU the argument is overwritten."""
+    """Return the keys in descending order. On the CPU, the argument is overwritten."""
     if not keys_RV.is_cpu:
         return keys_RV.sort(1, descending=True).values
-    # numpy sorts values alone with vector instructions, about ten times as fast as a sort that tracks indices.
+    # numpy sorts plain values with vector instructions, about ten times as fast as a sort that tracks indices.
     keys_RV.numpy().sort(axis=1)
     return keys_RV.flip(1)

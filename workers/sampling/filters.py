@@ -27,10 +27,10 @@ from .distribution import (
 
 @dataclass(slots=True)
 class Filters:
-    """Sampling parameters of some rows, on the device.
+    """The sampling parameters of some rows, on the device.
 
     `top_k_R` int64 is the vocabulary size for rows without top-k. `top_p_R` is float64. `min_p_margin_R` float32 is
-    temperature * log(min_p), how far below the peak a logit may be; None if no row has min-p.
+    temperature * log(min_p), that is, how far below the peak a logit may be; None if no row has min-p.
     """
 
     inverse_temperature_R: torch.Tensor
@@ -60,20 +60,20 @@ def sample_unfiltered(x: BlockedLogits, filters: Filters, uniform_R: torch.Tenso
 def sample_top_k(
     x: BlockedLogits, filters: Filters, depth: int, uniform_R: torch.Tensor
 ) -> torch.Tensor:
-    """Sample rows whose top-k is at most `depth`; they may have a top-p too. Return int64 [R]."""
+    """Sample rows whose top-k is at most `depth`, and which may have a top-p as well. Return int64 [R]."""
     prefix = _Prefix.from_logits(x, filters, depth)
-    # top-p keeps a share of the total that top-k and min-p leave.
+    # top-p applies to the total weight that top-k and min-p leave.
     return prefix.sample(prefix.within(prefix.total(), filters.top_p_R), uniform_R)
 
 
 def sample_top_p(
     x: BlockedLogits, filters: Filters, depth: int, uniform_R: torch.Tensor
 ) -> torch.Tensor:
-    """Sample rows with a top-p and no top-k, int64 [R]. Most nuclei fit into `depth` tokens."""
+    """Sample rows with a top-p and no top-k, int64 [R]. Most nuclei contain at most `depth` tokens."""
     sums_RN = block_weights(x, filters.inverse_temperature_R, filters.floor(x.peak_R))
     total_R = sums_RN.sum(1)
     if not x.logits_RNW.is_cpu:
-        # Checking on the host which nuclei are wide would stall the device's queue.
+        # Checking on the host which nuclei are wider would stall the device's queue.
         return _sample_nucleus(x, filters, total_R, x.row_length, uniform_R)[0]
     tokens_R, is_whole_R = _sample_nucleus(x, filters, total_R, depth, uniform_R)
     wide = (~is_whole_R).nonzero().squeeze(1)
@@ -91,7 +91,7 @@ def _sample_nucleus(
     depth: int,
     uniform_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens, int64 [R], and whether each row's nucleus fits into the depth, bool [R]."""
+    """Return tokens, int64 [R], and whether each row's nucleus has at most `depth` tokens, bool [R]."""
     prefix = _Prefix.from_logits(x, filters, depth)
     is_whole_R = prefix.cumulative_RD[:, -1] >= share(total_R, filters.top_p_R)
     tokens_R = prefix.sample(prefix.within(total_R, filters.top_p_R), uniform_R)
@@ -100,7 +100,7 @@ def _sample_nucleus(
 
 @dataclass(slots=True)
 class _Prefix:
-    """The largest tokens of each row; top-k and min-p keep the first `length_R` of them."""
+    """The largest tokens of each row, of which top-k and min-p keep the first `length_R`."""
 
     ids_RD: torch.Tensor
     cumulative_RD: torch.Tensor

@@ -1,8 +1,8 @@
 """The changes to the logits of one batch, as tensors.
 
-They are computed with the batch's `SamplingMetadata` and used as long as it is.
+They are computed together with the batch's `SamplingMetadata`, and used as long as that is.
 
-Shapes: S rows of the batch, V vocabulary; R, P, B, E: rows with a certain feature (E: entries of a row and a token).
+Shapes: S rows of the batch, V vocabulary; R, P, B, E: rows with a certain feature (E: entries, pairs of row and token).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .typical import TypicalRows
 
 @dataclass(slots=True)
 class LimitedRows:
-    """Rows restricted to certain tokens: `limits` float32[R, V] is -inf for all others."""
+    """Rows that may sample only certain tokens. `limits` float32 [R, V] is inf for these, and -inf for all others."""
 
     rows: torch.Tensor
     limits: torch.Tensor
@@ -35,7 +35,7 @@ class LimitedRows:
 
 @dataclass(slots=True)
 class EndTokens:
-    """Tokens that must not end a row before its length reaches `min_lengths`. Index arrays are flat [S, V]."""
+    """Tokens that must not end a row before it has `min_lengths_E` tokens. `index_E` are flat indices into [S, V]."""
 
     rows_E: Int64Array
     min_lengths_E: Int64Array
@@ -44,7 +44,7 @@ class EndTokens:
 
 @dataclass(slots=True)
 class LogitBias:
-    """`values_E` is added at the flat [S, V] positions `index_E`."""
+    """Biases `values_E`, to be added at the flat indices `index_E` into [S, V]."""
 
     index_E: torch.Tensor
     values_E: torch.Tensor
@@ -52,7 +52,7 @@ class LogitBias:
 
 @dataclass(slots=True)
 class LogitChanges:
-    """The changes of a batch; None means that no row needs the change."""
+    """All changes of a batch's logits; None means that no row needs the change."""
 
     allowed: LimitedRows | None
     bad_words: BadWordRows | None

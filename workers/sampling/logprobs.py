@@ -28,7 +28,7 @@ from .distribution import (
 class Logprobs:
     """Log-probabilities: `token_ids` int32 [R, K + 1] (the chosen token first), `logprobs` float32 [R, K + 1].
 
-    `ranks` int32[R] is 1 + the number of tokens more likely than the chosen one.
+    `ranks` int32 [R] is 1 plus the number of tokens more likely than the chosen one.
     """
 
     token_ids: AnyArray
@@ -36,14 +36,14 @@ class Logprobs:
     ranks: AnyArray
 
     def fetch(self, download: Download) -> Logprobs:
-        """Start a download and return the arrays in host memory, which are valid once it has arrived."""
+        """Start a download. Return the arrays in host memory, which are valid once the download has arrived."""
         tensors = (self.token_ids, self.logprobs, self.ranks)
         return Logprobs(*(download.copy(tensor) for tensor in tensors))
 
     def rows(
         self, slots: list[int], counts: list[int], lengths: list[int] | None = None
     ) -> list[RowLogprobs]:
-        """Return one message for each slot, of one or of `lengths[i]` rows, with `counts[i]` alternatives."""
+        """Return one message per slot. It has one row, or `lengths[i]` rows, and `counts[i]` alternatives."""
         token_ids, logprobs, ranks = (
             on_host(array) for array in (self.token_ids, self.logprobs, self.ranks)
         )
@@ -65,7 +65,7 @@ class Logprobs:
 def compute_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_alternatives: int
 ) -> Logprobs:
-    """Return the log-softmax of raw float32 logits at `chosen_R` int64 and at the most likely tokens.
+    """Return log-probabilities from raw float32 logits, for the tokens `chosen_R` int64 and the most likely tokens.
 
     A row of NaNs gets -inf everywhere.
     """

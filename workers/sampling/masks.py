@@ -20,12 +20,12 @@ _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, b
 
 @cache
 def _limits_of_byte(device: torch.device) -> torch.Tensor:
-    """Return the limits of the eight tokens of each byte value, float32 [256, 8]."""
+    """Return the limits of the eight tokens for each byte value, float32 [256, 8]."""
     return to_device(np.where(_BITS_OF_BYTE, np.inf, -np.inf).astype(np.float32), device)
 
 
 def pack_bitmask(token_ids: Iterable[int], vocab_size: int) -> Int32Array:
-    """Return int32 [ceil(vocab_size / 32)] with the bits of these tokens set."""
+    """Return a bitmask, int32 [ceil(vocab_size / 32)], in which the bits of these tokens are set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[np.fromiter(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -45,7 +45,7 @@ def token_limits(bitmask_GK: Int32Array, vocab_size: int, device: torch.device) 
 
 
 def limit(logits_SV: torch.Tensor, rows_G: torch.Tensor, limits_GV: torch.Tensor) -> None:
-    """Apply the limits of these rows, given in batch order, in place."""
+    """Apply the limits to these rows, which are in batch order, in place."""
     if len(rows_G) == len(logits_SV):
         torch.minimum(logits_SV, limits_GV, out=logits_SV)
     else:

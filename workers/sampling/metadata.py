@@ -23,7 +23,7 @@ from .filters import Filters
 from .state import SamplingState
 
 _NUCLEUS_DEPTH = 64
-"""Number of most likely tokens that are examined before a nucleus counts as wide."""
+"""Number of most likely tokens in which a nucleus is searched first; wider nuclei take a slower path."""
 
 
 class Method(Enum):
@@ -37,7 +37,7 @@ class Method(Enum):
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows whose tokens are chosen by the same method. `rows` is None if they are the whole batch."""
+    """Rows whose tokens are chosen by the same method. `rows` is None if the group is the whole batch."""
 
     method: Method
     rows: torch.Tensor | None
@@ -47,7 +47,7 @@ class RowGroup:
 
 @dataclass(slots=True)
 class RowParameters:
-    """Parameters of each row, on the device, for a kernel that samples all rows; see `SamplingState`."""
+    """The parameters of each row, on the device, for a kernel that samples all rows; see `SamplingState`."""
 
     is_greedy_S: torch.Tensor
     inverse_temperature_S: torch.Tensor
@@ -59,7 +59,7 @@ class RowParameters:
 
 @dataclass
 class LogprobRows:
-    """The rows that report log-probabilities, with their slots and numbers of alternatives.
+    """The rows for which log-probabilities are reported, with their slots and numbers of alternatives.
 
     `host_rows` is None if they are the whole batch.
     """
@@ -75,7 +75,7 @@ class LogprobRows:
         return None if self.host_rows is None else _to_device(self.host_rows, self.state)
 
     def raw_logits(self, logits_SV: torch.Tensor, will_change: bool) -> torch.Tensor:
-        """Return the rows' logits as the model computed them; a copy if `logits_SV` will be changed in place."""
+        """Return the rows' logits as the model computed them, copied if `logits_SV` will be changed in place."""
         if self.rows is not None:
             return logits_SV[self.rows]
         return logits_SV.clone() if will_change else logits_SV
@@ -106,12 +106,12 @@ class SamplingMetadata:
 
     @cached_property
     def groups(self) -> list[RowGroup]:
-        """The rows by sampling method, for `choose_tokens`."""
+        """The rows, grouped by sampling method."""
         return _row_groups(self.state, self.slots_S)
 
     @cached_property
     def parameters(self) -> RowParameters:
-        """The parameters of each row."""
+        """The parameters of each row, on the device."""
         state, slots_S = self.state, self.slots_S
         columns = (
             state.is_greedy,
@@ -130,11 +130,11 @@ class SamplingMetadata:
 
     @property
     def is_current(self) -> bool:
-        """True if no slot has changed since this was gathered."""
+        """True if no slot has changed since the features were gathered."""
         return self.version == self.state.version
 
     def describes(self, slots_S: Int32Array) -> bool:
-        """Return whether this is current and describes these slots."""
+        """Return whether the features are current and belong to these slots."""
         return self.is_current and np.array_equal(self.slots_S, slots_S)
 
 

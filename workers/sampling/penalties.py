@@ -1,7 +1,6 @@
 """Repetition, presence and frequency penalties.
 
-Penalties apply only to tokens that a row contains, so each row stores its tokens instead of counts for the whole
-vocabulary.
+They apply only to tokens that a row contains. So each row stores its tokens instead of counts for the whole vocabulary.
 
 Shapes: N slots, L entries in a slot, P rows with penalties, S rows of the batch, V vocabulary.
 """
@@ -22,7 +21,10 @@ _INITIAL_ENTRIES = 512
 
 @dataclass(slots=True)
 class PenaltyRows:
-    """The rows of a batch with penalties, on the device except `host_slots_P`. Strengths are float32 [P, 1]."""
+    """The rows of a batch that have penalties.
+
+    All but `host_slots_P` is on the device. Strengths are float32 [P, 1].
+    """
 
     host_slots_P: Int64Array
     rows_P: torch.Tensor
@@ -47,7 +49,7 @@ class SeenTokens:
     def add_slot(
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        """Set a slot's tokens, of which there must be at least one."""
+        """Set a slot's tokens, at least one."""
         tokens = np.concatenate([prompt_token_ids, output_token_ids])
         in_output = np.arange(len(tokens)) >= len(prompt_token_ids)
         ids, entry = np.unique(tokens, return_inverse=True)

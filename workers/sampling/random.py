@@ -1,7 +1,7 @@
 """Counter-based random numbers, a pure function of seed, position and stream.
 
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
-Nothing is stored between draws, so a token's noise does not depend on the batch, the slot or a restart.
+The generator is Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC
+2011). Nothing is stored between draws, so a token's noise does not depend on the batch, the slot or a restart.
 
 Shapes: S draws.
 """
@@ -28,7 +28,7 @@ _32: Final = np.uint64(32)
 
 
 class Stream(IntEnum):
-    """Independent sequences of the same seed, one for each purpose."""
+    """Independent random sequences for the same seed, one per purpose."""
 
     TOKEN = 0
 

@@ -28,7 +28,7 @@ _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class Grammar(NamedTuple):
-    """Bitmasks, int32 [N, ceil(V / 32)], of the tokens that G slots may sample next, and after each of their drafts."""
+    """Bitmasks, int32 [N, ceil(V / 32)], for G slots with a grammar: the tokens allowed next, and after each draft."""
 
     slots_G: Int32Array
     first_rows_G: Int64Array
@@ -42,10 +42,10 @@ _NOTHING_ALLOWED_MESSAGE: Final = (
 
 
 class SamplerOutput:
-    """The result of sampling a batch; the tokens, int64 [S], may still be on the device.
+    """The result of sampling a batch. The tokens, int64 [S], may still be on the device.
 
-    `token_ids` has token 0 for rows that could not be sampled, because their logits had NaNs or nothing was allowed.
-    The other results are copied to the host on first use. With `num_sampled_S`, each row has that many tokens.
+    `token_ids` has token 0 for rows that could not be sampled, because their logits had NaNs or no token was allowed.
+    The other results are copied to the host on first use. If `num_sampled_S` is given, each row has that many tokens.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SamplerOutput:
 
     @property
     def raw_token_ids(self) -> AnyArray:
-        """Tokens, or marks of rows that could not be sampled, int64 [S]."""
+        """Tokens, or marks for rows that could not be sampled, int64 [S]."""
         return self._chosen_S
 
     @property
@@ -72,11 +72,11 @@ class SamplerOutput:
 
     @cached_property
     def token_ids(self) -> AnyArray:
-        """Tokens, int64 [S] on the device, or an array of numpy."""
+        """Tokens, int64 [S], on the device or as a numpy array."""
         return self._chosen_S.clip(0)
 
     def fetch(self, download: Download) -> None:
-        """Start copying the results to the host. The properties must not be read before the download has arrived."""
+        """Start to copy the results to the host. The properties must not be read before the download has arrived."""
         self._chosen_S = download.copy(self._chosen_S)
         if self._logprobs is not None:
             self._logprobs = self._logprobs.fetch(download)
@@ -104,12 +104,12 @@ class SamplerOutput:
 
     @property
     def failed_slots(self) -> list[tuple[int, str]]:
-        """Slots whose constraints allowed no token, with the reason."""
+        """Pairs (slot, reason) for slots whose constraints allowed no token."""
         slots = self._slots_with(NOTHING_ALLOWED).tolist()
         return [(slot, _NOTHING_ALLOWED_MESSAGE) for slot in slots]
 
     def _slots_with(self, mark: int) -> Int64Array:
-        """Return the slots that have this mark instead of a token."""
+        """Return the slots that have this mark in place of a token."""
         slots_S = self._metadata.slots_S
         if self._num_sampled_S is not None:
             slots_S = np.repeat(slots_S, self._num_sampled_S)
@@ -136,8 +136,8 @@ class SamplerOutput:
 class Sampler(ABC):
     """Samples tokens for the requests in its slots.
 
-    Parameters are validated before they get here, so sampling raises no error for them. A row that cannot be sampled is
-    reported without affecting others.
+    Parameters have been validated before, so sampling raises no error for them. A row that cannot be sampled is
+    reported, and does not affect other rows.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | HostDevice) -> None:
@@ -152,7 +152,7 @@ class Sampler(ABC):
         eos_token_ids: tuple[int, ...],
         output_token_ids: Int32Array = _NO_TOKENS,
     ) -> None:
-        """Add a request to a slot; `output_token_ids` were sampled before it was preempted."""
+        """Add a request to a slot. `output_token_ids` were sampled before it was preempted."""
         self._state.add_request(slot, params, prompt_token_ids, eos_token_ids, output_token_ids)
         if self._state.changes_logits[slot]:
             self._prepare(slot, prompt_token_ids, output_token_ids)
@@ -161,14 +161,14 @@ class Sampler(ABC):
     def _prepare(
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        """Prepare a slot whose request changes its logits."""
+        """Prepare a slot whose request needs changes of its logits."""
 
     def remove_request(self, slot: int) -> None:
         """Free a slot."""
         self._state.remove_request(slot)
 
     def describe(self, slots_S: Int32Array) -> SamplingMetadata:
-        """Return the sampling features of a batch's rows; the same object until one of its slots changes."""
+        """Return the sampling features of a batch's rows: the same object until one of its slots changes."""
         if not self._metadata.describes(slots_S):
             self._metadata = SamplingMetadata.from_state(self._state, slots_S.astype(np.int64))
         return self._metadata
@@ -184,8 +184,8 @@ class Sampler(ABC):
         """Sample one token for each row.
 
         Args:
-            logits_SV: float32 on the device, overwritten.
+            logits_SV: float32 on the device; overwritten.
             slots_S: Distinct slots.
-            positions_S: The number of tokens that each row has so far, which is the index of the one to be sampled.
-            grammar: Allowed tokens of some of the slots.
+            positions_S: The number of tokens that each row has so far, which is the index of the token to be sampled.
+            grammar: The allowed tokens of some of the slots.
         """

@@ -1,6 +1,6 @@
-"""Sampling parameters of every slot, as a struct of arrays on the host.
+"""The sampling parameters of every slot, as a struct of arrays on the host.
 
-The arrays are indexed by slot and change only when a request is added or removed. Unused features cost nothing: bad
+The arrays are indexed by slot, and change only when a request is added or removed. Unused features cost nothing: bad
 words, biases and masks are stored only for the slots that have them.
 """
 
@@ -19,11 +19,11 @@ from ..dtypes import HostDevice
 from .masks import pack_bitmask
 
 GREEDY_TEMPERATURE: Final = 1e-5
-"""Below this temperature only the most likely token has a nonzero weight, so sampling is greedy."""
+"""Temperature below which only the most likely token has a nonzero weight, so that sampling is greedy."""
 
 
 class TranscriptState:
-    """The rules of a transcript, with their token ids as int32 arrays."""
+    """The rules of a transcript, with token ids as int32 arrays."""
 
     def __init__(self, rules: TranscriptRules) -> None:
         self.rules = rules
@@ -32,7 +32,7 @@ class TranscriptState:
 
 
 class SamplingState:
-    """Parameters by slot. `version` changes with every slot; `device` is the device of the logits."""
+    """Sampling parameters by slot. `version` changes with every slot; `device` is the device of the logits."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | HostDevice) -> None:
         self.vocab_size = vocab_size
@@ -67,10 +67,10 @@ class SamplingState:
         eos_token_ids: tuple[int, ...],
         output_token_ids: Int32Array,
     ) -> None:
-        """Add a request to a slot. `params` are validated; `output_token_ids` were sampled before."""
+        """Add a request to a slot. `params` have been validated; `output_token_ids` were sampled before."""
         self.remove_request(slot)
-        # A top-k or top-p that leaves one token is greedy, which costs less. A typical_p that leaves one token is not:
-        # it may not be the most likely one.
+        # A top-k or top-p that leaves one token is greedy, which costs less. A typical_p that leaves one token is not,
+        # because it may not be the most likely one.
         leaves_one = params.top_k == 1 or params.top_p == 0
         is_greedy = params.temperature < GREEDY_TEMPERATURE or (
             leaves_one and params.typical_p == 1
@@ -130,7 +130,7 @@ class SamplingState:
         )
 
     def remove_request(self, slot: int) -> None:
-        """Free a slot; does nothing if it is free already."""
+        """Free a slot. Does nothing if it is free already."""
         self.version += 1
         self.changes_logits[slot] = False
         self.has_penalties[slot] = False

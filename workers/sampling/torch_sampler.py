@@ -28,7 +28,10 @@ ChooseTokens = Callable[[torch.Tensor, SamplingMetadata, Int32Array], torch.Tens
 
 
 class TorchSampler(Sampler):
-    """Samples with torch and stores the sampled tokens on the device. `choose` computes the same as `choose_tokens`."""
+    """Samples with torch, and stores the sampled tokens on the device.
+
+    `choose` must compute the same as `choose_tokens`.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class TorchSampler(Sampler):
         will_change = metadata.changes_logits or grammar is not None
         wanted = metadata.logprobs
         raw_logits_RV = None if wanted is None else wanted.raw_logits(logits_SV, will_change)
-        # Checked before masking, which could hide a NaN.
+        # Check before masking, which could hide a NaN.
         raw_peak_S = logits_SV.amax(1) if will_change else None
         changes = self._changes_for(metadata) if metadata.changes_logits else None
         if changes is not None:

@@ -1,8 +1,8 @@
-"""The rules of transcripts: suppressed tokens, and timestamps in pairs and in the order of time.
+"""The rules of speech transcripts: suppressed tokens, and timestamps that come in pairs and in the order of time.
 
-They are those of Whisper (arXiv 2212.04356). A row's changes depend on its own output and logits only.
+The rules are Whisper's (arXiv 2212.04356). A row's changes depend only on its own output and logits.
 
-Shapes: N slots, R rows with rules, S rows of the batch, V vocabulary; E entries of a row and a token.
+Shapes: N slots, R rows with rules, S rows of the batch, V vocabulary; E entries, pairs of row and token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NONE: Final = -1
 
 @dataclass(slots=True)
 class TranscriptRows:
-    """The rules of a batch, on the device, int64. Index arrays are flat [S, V].
+    """The rules of a batch, on the device, int64. Index arrays are flat indices into [S, V].
 
-    `begin_rows_E` are the rows, among those with rules, of `begin_index_E`. Without timestamps, `first_timestamp_R` is
-    V + 1. A first timestamp is at most `last_initial_R`.
+    `begin_rows_E` are the rows, among those with rules, that `begin_index_E` belong to. Without timestamps,
+    `first_timestamp_R` is V + 1. The first timestamp of a row must be at most `last_initial_R`.
     """
 
     rows_R: torch.Tensor
@@ -41,12 +41,12 @@ class TranscriptRows:
 
 
 class Transcripts:
-    """The last two tokens of each slot's output, and its last timestamp."""
+    """The last two output tokens of each slot, and its last timestamp."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        # The last token, the one before it, and the last timestamp.
+        # Per slot: the last token, the one before it, and the last timestamp.
         self._seen_3N = torch.full((3, num_slots), _NONE, dtype=torch.int64, device=device)
 
     def add_slot(
@@ -118,7 +118,7 @@ class Transcripts:
         forbidden_RV = ids_V == first_R[:, None] - 1
         forbidden_RV |= is_time_RV & ends_in_pair_R[:, None]
         forbidden_RV |= (ids_V < rows.end_token_R[:, None]) & is_open_R[:, None]
-        # Without a timestamp so far, no timestamp is below the lowest one.
+        # If there was no timestamp yet, no timestamp is below the lowest one.
         lowest_R = highest_R + (~is_open_R).long()
         forbidden_RV |= is_time_RV & (ids_V < lowest_R[:, None])
         is_outside_RV = ~is_time_RV | (ids_V > rows.last_initial_R[:, None])
@@ -132,7 +132,7 @@ class Transcripts:
         logits_SV[rows.rows_R] = logits_RV
 
     def append_sampled(self, rows: TranscriptRows, token_ids_S: torch.Tensor) -> None:
-        """Add the sampled tokens of a batch to the outputs of its rows."""
+        """Append the sampled tokens of a batch to the outputs of its rows."""
         token_ids_R = token_ids_S[rows.rows_R].to(torch.int64)
         last_R, _, highest_R = self._seen_3N[:, rows.slots_R]
         is_time_R = token_ids_R >= rows.first_timestamp_R

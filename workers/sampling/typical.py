@@ -1,8 +1,8 @@
-"""Locally typical sampling: tokens that are about as surprising as the model expects its next token to be.
+"""Locally typical sampling, which keeps tokens that are about as surprising as the model expects the next one to be.
 
 Meister et al., "Locally Typical Sampling" (TACL 2023). A token's surprise is -log p, and the expected surprise is the
-entropy. Tokens are ranked by how far their surprise is from the entropy, and the closest ones that together hold the
-share `typical_p` are kept. All tokens that are as close as the last of them are kept too, so ties need no rule.
+entropy. Tokens are ranked by the distance of their surprise from the entropy. The closest ones that together have the
+share `typical_p` are kept, with all tokens that are as close as the last of them, so ties need no rule.
 
 With x = (logit - peak) / temperature, the surprise of a token minus the entropy is E[x] - x, so no logarithm of a sum
 is needed. E[x] is a quotient of two integer sums, which do not depend on order, device or batch.
@@ -27,11 +27,11 @@ from .distribution import (
 )
 
 NO_WEIGHT_BELOW: Final = -30.0
-"""Tokens with an x below this have weight 0, since exp(-30) < 2**-42. This bounds the product of x and weight."""
+"""Value of x below which a token has weight 0, since exp(-30) < 2**-42. It limits the product of x and weight."""
 
 _CPU_TILE_ELEMENTS: Final = 1 << 17
 _TILE_ELEMENTS: Final = 1 << 22
-"""Elements that are ranked at once, which limits scratch memory on a GPU to about 200 MB."""
+"""Number of elements that are ranked at once, which limits scratch memory on a GPU to about 200 MB."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class TypicalRows:
 def mask_atypical(logits_SV: torch.Tensor, typical: TypicalRows) -> None:
     """Set the logits of all tokens outside of a row's typical set to -inf, in place.
 
-    A row without a finite largest logit cannot be sampled and may be left as it is.
+    A row whose largest logit is not finite cannot be sampled, and may be left as it is.
     """
     elements = _CPU_TILE_ELEMENTS if logits_SV.is_cpu else _TILE_ELEMENTS
     tile_rows = max(1, elements // logits_SV.shape[1])
@@ -70,7 +70,7 @@ def _is_atypical(
     depth_RV = x_RV.clamp(min=NO_WEIGHT_BELOW).neg_().mul_(weight_RV.to(torch.float32))
     mean_R = -(depth_RV.to(torch.int64).sum(1).double() / total_R.double()).to(torch.float32)
     distance_RV = x_RV.sub_(mean_R[:, None]).abs_()
-    # The largest key is that of the token closest to the entropy.
+    # The largest key belongs to the token closest to the entropy.
     ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     negated_RV, ids_RV = split_keys(sort_keys(rank_keys(-distance_RV, ids_V)))
     # A row of NaNs has no meaningful keys, but its ids must be valid.

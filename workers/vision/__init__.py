@@ -1,1 +1,1 @@
-"""Encoders of images."""
+"""Encoders of images, whose outputs replace the embeddings of tokens."""

@@ -1,4 +1,4 @@
-"""Embeddings of an image from those of its tiles.
+"""Compute the embeddings of an image from the embeddings of its tiles.
 
 Shapes: T tiles, P patches of a tile, D hidden size of the decoder, K embeddings.
 """
@@ -16,14 +16,14 @@ from ...protocol.messages import ImagePayload
 def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles: int) -> Tensor:
     """Return the embeddings [K, D] of the whole image, then of the rows of the grid without its margins.
 
-    Each row of the grid, and an image without one, ends with `newline_D`.
+    `newline_D` is appended to each row of the grid, and to an image without a grid.
     """
     newline_1D = newline_D[None].to(x_TPD.dtype)
     if not image.grid_columns:
         return torch.cat((x_TPD[0], newline_1D))
     num_patches, columns = round(x_TPD.shape[1] ** 0.5), image.grid_columns
     tiles = x_TPD[1:].unflatten(0, (-1, columns)).unflatten(2, (num_patches, num_patches))
-    # To rows, columns and elements of the whole grid.
+    # Reshape to [rows, columns, elements] of the whole grid.
     x = tiles.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
     original = image.original_width, image.original_height
     grid = anyres_grid(original, (columns, len(tiles)), num_patches, max_tiles)
@@ -36,7 +36,7 @@ def join_tiles(x_TPD: Tensor, newline_D: Tensor, image: ImagePayload, max_tiles:
 
 
 def reduce_frame(x_PD: Tensor) -> Tensor:
-    """Return the embeddings of a frame of a video, interpolated to half as many rows and columns, rounded up."""
+    """Return the embeddings of a video frame, interpolated to half as many rows and columns, rounded up."""
     side = round(len(x_PD) ** 0.5)
     half = -(-side // 2)
     x = x_PD.unflatten(0, (side, side)).permute(2, 0, 1)[None]

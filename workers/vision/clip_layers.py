@@ -1,4 +1,4 @@
-"""Reads the layers of CLIP and of towers like it."""
+"""Read the layers of CLIP and similar towers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _QK_NORM_EPS = 1e-6
 
 
 def layers_spec(spec: VisionSpec) -> LayersSpec:
-    """Return the layers of a tower, as far as features need them."""
+    """Return the layers of a tower that are needed to compute its features."""
     rotary: PatchRotary | None = None
     if spec.rope_theta:
         rotary = PatchRotary(

@@ -1,7 +1,7 @@
 """A vision tower that reads images of any size, and frames of videos.
 
-Shapes: P patches of an image, D hidden size of the tower, K output rows, M patches of one output, H heads,
-C cells, each of which is a square of patches that becomes one output.
+Shapes: P patches of an image, D hidden size of the tower, K output rows, M patches of one output, H heads, C cells. A
+cell is a square of patches that becomes one output.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _WARM_UP_OUTPUTS = 16
 
 
 class _WindowOrder(NamedTuple):
-    """The order of cells in which windows follow one another, int64 [C], and the windows."""
+    """The order of cells, int64 [C], in which each window is contiguous, and the windows."""
 
     order_C: Tensor
     windows: Windows
 
 
 class GridTower:
-    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
-    It computes one image at a time, so its numbers do not depend on other images.
+    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -92,10 +92,10 @@ class GridTower:
         }
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the outputs [K, elements] in the data of an encoder input, or those for the image there.
+        """Return the outputs [K, elements] of the image in an encoder input, or those that it contains itself.
 
         Raises:
-            EngineError: There is neither, which a correct frontend never sends.
+            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
         """
         size = self.spec.output_size * (1 + len(self.spec.deepstack_layers))
         given = read_image_input(data, size, self.spec.frames_per_patch, self._device, self._dtype)
@@ -106,7 +106,7 @@ class GridTower:
         """Return the outputs [K, elements] of an image: an embedding, then its parts for the decoder's first layers.
 
         Raises:
-            EngineError: The image has a size that the tower does not read.
+            EngineError: The tower cannot read images of this size.
         """
         unit, most = self.spec.unit, self.spec.frames_per_patch
         if image.width % unit or image.height % unit or not 0 < image.num_frames <= most:
@@ -161,7 +161,7 @@ class GridTower:
         return cells.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(-1, 3 * len(frames) * size**2)
 
     def _places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return the row and the column of each patch, cell by cell, int64 [P]."""
+        """Return the row and the column of each patch, in the order of cells, int64 [P, 2]."""
         merge = self.spec.merge_size
         row = torch.arange(rows * merge, device=self._device).view(rows, 1, merge, 1)
         column = torch.arange(columns * merge, device=self._device).view(1, columns, 1, merge)
@@ -169,7 +169,7 @@ class GridTower:
         return row.expand(shape).flatten(), column.expand(shape).flatten()
 
     def _interpolated(self, row_P: Tensor, column_P: Tensor, height: int, width: int) -> Tensor:
-        """Return the learned position of each patch [P, D]."""
+        """Return the learned position of each patch [P, D], interpolated from the table."""
         assert self._positions is not None
         side = self.spec.position_side
         if self.spec.interpolation == "antialiased":
@@ -177,7 +177,7 @@ class GridTower:
             resized = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
             return resized[0, :, row_P, column_P].T.to(self._dtype)
         if self.spec.interpolation != "corners":
-            # From -1 to 1.
+            # Coordinates are from -1 to 1.
             places = [
                 (2 * at_P + 1) / length - 1 for at_P, length in ((column_P, width), (row_P, height))
             ]
@@ -206,7 +206,7 @@ class GridTower:
         return torch.stack(corners, 1).sum(1).to(self._dtype)
 
     def _window_order(self, rows: int, columns: int) -> _WindowOrder:
-        """Return the windows of a grid of cells. Those at the right and at the bottom may be smaller."""
+        """Return the windows of a grid of cells. Windows at the right and at the bottom may be smaller."""
         side = self.spec.window_size // self.spec.unit
         cells = torch.arange(rows * columns).view(rows, columns)
         windows = [
@@ -214,7 +214,7 @@ class GridTower:
             for row in range(0, rows, side)
             for column in range(0, columns, side)
         ]
-        # Those of one size follow one another, so that they are computed at once.
+        # Put windows of the same size next to each other, so that they are computed together.
         windows.sort(key=len, reverse=True)
         sizes = [len(window) for window in windows]
         groups = [
@@ -224,7 +224,7 @@ class GridTower:
 
 
 def _reordered(x: Tensor, order_C: Tensor) -> Tensor:
-    """Return rows, one for each patch, in another order of their cells."""
+    """Return rows, one per patch, in another order of their cells."""
     return x.unflatten(0, (len(order_C), -1))[order_C].flatten(0, 1)
 
 
@@ -232,7 +232,7 @@ def _layers_spec(spec: GridVisionSpec) -> LayersSpec:
     head_dim = spec.hidden_size // spec.num_heads
     rotary: PatchRotary | None = None
     if spec.rotary is not None:
-        # In float32, as transformers does it.
+        # Compute in float32, as transformers does.
         rotary = PatchRotary(spec.rotary, spec.rope_theta, head_dim, in_float32=True)
     return LayersSpec(
         hidden_size=spec.hidden_size,
@@ -288,7 +288,7 @@ def _read_layer(spec: GridVisionSpec, tensors: VisionWeights, prefix: str) -> La
 
 
 def _with_own_keys(spec: GridVisionSpec, qkv: Linear) -> Linear:
-    """Return the products of queries, and of keys and values for each head, of which several are equal."""
+    """Return a projection in which every query head has its own copy of the key and value head that it shares."""
     num_groups, head_dim = spec.num_kv_heads, spec.hidden_size // spec.num_heads
     rows = torch.arange(len(qkv.weight), device=qkv.weight.device)
     shared = rows[spec.hidden_size :].view(2, num_groups, 1, head_dim)

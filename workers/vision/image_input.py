@@ -1,4 +1,4 @@
-"""The data of an encoder input for a vision tower: an image, or embeddings that a client sent instead of one."""
+"""Decode the data of an encoder input for a vision tower: an image, or embeddings that a client sent instead."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _decoder = msgspec.msgpack.Decoder(ImagePayload | EmbeddingPayload)
 def read_image_input(
     data: bytes, size: int, max_frames: int, device: torch.device, dtype: torch.dtype
 ) -> ImagePayload | Tensor:
-    """Return the image of at most `max_frames` frames, or the embeddings [K, size], in `data`.
+    """Return the image in `data`, of at most `max_frames` frames, or the embeddings [K, size] in it.
 
     Raises:
-        EngineError: There is neither, which a correct frontend never sends.
+        EngineError: The data is neither, which a correct frontend never sends.
     """
     try:
         image = _decoder.decode(data)
@@ -41,6 +41,6 @@ def _given_embeddings(
 ) -> Tensor:
     if image.columns != size or len(image.values) != 4 * image.rows * size:
         raise EngineError(f"embeddings have {image.columns} elements, the model reads {size}")
-    # Copied, because torch requires a writable array, and the message's bytes are read-only.
+    # Copy the values, because torch requires a writable array, and the bytes of the message are read-only.
     values = torch.frombuffer(bytearray(image.values), dtype=torch.float32)
     return values.view(image.rows, size).to(device, dtype)

@@ -1,7 +1,7 @@
-"""The layers of a vision or audio tower, and how they run in torch.
+"""The layers of a vision or audio tower, and their implementation in torch.
 
-Shapes: P patches of an image, or rows of a sound, and the class token; D hidden size of the tower, F intermediate size,
-H heads, K head dimension.
+Shapes: P patches of an image (with the class token), or rows of a sound; D hidden size of the tower, F intermediate
+size, H heads, K head dimension.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .rotary import PatchRotary, PatchRotation
 from .weights import ACTIVATIONS, Linear, Norm
 
 Windows: TypeAlias = Sequence[tuple[int, int]]
-"""(number of windows, patches of each) of consecutive windows that have the same size."""
+"""Pairs (number of windows, patches per window) for consecutive windows of the same size."""
 
 
 class Patches(NamedTuple):
-    """The rows and columns of patches, int64 [P, 2], and the windows within which they attend; None without."""
+    """The rows and columns of patches, int64 [P, 2], and the windows within which they attend, or None."""
 
     places_P2: Tensor | None = None
     windows: Windows | None = None
@@ -30,13 +30,13 @@ class Patches(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayersSpec:
-    """Layers of attention and an MLP, each after its norm. The weights decide about optional parts.
+    """Layers of attention and an MLP, each after a norm. Optional parts exist if there are weights for them.
 
-    The features are the hidden states after each of `feature_layers`, counted from 1, of which the last is the last
-    layer. Patches attend within windows, if there are any, except in `full_layers`. Norms of queries and keys are over
-    all heads together ("full") or over each head ("head"). With `has_value_norm` values are divided by their root mean
-    square. With `has_gate` MLPs compute down(activation(gate(x)) * up(x)). With `clips_products` all products have
-    bounds.
+    The features are the hidden states after each of `feature_layers`, counted from 1; the largest is the last layer. If
+    there are windows, patches attend within them, except in `full_layers`. Norms of queries and keys are over all heads
+    together ("full") or per head ("head"). If `has_value_norm`, values are divided by their root mean square. If
+    `has_gate`, MLPs compute down(activation(gate(x)) * up(x)). If `clips_products`, the inputs and outputs of all
+    products are clipped to stored bounds.
     """
 
     hidden_size: int
@@ -62,13 +62,13 @@ class LayersSpec:
 
     @property
     def scale(self) -> float:
-        """The factor on scores."""
+        """The factor by which attention scores are multiplied."""
         return self.attention_scale or self.head_dim**-0.5
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """The weights of a layer. `qkv` is one product, or three if products have bounds."""
+    """The weights of a layer. `qkv` is one product, or three if products are clipped."""
 
     attention_norm: Norm
     qkv: list[Linear]
@@ -84,7 +84,7 @@ class LayerWeights:
 
 
 class Layers(Protocol):
-    """The layers of a tower, in torch or as a native program."""
+    """Computes the layers of a tower. `TorchLayers` and the native program implement this protocol."""
 
     def __call__(self, x_PD: Tensor, patches: Patches) -> dict[int, Tensor]:
         """Return the hidden states [P, D] after each of the feature layers."""
@@ -94,7 +94,7 @@ MakeLayers: TypeAlias = Callable[[LayersSpec, Iterable[LayerWeights]], Layers]
 
 
 class TorchLayers:
-    """Layers in torch."""
+    """Computes the layers of a tower in torch."""
 
     def __init__(self, spec: LayersSpec, layers: Iterable[LayerWeights]) -> None:
         self._spec = spec

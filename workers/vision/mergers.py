@@ -1,7 +1,7 @@
-"""The projections of squares of patches into the decoder's hidden size.
+"""The projections of squares of patches to the decoder's hidden size.
 
-Shapes: P patches of an image, D hidden size of the tower, C cells, each of which is a square of patches that becomes
-one output.
+Shapes: P patches of an image, D hidden size of the tower, C cells. A cell is a square of patches that becomes one
+output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GLM_NORM_EPS = 1e-5
 def read_merger(
     spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
 ) -> Callable[[Tensor], Tensor]:
-    """Return the projection of the last layer's patches [P, D] to cells [C, output size].
+    """Return the function that projects the last layer's patches [P, D] to cells [C, output size].
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -33,7 +33,7 @@ def read_merger(
 
 
 class Merger:
-    """Projects the patches of each cell, which may be normed one by one or together before."""
+    """Projects the patches of each cell, which may first be normed one by one or together."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Merger:
 
 
 class _GatedMerger:
-    """Projects the normed patches of each cell by a matrix, then by another, a norm and a gated MLP."""
+    """Projects the normed patches of each cell by a matrix, then by another matrix, a norm and a gated MLP."""
 
     def __init__(
         self, spec: GridVisionSpec, tensors: VisionWeights, checkpoint: Checkpoint
@@ -74,7 +74,7 @@ class _GatedMerger:
         size, side, output = spec.hidden_size, spec.merge_size, spec.output_size
         self._activation = find_activation(checkpoint, spec.activation)
         self._norm = tensors.read_norm("merger.norm", size, spec.norm_kind, spec.norm_eps)
-        # A convolution's weights are stored by element, then by patch.
+        # A convolution's weights are stored by element first, then by patch.
         square = tensors.read("merger.square.weight", output, size, side, side)
         self._square = Linear(
             square.permute(0, 2, 3, 1).flatten(1).contiguous(),

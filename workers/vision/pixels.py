@@ -15,13 +15,13 @@ def normalized_pixels(
     image: ImagePayload, device: torch.device, dtype: torch.dtype, *, in_bfloat16: bool = False
 ) -> Tensor:
     """Return the scaled and normalized pixels [F, 3, H, W] of an image or of the frames of a video."""
-    # Copied, because torch requires a writable array, and the message's bytes are read-only.
+    # Copy the pixels, because torch requires a writable array, and the bytes of the message are read-only.
     pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
     frames_FHWC = pixels.view(image.num_frames, image.height, image.width, 3)
     if in_bfloat16:
         scaled = frames_FHWC.bfloat16() * image.scale
     else:
-        # As numpy rounds in transformers' processors.
+        # Round as numpy does in transformers' processors.
         scaled = (frames_FHWC.double() * image.scale).float()
     mean, std = scaled.new_tensor(image.mean), scaled.new_tensor(image.std)
     return ((scaled - mean) / std).to(dtype).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Outputs of encoders in place of tokens' embeddings.
+"""Put encoder outputs in place of the embeddings of tokens.
 
 Shapes: T tokens of a step, D hidden size, E elements of an output.
 """
@@ -12,12 +12,12 @@ from ...protocol.arrays import Int32Array
 
 
 class Placed:
-    """The encoder outputs that the tokens of a step read: `rows_T` int32 are rows of `encoded`, or -1.
+    """The encoder outputs that the tokens of a step read.
 
     Args:
-        rows_T: The row of each token, or -1 for tokens with an embedding of their own.
-        encoded: The outputs, float [rows, E]. The first D elements are embeddings, and so are all with E = D.
-            Otherwise the next D are added after the first layer, and so on.
+        rows_T: The row of `encoded` for each token, int32, or -1 for tokens with an embedding of their own.
+        encoded: The outputs, float [rows, E]. The first D elements are the embedding, which is all if E = D. Otherwise
+            the next D are added after the decoder's first layer, and so on.
     """
 
     def __init__(self, rows_T: Int32Array, encoded: Tensor) -> None:
@@ -25,18 +25,18 @@ class Placed:
         self.encoded = encoded
 
     def put_into(self, hidden_TD: Tensor) -> Tensor:
-        """Return the hidden states with these rows replaced."""
+        """Return the hidden states with the rows of these tokens replaced by embeddings."""
         tokens, part = self._part(hidden_TD, 0)
         return hidden_TD.index_copy(0, tokens, part)
 
     def add_to(self, hidden_TD: Tensor, layer: int) -> None:
-        """Add the part that belongs after this layer to the hidden states, in place."""
+        """Add the outputs' part for this layer to the hidden states, in place."""
         tokens, part = self._part(hidden_TD, layer + 1)
-        # No token occurs twice.
+        # Every token occurs at most once.
         hidden_TD[tokens] += part
 
     def _part(self, hidden_TD: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens with outputs, and this part of these, [tokens, D]."""
+        """Return the indices of tokens with outputs, and part number `index` of these outputs, [tokens, D]."""
         rows_T = torch.from_numpy(self.rows_T).to(hidden_TD.device)
         tokens = (rows_T >= 0).nonzero().flatten()
         size = hidden_TD.shape[1]
@@ -44,6 +44,6 @@ class Placed:
         return tokens, part.to(hidden_TD.dtype)
 
     def replace_ids(self, ids_T: Tensor, token_id: int) -> Tensor:
-        """Return the token ids with `token_id` for the replaced ones."""
+        """Return the token ids, with `token_id` in place of tokens that have outputs."""
         places_T = torch.from_numpy(self.rows_T).to(ids_T.device) >= 0
         return ids_T.masked_fill(places_T, token_id)

@@ -1,4 +1,4 @@
-"""The projection of a vision tower's features into the hidden size of the decoder.
+"""The projection of a vision tower's features to the hidden size of the decoder.
 
 Shapes: P patches, D hidden size of the tower, M merged rows.
 """
@@ -17,7 +17,7 @@ from ..loaders import Checkpoint
 from .weights import VisionWeights, find_activation
 
 Projection: TypeAlias = Callable[[Tensor, int], Tensor]
-"""From features [P, D], and the number of patches in a row of the image, to embeddings [M, output size]."""
+"""Maps features [P, D], and the number of patches per row of the image, to embeddings [M, output size]."""
 
 _MATRIX: Final = "connector.modality_projection.proj"
 _MLP: Final = "multi_modal_projector."
@@ -26,7 +26,7 @@ _MLP: Final = "multi_modal_projector."
 def read_projection(
     spec: VisionSpec, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> Projection:
-    """Return the projection.
+    """Return the projection that `spec.projection` names.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -39,7 +39,7 @@ def read_projection(
 
 
 _Reader: TypeAlias = Callable[[str], VisionWeights]
-"""From the name of a tensor to the tensors beside it."""
+"""Maps the name of a tensor to the weights that have the same prefix."""
 
 
 def _matrix(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Projection:
@@ -71,7 +71,7 @@ def _gated_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proje
 
 
 def _norm_of_squares(spec: VisionSpec, weights: VisionWeights) -> Callable[[Tensor], Tensor]:
-    """Return the norm of the merged rows, or what leaves them as they are."""
+    """Return the norm of the merged rows, or the identity if there is none."""
     if not spec.has_projection_norm:
         return lambda x: x
     return weights.read_layer_norm(f"{_MLP}layer_norm", _merged_size(spec), spec.projection_eps)
@@ -81,7 +81,7 @@ def _merged_mlp(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) -> Proj
     weights = read(f"{_MLP}linear_1.weight")
     size, factor = spec.hidden_size * len(spec.feature_layers), spec.merge_factor
     norm = weights.read_rms_norm(f"{_MLP}norm", size, spec.projection_eps)
-    # Its columns are stored by element, then by patch.
+    # The columns of the matrix are stored by element first, then by patch.
     merge = weights.read(f"{_MLP}patch_merger.merging_layer.weight", size, size * factor**2)
     merge = merge.unflatten(1, (size, factor**2)).transpose(1, 2).flatten(1).contiguous()
     mlp = _two_products(spec, checkpoint, weights, size)
@@ -122,7 +122,7 @@ def _standardized_mean(spec: VisionSpec, checkpoint: Checkpoint, read: _Reader) 
         mean_and_factor = [weights.read(name, size).float() for name in ("std_bias", "std_scale")]
 
     def project(x_PD: Tensor, num_columns: int) -> Tensor:
-        # The scaled means may exceed the range of half precision.
+        # The scaled means may exceed the range of float16.
         x_MD = _means(x_PD, num_columns, spec.merge_factor).float() * size**0.5
         if mean_and_factor:
             x_MD = (x_MD - mean_and_factor[0]) * mean_and_factor[1]
@@ -146,7 +146,7 @@ def _merged_size(spec: VisionSpec) -> int:
 
 
 def _squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
-    """Return the features of each square of patches, [M, factor ** 2, D]. Incomplete squares are left out."""
+    """Return the features of each square of patches, [M, factor ** 2, D]. Incomplete squares are omitted."""
     rows = x_PD.unflatten(0, (-1, num_columns))
     rows = rows[: len(rows) // factor * factor, : num_columns // factor * factor]
     squares = rows.unflatten(1, (-1, factor)).unflatten(0, (-1, factor))
@@ -154,7 +154,7 @@ def _squares(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
 
 
 def _side_by_side(x_PD: Tensor, num_columns: int, factor: int) -> Tensor:
-    """Return the features of each square of patches as one row."""
+    """Return the concatenated features of each square of patches."""
     return x_PD if factor == 1 else _squares(x_PD, num_columns, factor).flatten(1)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings of patches by their column and row in the image (arXiv 2104.09864).
+"""Rotate patches by their column and row in the image (rotary embedding, arXiv 2104.09864).
 
 Shapes: P patches, H heads, K head dimension.
 """
@@ -16,15 +16,18 @@ ROW, COLUMN = range(2)
 
 @dataclass(frozen=True, slots=True)
 class PatchRotary:
-    """The rotation of queries and keys of `head_dim` elements.
+    """The rotation of queries and keys of `head_dim` elements, in the tower's dtype or in float32.
 
-    A head is one part. With the order "halves" (Gemma 4) it is two, of which the first is rotated by the column and the
-    second by the row; with "pairs" (Llama 4) it is as many as it has pairs, of which the first half is rotated by the
-    column. In a part, element i is rotated with the one half a part behind it. With "mixed" frequencies (Pixtral, arXiv
-    2410.07073) the first half of the pairs has every other frequency, by the row, and the second half has the others,
-    by the column. "joined" ones are equal for row and column (Qwen2-VL, arXiv 2409.12191). With the order "alternating"
-    (Kimi K2.5) a head has as many parts as pairs, too, every other one of which is rotated by the column, and two that
-    follow each other have the same frequency. Rotations are in the tower's dtype, or in float32.
+    A head is divided into parts. In a part, element i is rotated together with the element half a part later. `order`
+    says how parts, axes and frequencies are assigned:
+
+    * "joined" (Qwen2-VL, arXiv 2409.12191): one part. The first half of the pairs follows the row and the second the
+      column, with equal frequencies.
+    * "mixed" (Pixtral, arXiv 2410.07073): as "joined", but the row has every other frequency and the column the rest.
+    * "halves" (Gemma 4): two parts, the first for the column and the second for the row.
+    * "pairs" (Llama 4): each pair is a part. The first half of the pairs follows the column.
+    * "alternating" (Kimi K2.5): each pair is a part. Columns and rows alternate, and two consecutive pairs have the
+      same frequency.
     """
 
     order: Literal["mixed", "halves", "pairs", "joined", "alternating"]
@@ -34,14 +37,14 @@ class PatchRotary:
 
     @property
     def num_parts(self) -> int:
-        """The parts of a head."""
+        """The number of parts of a head."""
         if self.order in ("pairs", "alternating"):
             return self.head_dim // 2
         return 2 if self.order == "halves" else 1
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axis that each of the K / 2 angles follows: the row or the column."""
+        """The axis, row or column, that each of the K / 2 angles follows."""
         half = self.head_dim // 2
         if self.order == "alternating":
             return (COLUMN, ROW) * (half // 2)
@@ -50,7 +53,7 @@ class PatchRotary:
         return (axes[0],) * first + (axes[1],) * (half - first)
 
     def frequencies(self) -> Tensor:
-        """Return the angle of each pair for a step of a row or column, float32 [K / 2]."""
+        """Return each pair's angle per row or column, in radians, float32 [K / 2]."""
         size = self.head_dim
         if self.order == "mixed":
             frequencies = 1.0 / self.theta ** (torch.arange(0, size, 2).float() / size)
@@ -61,7 +64,7 @@ class PatchRotary:
         return frequencies.repeat(2)
 
     def rotation(self, places_P2: Tensor, dtype: torch.dtype) -> PatchRotation:
-        """Return the rotation of patches at these rows and columns."""
+        """Return the rotation for patches at these rows and columns."""
         device = places_P2.device
         angles = places_P2.float()[:, list(self.axes)] * self.frequencies().to(device)
         angles = angles.unflatten(1, (1, self.num_parts, -1))
@@ -76,7 +79,7 @@ class PatchRotation(NamedTuple):
     sin: Tensor
 
     def apply(self, x_PHK: Tensor) -> Tensor:
-        """Return queries or keys rotated."""
+        """Return the rotated queries or keys."""
         parts = x_PHK.to(self.cos.dtype).unflatten(-1, (self.cos.shape[2], 2, -1))
         first, second = parts[..., 0, :], parts[..., 1, :]
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)

@@ -1,4 +1,4 @@
-"""A vision tower: from the pixels of an image to embeddings for the decoder.
+"""A vision tower, which turns the pixels of an image into embeddings for the decoder.
 
 Shapes: P patches of an image and the class token, D hidden size of the tower, K output rows.
 """
@@ -26,9 +26,9 @@ from .weights import VisionWeights, check_activation
 
 
 class VisionTower:
-    """The tower of `spec` and its projection in torch, with the layers that `make_layers` returns.
+    """The tower described by `spec` and its projection, in torch, with the layers that `make_layers` returns.
 
-    It computes one image at a time, so its numbers do not depend on other images.
+    It computes one image at a time, so that results do not depend on other images.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.
@@ -101,10 +101,10 @@ class VisionTower:
             self._newline_D = weights.read("image_newline", spec.output_size)
 
     def encode(self, data: bytes) -> Tensor:
-        """Return the embeddings [K, output size] in the data of an encoder input, or those of the image there.
+        """Return the embeddings [K, output size] of the image in an encoder input, or those that it contains itself.
 
         Raises:
-            EngineError: There is neither, which a correct frontend never sends.
+            EngineError: The data is neither an image nor embeddings, which a correct frontend never sends.
         """
         size = self.spec.output_size
         given = read_image_input(data, size, 1, self._device, self._dtype)
@@ -115,7 +115,7 @@ class VisionTower:
         """Return the embeddings [K, output size] of an image.
 
         Raises:
-            EngineError: The image has another size than the tower reads.
+            EngineError: The tower cannot read images of this size.
         """
         self._check_size(image)
         with torch_threads(self._device, self._num_threads):
@@ -154,7 +154,7 @@ class VisionTower:
             raise EngineError(f"{found} multiples of {size} x {size}, at least {factor} x {factor}")
 
     def _encode_tiles(self, image: ImagePayload) -> Tensor:
-        """Return the embeddings of an image that may be a grid of tiles."""
+        """Return the embeddings of an image, which may consist of a grid of tiles."""
         if self._newline_D is None:
             return self._encode(image)
         if image.is_frame:
@@ -199,7 +199,7 @@ class VisionTower:
         channels = normalized_pixels(
             image, self._device, self._dtype, in_bfloat16=self.spec.normalizes_in_bfloat16
         )[0]
-        # Like a convolution, whose stride is its size, pixels beyond the last whole patch are not read.
+        # Like a convolution with a stride of one patch, ignore the pixels beyond the last whole patch.
         num_rows, num_columns = image.height // patch_size, image.width // patch_size
         whole = channels[:, : num_rows * patch_size, : num_columns * patch_size]
         patches = whole.reshape(3, num_rows, patch_size, num_columns, patch_size)

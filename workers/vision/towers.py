@@ -1,4 +1,4 @@
-"""Makes the vision tower of a model."""
+"""Create the vision tower of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_tower(
     num_threads: int = 1,
     make_layers: MakeLayers = TorchLayers,
 ) -> ImageTower:
-    """Return the tower of `spec` with the layers that `make_layers` returns.
+    """Return the tower described by `spec`, with the layers that `make_layers` returns.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape.

@@ -1,4 +1,4 @@
-"""Reads the tensors of a vision tower, with every shape checked."""
+"""Read the tensors of a vision tower, and check their shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Norm:
 
 @dataclass(slots=True)
 class Linear:
-    """A product with a matrix [rows, columns]. `bounds` are those of its inputs, then those of its outputs."""
+    """A product with a matrix [rows, columns]. `bounds` limit its inputs (first two) and its outputs."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -44,13 +44,13 @@ class Linear:
 
     @classmethod
     def join(cls, linears: Sequence[Linear]) -> Linear:
-        """Return the products with several matrices, none of which has bounds, as one."""
+        """Return one product that concatenates the outputs of several products without bounds."""
         biases = [each.bias for each in linears if each.bias is not None]
         weight = torch.cat([each.weight for each in linears])
         return cls(weight, torch.cat(biases) if biases else None)
 
     def scale_outputs(self, factors: Tensor) -> None:
-        """Multiply each output by a factor, which is one on a row of the matrix."""
+        """Multiply each output by a factor, by scaling the rows of the matrix."""
         self.weight.mul_(factors[:, None])
         if self.bias is not None:
             self.bias.mul_(factors)
@@ -71,14 +71,14 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
-"""Activations by their names in configs."""
+"""Activation functions by their names in configs."""
 
 
 def find_activation(checkpoint: Checkpoint, name: str) -> Callable[[Tensor], Tensor]:
-    """Return an activation by its name in configs.
+    """Return the activation with this name.
 
     Raises:
-        CheckpointError: It is unknown.
+        CheckpointError: The name is unknown.
     """
     check_activation(checkpoint, name)
     return ACTIVATIONS[name]
@@ -95,7 +95,7 @@ def check_activation(checkpoint: Checkpoint, name: str) -> None:
 
 
 class VisionWeights:
-    """The tensors below the prefix that the tensor `marker` has. All names are translated by `tensor_names`.
+    """The tensors that have the same prefix as the tensor `marker`. `tensor_names` translates all names.
 
     Raises:
         CheckpointError: There is no such tensor.
@@ -118,7 +118,7 @@ class VisionWeights:
         self._device, self._dtype = device, dtype
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of this shape, or with further dimensions of size 1.
+        """Return a tensor that has this shape, apart from dimensions of size 1.
 
         Raises:
             CheckpointError: It is missing or has another shape.
@@ -140,7 +140,7 @@ class VisionWeights:
     def read_linear(
         self, name: str, rows: int, columns: int, *, has_bias: bool = True, clips: bool = False
     ) -> Linear:
-        """Return a product, with bounds if it `clips`."""
+        """Return a product. If `clips`, it has bounds."""
         weight = self.read(f"{name}.weight", rows, columns)
         bias = self.read(f"{name}.bias", rows) if has_bias else None
         bounds: Tensor | None = None
@@ -161,5 +161,5 @@ class VisionWeights:
         return Norm(weight, bias, eps, is_rms=False)
 
     def read_rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
-        """Return a root-mean-square norm, to whose weights `offset` is added."""
+        """Return an RMS norm. `offset` is added to its weights."""
         return Norm(self.read(f"{name}.weight", size) + offset, None, eps, is_rms=True)
