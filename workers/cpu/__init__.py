@@ -1,1 +1,1 @@
-"""The native CPU backend: recorded programs of C++ kernels."""
+"""The native CPU backend: a model's operations, recorded once as a program of C++ kernels and run in every step."""

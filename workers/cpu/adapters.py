@@ -21,7 +21,7 @@ from .packing import ActivationKind, PackedWeight, WeightFormat, WeightMemory, p
 
 _BLOCK_COLUMNS: Final = 32
 _RANK_UNIT: Final = 16
-"""Ranks are rounded up to a multiple of a column tile; see `csrc/linear/linear.h`."""
+"""Ranks are padded to a multiple of this, the size of a column tile; see `csrc/linear/linear.h`."""
 
 
 class FactorFormat(IntEnum):
@@ -34,7 +34,7 @@ class FactorFormat(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackedFactor:
-    """The second factor of an adapter for a matrix, as `LowRankFactor` in csrc/rows/kernels.h has it."""
+    """The second factor of an adapter for one matrix, in the layout of `LowRankFactor` in csrc/rows/kernels.h."""
 
     data: Tensor
     rank: int
@@ -44,9 +44,9 @@ class PackedFactor:
 
 @dataclass(frozen=True, slots=True)
 class PackedChange:
-    """The change that an adapter makes to a product.
+    """The change that an adapter makes to a product, packed for native code.
 
-    It has the first factors of all matrices and the second of each, or a whole matrix.
+    It has the first factors of all matrices, and the second factor of each; or a matrix that replaces the product's.
     """
 
     down: PackedWeight | None = None
@@ -55,12 +55,12 @@ class PackedChange:
 
 
 class AdapterTable:
-    """The matrices by which each adapter adds to a product of packed matrices.
+    """The change of each adapter to one product of packed matrices.
 
     Attributes:
-        parts: The matrices.
-        entries: An `Adapter` for each adapter, by its number.
-        rank: The highest rank of factors.
+        parts: The matrices of the product.
+        entries: An `Adapter` struct per adapter number, which native code reads.
+        rank: The highest rank of factors, padded.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class AdapterTable:
             ActivationKind.F32: WeightFormat.F32 if adapters.is_float32 else WeightFormat.F16,
         }
         self._format = formats[weight.activation_kind]
-        """A format that takes the activations of the product."""
-        # The integer formats have int8 activations, so that a factor in int8 adds no larger errors.
+        """A storage format for first factors that multiplies the same activations as the product."""
+        # Integer formats have int8 activations, so that second factors in int8 add no larger errors.
         is_int8 = weight.activation_kind is ActivationKind.INT8
         self._factor_format = FactorFormat.INT8 if is_int8 else FactorFormat.BF16
         if adapters.is_float32:
@@ -86,7 +86,7 @@ class AdapterTable:
         self._installed: dict[int, PackedChange | None] = {}
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
-        """Return the factors of an adapter, padded to one rank.
+        """Return the factors of an adapter, padded to a common rank.
 
         Raises:
             ValueError: A number is too large.
@@ -104,7 +104,7 @@ class AdapterTable:
         return PackedChange(self._pack_matrix(self._format, downs.flatten(0, 1)), ups)
 
     def install(self, number: int, packed: PackedChange | None) -> None:
-        """Give this number to an adapter; if `packed` is None, the adapter leaves the product alone."""
+        """Put an adapter in place of the one that had this number; None if it does not change this product."""
         entry = Adapter()
         if packed is not None and packed.whole is not None:
             entry.whole = ctypes.addressof(packed.whole)
@@ -115,7 +115,7 @@ class AdapterTable:
                     bias = None if up.bias is None else up.bias.data_ptr()
                     entry.up[part] = LowRankFactor(up.data.data_ptr(), up.rank, up.format, bias)
         self.entries[number] = entry
-        # The memory of the adapter that had the number is free now.
+        # The memory of the previous adapter with this number can be freed now.
         self._installed[number] = packed
 
     def _pack_matrix(self, weight_format: WeightFormat, matrix: Tensor) -> PackedWeight:
@@ -125,7 +125,7 @@ class AdapterTable:
         return weight
 
     def _pack_up(self, up_OR: Tensor, rank: int) -> PackedFactor:
-        """Return the second factor of a part."""
+        """Return the second factor for one matrix."""
         num_blocks = -(-len(up_OR) // _BLOCK_COLUMNS)
         up = torch.zeros(num_blocks * _BLOCK_COLUMNS, rank)
         up[: len(up_OR), : up_OR.shape[1]] = up_OR
@@ -147,7 +147,7 @@ class AdapterTable:
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """Return rows [blocks, rows, 32] as words in bf16, [blocks, rows, 16, 2]: their halves are columns of both halves.
+    """Return rows [blocks, rows, 32] as pairs of bf16, [blocks, rows, 16, 2]: columns i and i + 16 form pair i.
 
     Raises:
         ValueError: A number is too large.
@@ -159,10 +159,10 @@ def _pairs(rows: Tensor) -> Tensor:
 
 
 class HeadTable(AdapterTable):
-    """The addition of each adapter to the output projection, or its replacement."""
+    """The change of each adapter to the output projection: an addition or a replacement."""
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
-        """Return the factors of an adapter, or its matrix."""
+        """Return the factors of an adapter, or the matrix that replaces the output projection."""
         (change,) = changes
         if isinstance(change, Replacement):
             return PackedChange(whole=self._pack_matrix(self._format, change.weight.contiguous()))
@@ -170,10 +170,10 @@ class HeadTable(AdapterTable):
 
 
 class EmbeddingTable(AdapterTable):
-    """The addition of each adapter to rows of the embedding, or its replacement."""
+    """The change of each adapter to rows of the embedding: an addition or a replacement."""
 
     def pack(self, changes: Sequence[Change | None]) -> PackedChange:
-        """Return the factors of an adapter, of which the first has a row for each token, or its rows."""
+        """Return the factors of an adapter, the first with a row per token, or the rows that replace the embedding."""
         (change,) = changes
         weight_format = WeightFormat.F32 if self._adapters.is_float32 else WeightFormat.BF16
         if isinstance(change, Replacement):
@@ -188,16 +188,16 @@ class EmbeddingTable(AdapterTable):
 
 
 class NativeAdapters:
-    """Finds the products of a program that adapters may change.
+    """Finds the products of a program that LoRA adapters may change.
 
     Args:
         loras: The adapters.
         spec: The model.
-        vocabulary: The part of the vocabulary whose rows of the embedding and the output projection are in the program.
-        dtype: The dtype of the model's float weights. With float32, factors are float32 as well.
+        vocabulary: The part of the vocabulary whose rows of embedding and output projection are in the program.
+        dtype: The dtype of the model's float weights. If it is float32, factors are float32 as well.
 
     Attributes:
-        memory: Where the factors of the adapter that is being loaded are packed.
+        memory: Memory for the packed factors of the adapter that is being loaded.
     """
 
     def __init__(
@@ -214,12 +214,12 @@ class NativeAdapters:
     def add_matrix(
         self, weight: PackedWeight, rows: Rows, num_columns: int, columns: range | None
     ) -> None:
-        """Record the rows, and the part of the columns, of the module that a matrix is."""
+        """Record of which module a matrix is a part: its rows, and the range of its columns."""
         module = AdaptedRows(rows.name, rows.total, rows.select_from_all)
         self._matrices[ctypes.addressof(weight)] = AdaptedMatrix(module, num_columns, columns)
 
     def table(self, parts: Sequence[PackedWeight]) -> AdapterTable | None:
-        """Return the adapters of the product with these matrices, or None if they cannot change it."""
+        """Return a table for the product with these matrices, or None if adapters cannot change it."""
         found = [self._matrices.get(ctypes.addressof(part)) for part in parts]
         matrices = [matrix for matrix in found if matrix is not None]
         if not matrices or len(matrices) < len(found):
@@ -229,12 +229,12 @@ class NativeAdapters:
         return table
 
     def embedding_table(self, weight: PackedWeight) -> AdapterTable | None:
-        """Return the adapters of the embedding, or None if they cannot change it."""
+        """Return a table for the embedding, or None if adapters cannot change it."""
         spec = self._spec
         if spec.tells_segments:
-            # There are rows for both types of tokens.
+            # The matrix has rows for both types of tokens, which adapters do not have.
             return None
-        # Where rows have the embedding of their type, others cannot replace them.
+        # If the type of a token is part of its row, an adapter cannot replace the rows.
         is_plain = not spec.num_token_types or bool(spec.num_positions)
         matrix = self._vocabulary_matrix(EMBEDDING, REPLACEABLE if is_plain else ())
         table = EmbeddingTable([matrix], weight, self)
@@ -242,7 +242,7 @@ class NativeAdapters:
         return table
 
     def head_table(self, weight: PackedWeight) -> AdapterTable:
-        """Return the adapters of the output projection."""
+        """Return a table for the output projection."""
         table = HeadTable([self._vocabulary_matrix(HEAD, REPLACEABLE)], weight, self)
         self.loras.add_product(table)
         return table
@@ -253,7 +253,7 @@ class NativeAdapters:
         return AdaptedMatrix(rows, self._spec.hidden_size, replaceable=replaceable)
 
     def _begin_load(self) -> None:
-        # Its own memory is freed with the adapter.
+        # Each adapter has memory of its own, which is freed together with it.
         self.memory = WeightMemory()
 
 

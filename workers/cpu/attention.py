@@ -1,6 +1,6 @@
-"""The native backend's KV cache and the metadata of its steps.
+"""The KV cache of native programs, and the attention metadata of their steps.
 
-The attention itself is an operation of the native program.
+Attention itself is an operation of the native program.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from ..layers.spec import Window
 from .library import NotSupportedNatively
 
 KV_FORMATS = {"bfloat16": 0, "float16": 1, "float32": 2, "int8": 3}
-"""`KVFormat` of native code by the names of dtypes."""
+"""The values of the native enum `KVFormat` by names of dtypes."""
 
 _LANES = 16
 _SCALE_BYTES = 4
@@ -24,7 +24,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class NativeAttentionMetadata:
-    """One KV-cache group's arrays of a step, contiguous int32; see `AttentionBatch`."""
+    """One KV-cache group's arrays in a step, contiguous int32; see `AttentionBatch`."""
 
     query_start_loc: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
@@ -59,8 +59,8 @@ class NativeAttention(PagedAttention):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache, in the block layout of `csrc/attention/kv_cache.h`.
 
-        Head dimensions are padded to whole vectors, and in int8 each token has a scale. If layers share a tensor, a
-        block has room for as many layers of any kind as `tensor_elements` says.
+        Head dimensions are padded to whole vectors. In int8, each token has a scale. If layers share a tensor, a block
+        has room for as many layers as fit into `tensor_elements` elements.
         """
         spec = self.spec
         if spec.tensor_elements:
@@ -79,7 +79,7 @@ class NativeAttention(PagedAttention):
 
     @property
     def elements_of_layer(self) -> int:
-        """The elements of a block in the cache of one layer."""
+        """Number of elements of a block in the cache of one layer."""
         return self._elements(self.num_kv_heads, self.head_dim)
 
     def _elements(self, num_kv_heads: int, head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Setuptools commands that compile the native library from all sources in `csrc`, and tag its wheel."""
+"""Setuptools commands that compile the native library from all sources in `csrc`, and set the tag of its wheel."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from setuptools.errors import CompileError
 MAX_COMPILERS = 4
 """Maximum number of compilers at the same time.
 
-One source takes a fifth of the time of all, so more would gain little. Each needs up to 0.4 GB, and a container may
-have less memory than that for all processors of its machine.
+One source takes a fifth of the time of all together, so more compilers would gain little. Each needs up to 0.4 GB of
+memory, and a container may have less than that per CPU core of its machine.
 """
 
-# Setuptools runs in the root of the project and requires paths relative to it.
+# Setuptools runs in the root of the project, and requires paths relative to it.
 CSRC = Path("workers", "cpu", "csrc")
 
 INSTRUCTION_SETS = CSRC / "isa" / "instruction_sets.inc"
 KERNELS = "kernels.cpp"
-"""File name of the sources that are compiled once per instruction set."""
+"""Name of the sources that are compiled once per instruction set."""
 
 SUBJECTS = ("linear", "attention", "rows", "sampling")
-"""Folders with such a source, in the order of the columns of `INSTRUCTION_SETS`."""
+"""Folders that contain such a source, in the order of the columns of `INSTRUCTION_SETS`."""
 
 LIBRARY = "_native.so"
-"""File name for every version of Python: ctypes loads the library, which does not use CPython."""
+"""Name of the library, the same for every Python version, because ctypes loads it and it does not use CPython."""
 
 
 class BuildNative(build_ext):
-    """Compiles the native library. With `ENGINE_REQUIRE_NATIVE=1` a failed compilation is an error."""
+    """Compiles the native library. If `ENGINE_REQUIRE_NATIVE=1`, a failed compilation is an error."""
 
     def finalize_options(self) -> None:
         """List the sources and headers."""
@@ -47,7 +47,7 @@ class BuildNative(build_ext):
         native.include_dirs = [CSRC.as_posix()]
         files = sorted(path.as_posix() for path in CSRC.rglob("*.*"))
         native.sources = [file for file in files if file.endswith(".cpp")]
-        # Headers are part of a source distribution, and a change of one recompiles all sources.
+        # Headers belong to a source distribution, and a change of one must recompile all sources.
         native.depends = [file for file in files if file.endswith((".h", ".inc"))]
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -55,7 +55,7 @@ class BuildNative(build_ext):
         return os.path.join(*fullname.split(".")[:-1], LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile the sources in parallel, and kernels once per instruction set."""
+        """Compile the sources in parallel; those of kernels once per instruction set."""
         compile_one = self.compiler.compile
 
         def compile_all(
@@ -89,9 +89,9 @@ class BuildNative(build_ext):
 
 
 def kernel_targets(compiler: Sequence[str]) -> dict[str, list[str]]:
-    """Return the instruction sets that each subject's kernels are compiled for, according to `INSTRUCTION_SETS`.
+    """Return the instruction sets for which each folder's kernels are compiled, according to `INSTRUCTION_SETS`.
 
-    The compiler's preprocessor evaluates the conditions of the list, which depend on its target machine and features.
+    The compiler's preprocessor evaluates the conditions in the list, which depend on its target machine and features.
 
     Args:
         compiler: The compiler's command, with arguments.
@@ -113,8 +113,8 @@ def kernel_targets(compiler: Sequence[str]) -> dict[str, list[str]]:
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for one platform and every version of Python."""
+    """A wheel for one platform and all versions of Python 3."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the tag of a wheel for any Python 3."""
+        """Return the tag (Python, ABI, platform) of such a wheel."""
         return "py3", "none", super().get_tag()[2]

@@ -54,7 +54,7 @@ from .weights import NativeWeightReader
 
 
 class NativeDecoder:
-    """The model of `spec`, or a shard of it, as a recorded program with the interface of `Decoder`.
+    """The model described by `spec`, or a shard of it, as a recorded program with the interface of `Decoder`.
 
     Hidden states are float32. Quantized weights stay quantized.
 
@@ -63,19 +63,20 @@ class NativeDecoder:
         checkpoint: Its weights.
         attention: The KV cache for the heads of the shard.
         dtype: The dtype of float weights.
-        max_model_len: The longest sequence that will be served.
+        max_model_len: The length of the longest sequence that will be served.
         shard: The part of the model; by default the whole.
         on_progress: Called with (loaded bytes, total bytes).
         quantization: "int8" or "int4" to quantize float weights while they are read.
-        keeps_float16: Whether float16 weights stay float16.
+        keeps_float16: If true, float16 weights stay float16.
         num_threads: The number of threads; by default as many as the process may use.
         loras: The LoRA adapters that requests may use.
-        places_embeddings: Whether embeddings may take the place of tokens in a model without an encoder.
-        kept_layers: The layers whose inputs `kept_hidden_TE` has; behind the last one, those of the final norm.
+        places_embeddings: If true, embeddings may replace tokens even if the model has no encoder.
+        kept_layers: The layers whose inputs are kept in `kept_hidden_TE`; the number of layers means the final norm's
+            input.
 
     Raises:
         NotSupportedNatively: Only the torch decoder supports this model.
-        CheckpointError: As for `Decoder`.
+        CheckpointError: See `Decoder`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class NativeDecoder:
         self.is_foreign = False
         self.spec = spec
         self.kept_hidden_TE: Tensor | None = None
-        """The hidden states of all tokens of the last step: the normed ones, then those of each kept layer, [T, E]."""
+        """The hidden states of all tokens of the last step, [T, E]: normed ones, then the input of each kept layer."""
         self.kept_width = (1 + len(kept_layers)) * spec.hidden_size if kept_layers else 0
         self.loras = loras
         self.encoder: Encoder | None = None
@@ -176,7 +177,7 @@ class NativeDecoder:
         self._kv_pointers = (ctypes.c_void_p * num_caches)()
         self._groups = (StepGroup * len(spec.windows_by_group))()
         self._cross_group = min(spec.cross_groups, default=None)
-        # The struct is reused, because creating it takes much longer.
+        # Reuse the struct, because creating one takes much longer.
         self._step = Step(groups=self._groups, kv_caches=self._kv_pointers)
 
     def forward(
@@ -186,15 +187,16 @@ class NativeDecoder:
         kv_caches: Sequence[AnyArray],
         attn_metadata: Sequence[NativeAttentionMetadata],
     ) -> AnyArray:
-        """Fill the KV caches and return the hidden states in float32, as an array of the inputs' kind.
+        """Fill the KV caches. Return float32 hidden states, as a tensor or array like `inputs`.
 
-        Those of the last stage are normed, [T, D]. Others have what the next stages read, [T, `stage_width`].
+        On the last stage they are normed, [T, D]. On other stages they include all that later stages read, [T,
+        `stage_width`].
 
         Args:
             inputs: Token ids [T] for the first stage, else hidden states of the previous stage, which are overwritten.
             positions_T: Integer positions.
-            kv_caches: A tensor for each KV-cache group that a layer of the shard reads, in the order of the layers.
-            attn_metadata: Results of `NativeAttention.build` for each KV-cache group, also those of states.
+            kv_caches: One tensor per KV-cache group that a layer of the shard reads, in the order of the layers.
+            attn_metadata: Results of `NativeAttention.build` for each KV-cache group, including those of states.
         """
         hidden_TD = self._run(inputs, positions_T, kv_caches, attn_metadata)
         return hidden_TD if isinstance(inputs, np.ndarray) else as_tensor(hidden_TD)
@@ -208,9 +210,9 @@ class NativeDecoder:
         """Store the keys and values of an encoder's outputs in the caches of cross attention.
 
         Args:
-            encoded_ED: The outputs.
-            kv_caches: As for `forward`.
-            attn_metadata: Results of `NativeAttention.build` for each group of cross attention, as for a sequence of so
+            encoded_ED: The outputs of the encoder.
+            kv_caches: The same as for `forward`.
+            attn_metadata: For each cross-attention group, the result of `NativeAttention.build` for a sequence with as
                 many tokens.
         """
         assert self._store is not None
@@ -218,7 +220,7 @@ class NativeDecoder:
         positions_E = np.arange(len(hidden_ED), dtype=np.int32)
         ids_E = np.zeros_like(positions_E)
         groups = (StepGroup * len(self._groups))()
-        # All layers of cross attention have the same blocks, because there is one group of them.
+        # All cross-attention layers have the same blocks, because they form a single group.
         (metadata,) = attn_metadata.values()
         groups[0].block_table = metadata.block_table.ctypes.data
         groups[0].block_table_stride = metadata.block_table.shape[1]
@@ -239,17 +241,17 @@ class NativeDecoder:
         self._store.run(step)
 
     def record_queries(self, recorder: QueryRecorder | None) -> None:
-        """Give the queries of cross attention in all further steps to a recorder, or to none."""
+        """From now on, pass the queries of cross attention to `recorder`, or to nothing if it is None."""
         self._recorder = recorder
 
     def make_sampler(self, batch: PersistentBatch) -> NativeSampler:
-        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from then on."""
+        """Return the sampler for the requests of `batch`, which `forward_and_sample` uses from now on."""
         self._sampler = NativeSampler(batch, self.spec.num_token_ids, self._program)
         self._batch = batch
         return self._sampler
 
     def make_prompt_scorer(self, max_rows: int) -> PromptScorer:
-        """Return what computes the log-probabilities of at most `max_rows` tokens of prompts at a time."""
+        """Return an object that computes the log-probabilities of up to `max_rows` prompt tokens at a time."""
         return PromptScorer(max_rows, self.spec.num_token_ids, self._program)
 
     def forward_and_sample(
@@ -261,7 +263,7 @@ class NativeDecoder:
         rows_S: Int32Array,
         slots_S: Int32Array,
     ) -> SamplerOutput:
-        """Run `forward` and sample from its rows `rows_S` in one native call.
+        """Run `forward` and sample from its rows `rows_S`, in one native call.
 
         If every row takes its most likely token, logits are not written to memory. Rows that are not sampled skip the
         end of the last layer.
@@ -287,9 +289,9 @@ class NativeDecoder:
         return SamplerOutput(tokens_S.astype(np.int64), metadata, logprobs)
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """Return the embeddings of tokens, float32 [T, D]. Supported if the decoder keeps hidden states.
+        """Return the embeddings of tokens, float32 [T, D]. Requires a decoder with `kept_layers`.
 
-        All ranks must ask for the same tokens at the same time.
+        All tensor-parallel ranks must call this with the same tokens at the same time.
         """
         assert self._embedding is not None
         ranks, tokens_T = self.shard.tensor_parallel, _int32(ids_T)
@@ -322,7 +324,7 @@ class NativeDecoder:
         """Return the tokens that the requests in these slots would sample from hidden states, int32 [S].
 
         Args:
-            hidden_SD: Hidden states as the final norm returns them.
+            hidden_SD: Hidden states after the final norm.
             slots_S: The slots.
             positions_S: The index of the token that each row samples, which determines its random number.
         """
@@ -343,7 +345,7 @@ class NativeDecoder:
     def choose_among(
         self, ids_C: Tensor, logits_SC: Tensor, slots_S: Int32Array, positions_S: Int32Array
     ) -> Tensor:
-        """Return the tokens that the requests would sample if only the tokens `ids_C` had logits, int64 [S]."""
+        """Return the tokens, int64 [S], that the requests would sample if only the tokens `ids_C` had logits."""
         if self._sampler.describe(slots_S).takes_most_likely:
             return ids_C[logits_SC.argmax(1)]
         logits_SV = np.full((len(slots_S), self.spec.num_token_ids), -np.inf, np.float32)
@@ -355,9 +357,9 @@ class NativeDecoder:
         self._program.join_round()
 
     def compute_logits(self, hidden_SD: AnyArray, slots_S: Int32Array | None = None) -> AnyArray:
-        """Return the logits [S, V] in float32, with the adapters of these slots; None for the base model.
+        """Return the logits [S, V] in float32, with the LoRA adapters of these slots; None for the base model.
 
-        They are an array of the same kind as the hidden states.
+        They are a tensor or array like the hidden states.
         """
         logits_SV = np.empty((len(hidden_SD), self.spec.num_token_ids), np.float32)
         adapters = None
@@ -372,9 +374,9 @@ class NativeDecoder:
         kv_caches: Sequence[AnyArray],
         speculative: SpeculativeConfig | None = None,
     ) -> NativeDecoding | None:
-        """Return a faster way to decode the requests of `batch`, which also verifies drafts.
+        """Return a faster way to decode the requests of `batch`, which can also verify drafts.
 
-        Return None for a pipeline stage, which cannot sample alone.
+        Return None for a pipeline stage, which cannot sample without the others.
         """
         if not (self.shard.is_first and self.shard.is_last):
             return None
@@ -384,7 +386,7 @@ class NativeDecoder:
         )
 
     def profile(self) -> list[tuple[str, float]]:
-        """Return the kind of each operation, in order, and the seconds spent in it so far."""
+        """Return (kind, seconds spent so far) for each operation, in order."""
         return self._program.profile()
 
     def _run(
@@ -415,7 +417,7 @@ class NativeDecoder:
             hidden_TD = kept_TE
             self.kept_hidden_TE = as_tensor(kept_TE)[:, : self.kept_width]
         if self.placed is not None and isinstance(self.spec.encoder, VisionSpec):
-            # Encoder outputs replace the embeddings, but not the inputs of layers.
+            # Encoder outputs replace embeddings, but not the inputs of layers.
             token_id = self.spec.encoder.layer_token_id
             ids_T = _int32(self.placed.replace_ids(as_tensor(ids_T), token_id))
         step = self._step
@@ -482,7 +484,7 @@ class NativeDecoder:
 
 
 def _numbers(adapters: RowAdapters | None) -> int | None:
-    """Return the address of the number of each row's adapter, or None if no row has one."""
+    """Return the address of the adapter number of each row, or None if no row has an adapter."""
     if adapters is None or not (adapters.number_T >= 0).any():
         return None
     return adapters.number_T.ctypes.data

@@ -1,6 +1,6 @@
-"""Decode steps of a whole batch, each a single call of the native program, or two with a grammar.
+"""Decode a whole batch, each step in a single call of the native program, or two with a grammar.
 
-Shapes: S rows of the batch, K sampled tokens: one for each row, or more with accepted drafts.
+Shapes: S rows of the batch, K sampled tokens (one per row, or more with accepted drafts).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .sampling import NativeSampler, RowsToSample
 class Decoded(NamedTuple):
     """The sampled tokens, int32 [K]; `num_failed` of them are marks for tokens that could not be sampled.
 
-    With drafts, `num_sampled_S` and `num_verified_S` are the sampled tokens and verified drafts of each row, int32 [S].
+    With drafts, `num_sampled_S` and `num_verified_S` are the numbers of sampled tokens and of verified drafts per row,
+    int32 [S].
     """
 
     tokens_K: Int32Array
@@ -36,7 +37,7 @@ class Decoded(NamedTuple):
 
 
 class NativeDecoding:
-    """Decodes requests directly in the arrays of the persistent batch."""
+    """Decodes requests directly in the arrays of the persistent batch, without building a step."""
 
     def __init__(
         self,
@@ -56,10 +57,10 @@ class NativeDecoding:
         self._num_sampled = np.empty(batch.num_slots, np.int32)
         self._num_verified = np.empty(batch.num_slots, np.int32)
         self.hidden_KE: Float32Array | None = None
-        """With a `hidden_width`, the hidden states of the last step: of each row, the last token and its drafts."""
+        """The hidden states of the last step, if they are kept: for each row, its last token and its drafts."""
         if hidden_width:
             self.hidden_KE = np.empty((self._max_rows, hidden_width), np.float32)
-        # Native code has only the addresses of these arrays, so they must be kept alive.
+        # Native code has only the addresses of these arrays, so keep the arrays alive.
         tables = batch.block_tables
         strides = np.array([table.shape[1] for table in tables], np.int64)
         self._kept = batch, kv_caches, adapter_by_slot, strides
@@ -97,7 +98,7 @@ class NativeDecoding:
 
         Args:
             metadata: The sampling features of the rows.
-            num_drafts_S: The drafts of each row to verify, int32; None for none.
+            num_drafts_S: The number of drafts to verify per row, int32; None for none.
             await_grammar: Called for the bitmasks once the logits are computed.
 
         Raises:

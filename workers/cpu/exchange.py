@@ -1,4 +1,4 @@
-"""Memory that the ranks of a tensor-parallel group on one machine share, for `csrc/runtime/exchange.h`."""
+"""Memory that the tensor-parallel ranks on one machine share, for `csrc/runtime/exchange.h`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
     """Return zeroed memory that all ranks of a tensor-parallel group map. It is freed with its last mapping.
 
     Raises:
-        NotSupportedNatively: The ranks cannot share memory. It is raised on every rank.
+        NotSupportedNatively: The ranks cannot share memory. This is raised on every rank.
     """
     fd = -1
     if tensor_parallel.rank == 0 and hasattr(os, "memfd_create"):
@@ -30,7 +30,7 @@ def share_memory(tensor_parallel: TensorParallel, num_bytes: int) -> mmap.mmap:
         memory = None
         if len(set(machines)) == 1 and fds[0] >= 0:
             memory = _map(f"/proc/{pids[0]}/fd/{fds[0]}", num_bytes)
-        # The descriptor can be closed once all ranks have tried. If one of them failed, none uses the memory.
+        # The descriptor can be closed once all ranks have tried to map the memory. If one has failed, no rank uses it.
         has_mapped = tensor_parallel.stack(torch.tensor([memory is not None]))
     finally:
         if fd >= 0:
@@ -56,7 +56,7 @@ def _map(path: str, num_bytes: int) -> mmap.mmap | None:
 
 
 def _machine_id() -> int:
-    """Return a number that is equal for processes that see each other in /proc, and different for others."""
+    """Return a number that is equal for processes that see each other in /proc, and different otherwise."""
     try:
         boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         return (boot.int ^ os.stat("/proc/self/ns/pid").st_ino) % 2**63

@@ -1,4 +1,4 @@
-"""Mixtures of experts for native code: those of this rank, and the exchange of rows with ranks that have others."""
+"""Mixtures of experts for native code: this rank's experts, and the exchange of rows with ranks that have others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Floats = NDArray[np.float32]
 
 
 class NativeExperts(structs.ExpertLayer):
-    """The router's parameters and the experts of this rank; native code takes its address.
+    """The router's parameters and this rank's experts, as a struct whose address is passed to native code.
 
-    Keeps the matrices and vectors that it points to alive. The ranks have a share of the elements of every expert, or
-    with expert parallelism whole experts.
+    It keeps alive the matrices and vectors to which it points. Ranks have a part of the elements of every expert or,
+    with expert parallelism, whole experts.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NativeExperts(structs.ExpertLayer):
                     of_kind.append(weights.vector(f"{each.name}.bias", each.total, each.part))
                 biases[-1].append(weights.vector(f"{name}down_proj.bias", outer_size))
         weights.skip([f"{prefix}experts.{expert}." for expert in placement.elsewhere])
-        # One rank of those that share an expert adds its bias.
+        # Of the ranks that share an expert, only one adds its bias.
         if not placement.adds_bias:
             biases[-1] = []
         self._vectors = [np.concatenate(of_kind) if of_kind else None for of_kind in biases]
@@ -112,7 +112,7 @@ class NativeExperts(structs.ExpertLayer):
         )
         self._matrices = matrices
         self._has_gate = spec.has_gate
-        # Rows of other replicas come without their adapters.
+        # Rows from other replicas arrive without their adapters.
         self._is_exchanged = shard.expert_group is not None
         self._tables: list[AdapterTable | None] = []
         self._pointers: list[Any] = []
@@ -120,7 +120,7 @@ class NativeExperts(structs.ExpertLayer):
         self.output_kind = _common_kind(prefix, matrices[2])
 
     def adapt(self, adapters: NativeAdapters) -> None:
-        """Let LoRA adapters change the experts, unless replicas divide them."""
+        """Let LoRA adapters change the experts, unless replicas divide the experts."""
         if self._is_exchanged:
             return
         first, second, down = self._matrices
@@ -129,7 +129,7 @@ class NativeExperts(structs.ExpertLayer):
         self.output_adapters = self._add_tables([adapters.table((each,)) for each in down])
 
     def _add_tables(self, tables: list[AdapterTable | None]) -> int:
-        """Return the address of the entries of a table for each expert."""
+        """Return the address of the table entries for each expert."""
         pointers = (ctypes.c_void_p * len(tables))(
             *(None if table is None else ctypes.addressof(table.entries) for table in tables)
         )
@@ -139,7 +139,7 @@ class NativeExperts(structs.ExpertLayer):
 
 
 def _check(experts: ExpertsSpec) -> None:
-    """Raise an error if a token cannot choose as many experts as it should."""
+    """Raise an error if a token cannot choose as many experts as the config says."""
     group_size, rest = divmod(experts.num_experts, experts.num_groups)
     num_allowed = group_size * min(experts.num_groups_per_token, experts.num_groups)
     if rest or (experts.num_groups > 1 and experts.num_experts_per_token > num_allowed):
@@ -170,16 +170,16 @@ def _address(vector: Floats | None) -> int | None:
 
 
 class NativeExpertExchange(structs.ExpertExchange):
-    """Functions that a native program calls in a round; see `csrc/model/expert_exchange.h`.
+    """The callbacks of a native program in a round of expert parallelism; see `csrc/model/expert_exchange.h`.
 
-    Any of the program's threads may call them, one at a time. An exception cannot pass through native code: it ends the
-    exchange, and `raise_if_failed` raises it after the step.
+    Any of the program's threads may call them, one at a time. An exception cannot pass through native code. It ends the
+    exchange instead, and `raise_if_failed` raises it after the step.
     """
 
     def __init__(self, group: ExpertGroup) -> None:
         self.group = group
         self._error: BaseException | None = None
-        # Native code reads these until the next exchange.
+        # Native code reads these tensors until the next exchange, so keep them alive.
         self._received: Tensor | None = None
         self._collected: Tensor | None = None
         functions = dict(structs.ExpertExchange._fields_[1:])
@@ -199,7 +199,7 @@ class NativeExpertExchange(structs.ExpertExchange):
             raise self._error
 
     def _keep_errors_of(self, calls: list[Callable[..., int]]) -> None:
-        """Keep errors that are raised before the first line of a call, as those of signal handlers may be."""
+        """Catch errors that are raised before the first line of a callback runs, as signal handlers may do."""
         report = sys.unraisablehook
 
         def keep(unraisable: Any) -> None:
@@ -244,7 +244,7 @@ class NativeExpertExchange(structs.ExpertExchange):
 
 
 _NOTHING = np.zeros(64, np.uint8)
-"""An address for no rows, because a null pointer means that a rank is lost."""
+"""A valid address for zero rows, because a null pointer means that a rank is lost."""
 
 
 def _address_of(rows: Tensor) -> int:
@@ -252,7 +252,7 @@ def _address_of(rows: Tensor) -> int:
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Return a tensor of memory that native code keeps until this exchange ends."""
+    """Return a tensor on memory that native code keeps until this exchange ends."""
     if 0 in shape:
         return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize

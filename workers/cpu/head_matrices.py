@@ -1,4 +1,4 @@
-"""A layer's matrices with one for each query head, read from a checkpoint for native code."""
+"""Read a layer's matrices that exist once per query head, for native code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .weights import NativeWeightReader
 
 
 class HeadMatrices:
-    """The matrices of this rank's query heads, which take the same format of activations.
+    """The matrices of this rank's query heads, all of which multiply activations of the same format.
 
-    Keeps the matrices that native code takes the `address` of alive.
+    It keeps alive the matrices whose `address` is passed to native code.
 
     Raises:
-        NotSupportedNatively: The matrices take different formats.
+        NotSupportedNatively: The matrices multiply activations of different formats.
     """
 
     def __init__(self, matrices: Sequence[PackedWeight]) -> None:
@@ -43,7 +43,7 @@ class HeadMatrices:
 def read_head_matrices(
     spec: ModelSpec, latent: LatentSpec, weights: NativeWeightReader, prefix: str, heads: range
 ) -> tuple[HeadMatrices, HeadMatrices]:
-    """Return these heads' matrices from plain queries to latent ones, and from latent vectors to values."""
+    """Return two sets of matrices: from plain queries to latent queries, and from latent vectors to values."""
     if has_split_expansions(weights, prefix):
         keys = [
             weights.packed(f"{prefix}k_b_proj.{head}.weight", latent.kv_rank, latent.plain_dim)

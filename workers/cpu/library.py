@@ -1,4 +1,4 @@
-"""The native library and its functions, called through `ctypes`."""
+"""Load the native library, and declare its functions for `ctypes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARY_PATH = Path(__file__).with_name("_native.so")
 
 
 class NotSupportedNatively(EngineError):
-    """Raised if the native backend cannot run a model on this machine; torch can."""
+    """Raised if the native backend does not support a model on this machine. Torch may."""
 
 
 FUNCTIONS: dict[str, Signature] = {
@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Signature] = {
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """Load the native library.
+    """Load the native library of this installation, once.
 
     Raises:
         NotSupportedNatively: The library was not built.
@@ -94,7 +94,7 @@ def load_library(path: str) -> ctypes.CDLL:
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set that the kernels in use were compiled for."""
+    """Return the name of the instruction set for which the kernels in use were compiled."""
     library = native_library()
     name: bytes = library.engine_isa_name(library.engine_isa())
     return name.decode()

@@ -1,4 +1,4 @@
-"""A recurrent layer, read from a checkpoint for native code.
+"""Read the parameters of a recurrent layer for native code.
 
 Shapes: F channels, K taps of a convolution.
 """
@@ -41,12 +41,12 @@ _WITHOUT_MAMBA1 = "the native CPU backend does not support Mamba-1 layers"
 
 
 class NativeMixer(structs.Mixer):
-    """The parameters of a recurrent layer but its matrices; native code takes its address.
+    """The parameters of a recurrent layer except its matrices, as a struct whose address is passed to native code.
 
-    Keeps the vectors that it points to alive. `projection` has this rank's rows of the first matrix. Products of its
-    result, in order, are `second_products`: the columns to multiply, the matrix, and the first column of the product.
-    `shares` has each rank's columns of the last matrix, which has `num_columns` in all. With `shares_norm` the norm of
-    the outputs is over the heads of all ranks.
+    It keeps alive the vectors to which it points. `projection` has this rank's rows of the first matrix.
+    `second_products` lists, in order, products of the projection's results: the columns to multiply, the matrix, and
+    the first column of the result. `shares` has each rank's columns of the last matrix, which has `num_columns`
+    columns. If `shares_norm`, the outputs are normed over the heads of all ranks.
     """
 
     def __init__(
@@ -195,7 +195,8 @@ class NativeMixer(structs.Mixer):
         self.projection = kimi_delta_attention.projection_rows(layer, prefix, tensor_parallel)
         self.has_projection_bias = self.has_output_bias = False
         self._share_heads(layer.num_heads, dim, tensor_parallel)
-        # What gates and steps are made of is where steps and gates will be. So gates, which come last, are made first.
+        # The low-rank inputs of gates and steps occupy the columns in which steps and gates will be written. Gates come
+        # last, so compute them first.
         first_step = 3 * len(own) + len(heads)
         for name, of_low_rank, first_column in (
             ("g_b_proj", range(first_step + dim, first_step + 2 * dim), first_step + len(own)),
@@ -267,7 +268,7 @@ def _part(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _merged(rows: Sequence[Rows]) -> list[Rows]:
-    """Return the same rows, those of a module that follow each other as one."""
+    """Return the same rows, with consecutive rows of a module joined."""
     merged = []
     for _, group in groupby(rows, key=lambda each: (each.name, each.total)):
         of_module = list(group)
@@ -281,7 +282,7 @@ def _merged(rows: Sequence[Rows]) -> list[Rows]:
 
 
 def mixer_sizes(layer: RecurrentLayer, ranks: int) -> tuple[int, int]:
-    """Return the outputs of a mixer's first matrix and the inputs of its last one in one of `ranks` workers."""
+    """Return the outputs of a mixer's first matrix, and the inputs of its last one, in one of `ranks` workers."""
     channels = layer.state_size(ranks).channels
     match layer:
         case ShortConvolution():

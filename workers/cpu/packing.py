@@ -1,4 +1,4 @@
-"""Packed matrices, and how rows of a checkpoint become rows of them."""
+"""Packed matrices, and the conversion of a checkpoint's rows to their format."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class ActivationKind(IntEnum):
 
     @property
     def for_whole_rows(self) -> ActivationKind:
-        """The kind to use if a row is quantized as a whole.
+        """Return the kind to use if a row is quantized as a whole.
 
-        Rows that are computed in parts (gated activations, attention heads) do not have their outliers in few columns.
+        Rows that are computed in parts (gated activations, attention heads) have no outliers that are limited to a few
+        columns.
         """
         return ActivationKind.INT8_SPLIT if self is ActivationKind.INT8 else self
 
@@ -51,7 +52,7 @@ class WeightFormat(IntEnum):
 
     @property
     def activation_kind(self) -> ActivationKind:
-        """The format of activations that products with this format take."""
+        """The format of the activations that matrices with this format multiply."""
         if self <= WeightFormat.U8:
             return ActivationKind.INT8
         if self in (WeightFormat.BF16, WeightFormat.F8):
@@ -60,17 +61,17 @@ class WeightFormat(IntEnum):
 
 
 FLOAT8_ROWS = 1000
-"""The number of `SourceType::f8` in `csrc/linear/pack.h`."""
+"""The value of `SourceType::f8` in `csrc/linear/pack.h`."""
 
 FLOAT_TYPES = {
     "bfloat16": SourceType.BF16,
     "float16": SourceType.F16,
     "float32": SourceType.F32,
 }
-"""The types of floats by the names of dtypes."""
+"""Source types of floats by names of dtypes."""
 
 GROUP_SIZE = 32
-"""Elements of a row that integer formats quantize together; rows are whole groups."""
+"""Number of elements of a row that integer formats quantize together. Rows must consist of whole groups."""
 
 _ALIGNMENT = 64
 
@@ -78,9 +79,10 @@ _CHUNK_BYTES = 64 << 20
 
 
 class PackedWeight(structs.PackedWeight):
-    """A packed matrix ``[n, k]``; native code takes its address.
+    """A packed matrix ``[n, k]``, whose address is passed to native code.
 
-    Keeps `data`, uint8 and aligned to 64 bytes, alive. `group` and `scale` are those of `PackedWeight` in C++.
+    It keeps `data` alive, which is uint8 and aligned to 64 bytes. `group` and `scale` are the fields of `PackedWeight`
+    in C++.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class PackedWeight(structs.PackedWeight):
 
     @property
     def activation_kind(self) -> ActivationKind:
-        """The format of activations that products with this matrix take."""
+        """The format of the activations that this matrix multiplies."""
         return WeightFormat(self.format).activation_kind
 
     def rows(self, indices: Sequence[int]) -> NDArray[np.float32]:
-        """Return rows of the matrix, ``[len(indices), k]``."""
+        """Return rows of the matrix as floats, ``[len(indices), k]``."""
         unpack = native_library().engine_unpack_weight_row
         out = np.empty((len(indices), self.k), np.float32)
         for index, row in zip(indices, out, strict=True):
@@ -112,7 +114,7 @@ class PackedWeight(structs.PackedWeight):
 class WeightMemory:
     """Zeroed memory for weights, in huge pages.
 
-    A step reads all weights, and with small pages a quarter of its time would be address translation.
+    A step reads all weights. With small pages, a quarter of its time would be address translation.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class WeightMemory:
         self._used = 0
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return zeros uint8 ``[num_bytes]``, aligned to 64."""
+        """Return zeros, uint8 ``[num_bytes]``, aligned to 64 bytes."""
         start = round_up(self._used, _ALIGNMENT)
         if start + num_bytes > len(self._chunk):
             size = round_up(max(num_bytes, _CHUNK_BYTES), HUGE_PAGE_BYTES)
@@ -130,14 +132,14 @@ class WeightMemory:
         return self._chunk[start : self._used]
 
     def shrink(self, num_bytes: int, last: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Shrink the last allocation to `num_bytes`; the rest is zeroed for the next allocation."""
+        """Shrink the last allocation to `num_bytes`. The rest is zeroed and used for the next allocation."""
         last[num_bytes:] = 0
         self._used -= len(last) - num_bytes
         return last[:num_bytes]
 
 
 def as_source(tensor: torch.Tensor) -> tuple[SourceType, NDArray[np.uint8]]:
-    """Return a tensor in a type that can be packed."""
+    """Return a tensor in a type from which weights can be packed."""
     if dtype_name(tensor.dtype) not in FLOAT_TYPES:
         tensor = tensor.float()
     return FLOAT_TYPES[dtype_name(tensor.dtype)], tensor.contiguous().view(torch.uint8).numpy()
@@ -151,9 +153,9 @@ def allocate_packed(
     group: int = 0,
     scale: float = 1.0,
 ) -> PackedWeight:
-    """Return a matrix of zeros for `pack_rows` to fill.
+    """Return a matrix of zeros, to be filled by `pack_rows`.
 
-    Integer formats need whole groups in `k`. `group` and `scale` are those of `PackedWeight`.
+    Integer formats need whole groups in `k`. `group` and `scale` are the fields of `PackedWeight`.
     """
     num_bytes = native_library().engine_packed_bytes(weight_format, n, k, group)
     return PackedWeight(weight_format, n, k, memory.allocate(num_bytes), group, scale)
@@ -162,7 +164,7 @@ def allocate_packed(
 def pack_tensor(
     weight_format: WeightFormat, matrix: torch.Tensor, memory: WeightMemory
 ) -> PackedWeight | None:
-    """Return a float matrix packed, or None if it has a NaN or infinity that the format cannot represent."""
+    """Return a packed float matrix, or None if it has a NaN or infinity that the format cannot represent."""
     n, k = matrix.shape
     weight = allocate_packed(weight_format, n, k, memory)
     source = matrix.contiguous().view(torch.uint8).numpy()
@@ -180,10 +182,10 @@ def can_pack(source_type: int, weight_format: WeightFormat) -> bool:
 def pack_rows(
     weight: PackedWeight, source_type: int, source: NDArray[np.uint8], first_row: int = 0
 ) -> bool:
-    """Pack ``source``, uint8 ``[rows, row bytes]``, as rows `first_row` and following.
+    """Pack ``source``, uint8 ``[rows, row bytes]``, to the rows of `weight` from `first_row` on.
 
     Return False if it has a NaN or infinity that the format cannot represent. Threads may pack different rows of a
-    matrix at once; in BF16 they must not share a block of 64 rows that starts at a multiple of 64.
+    matrix at the same time. In BF16 they must not share a block of 64 rows that starts at a multiple of 64.
     """
     return bool(
         native_library().engine_pack_rows(
@@ -198,10 +200,10 @@ def pack_rows(
 
 
 def finish_packing(weight: PackedWeight) -> int:
-    """Finish a matrix whose rows are all packed. Return how many bytes of its data are used."""
+    """Complete a matrix after all its rows were packed. Return how many bytes of its data are used."""
     return int(native_library().engine_finish_packing(ctypes.byref(weight)))
 
 
 def round_up(x: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below `x`."""
+    """Return the smallest multiple of `multiple` that is at least `x`."""
     return -(-x // multiple) * multiple

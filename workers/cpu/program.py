@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 
 
 class NativeProgram:
-    """`Program` of `csrc/program/program.h`, with the threads that run it."""
+    """The C++ class `Program` of `csrc/program/program.h`, with the threads that run it."""
 
     def __init__(
         self, shape: ModelShape, norm_eps: float, adapters: NativeAdapters | None = None
@@ -47,14 +47,17 @@ class NativeProgram:
             self._library.engine_program_free(handle)
 
     def add_rope(self, rope: RopeSpec, max_model_len: int) -> None:
-        """Compute tables of this rotary embedding in every step. Operations refer to it by its index."""
+        """Add a rotary embedding, whose tables are computed in every step.
+
+        Return its index, to which operations refer.
+        """
         inv_freq, factor = rope.inverse_frequencies(max_model_len)
         self.add_rotation(inv_freq, factor, rope.axes)
 
     def add_rotation(self, inv_freq: AnyArray, factor: float, axis_of_each: Sequence[int]) -> None:
-        """Compute tables of a rotation in every step: of these frequencies, and times `factor`.
+        """Add a rotation with these frequencies, whose sines and cosines are multiplied by `factor`. Return its index.
 
-        With `axis_of_each` frequency it has one of three positions of a token.
+        If `axis_of_each` is given, it says which of a token's three positions each frequency uses.
         """
         frequencies = float32_array(inv_freq)
         axes = np.array(axis_of_each, np.int32)
@@ -78,9 +81,9 @@ class NativeProgram:
         altup: AltUp | None = None,
         **fields: Any,
     ) -> None:
-        """Append an operation. The program keeps the arrays that it refers to alive.
+        """Append an operation. The program keeps alive the arrays to which it refers.
 
-        A product that LoRA adapters change follows the operation that multiplies by their first factors.
+        For a product that LoRA adapters change, the operation that multiplies by their first factors is appended first.
 
         Args:
             kind: The kind of operation, one of `OP_KINDS`.
@@ -90,7 +93,7 @@ class NativeProgram:
             mixer: The recurrent layer that the operation belongs to.
             heads: A matrix for each query head.
             altup: The alternating updates of the layer.
-            fields: Values of `Op`'s other fields. By default `scale` is 1 and `eps` the model's.
+            fields: Values of `Op`'s other fields. By default, `scale` is 1 and `eps` the model's.
         """
         if kind == "gated_experts" and experts is not None and self._adapters is not None:
             experts.adapt(self._adapters)
@@ -142,10 +145,10 @@ class NativeProgram:
         self._library.engine_program_add(self._handle, ctypes.byref(op))
 
     def join_ranks(self, tensor_parallel: TensorParallel) -> None:
-        """Make this the program of one of several ranks, which run the same steps from now on.
+        """Make this program one of several ranks, which run the same steps from now on.
 
         Raises:
-            NotSupportedNatively: The ranks cannot share memory. It is raised on every rank.
+            NotSupportedNatively: The ranks cannot share memory. This is raised on every rank.
         """
         size = self._library.engine_program_exchange_bytes(self._handle, tensor_parallel.size)
         memory = np.frombuffer(share_memory(tensor_parallel, size), np.uint8)
@@ -155,7 +158,7 @@ class NativeProgram:
         )
 
     def join_experts(self, group: ExpertGroup) -> None:
-        """Divide the experts of every layer among the ranks of a group from now on."""
+        """From now on, divide the experts of every layer among the ranks of a group."""
         self._exchange = NativeExpertExchange(group)
         self._library.engine_program_join_experts(self._handle, ctypes.byref(self._exchange))
 
@@ -176,7 +179,7 @@ class NativeProgram:
 
     @contextmanager
     def _round_of(self, num_rows: int) -> Iterator[None]:
-        """Begin a round before rows are computed, if replicas divide the experts."""
+        """A context in which a round of expert parallelism runs, if replicas divide the experts and there are rows."""
         if self._exchange is None or not num_rows:
             yield
             return
@@ -200,7 +203,7 @@ class NativeProgram:
         return int(self._library.engine_program_choose(self._handle, ctypes.byref(batch)))
 
     def profile(self) -> list[tuple[str, float]]:
-        """Return (kind, seconds so far) of each operation, in order, and of the final "sample"."""
+        """Return (kind, seconds so far) for each operation, in order, and for the final "sample"."""
         kinds = [*self._kinds, "sample"]
         seconds = np.empty(len(kinds))
         self._library.engine_program_profile(self._handle, seconds.ctypes.data)

@@ -1,4 +1,4 @@
-"""Sampling by the native program.
+"""Sample by the native program.
 
 Shapes: S rows of the batch, K sampled tokens (more than S with accepted drafts), V vocabulary.
 """
@@ -23,9 +23,9 @@ from .program import NativeProgram
 
 
 class NativeSampler(Sampler):
-    """Samples with the native program.
+    """Samples tokens in the native program.
 
-    It stores no tokens: penalties and bad words read those of the batch.
+    It stores no tokens: penalties and bad words read the tokens of the persistent batch.
     """
 
     def __init__(self, batch: PersistentBatch, vocab_size: int, program: NativeProgram) -> None:
@@ -79,7 +79,7 @@ class NativeSampler(Sampler):
 
     @contextmanager
     def limited_to(self, grammar: Grammar | None) -> Iterator[None]:
-        """Restrict sampling to the tokens that the grammar allows, within the context."""
+        """A context in which sampling is restricted to the tokens that the grammar allows."""
         if grammar is None:
             yield
             return
@@ -98,7 +98,7 @@ class NativeSampler(Sampler):
     def _prepare(
         self, slot: int, prompt_token_ids: Int32Array, output_token_ids: Int32Array
     ) -> None:
-        """Set the rules of a slot. They point to arrays that the sampler's state keeps alive."""
+        """Set the logit rules of a slot. They point to arrays that the sampler's state keeps alive."""
         state = self._state
         rules = LogitRules(
             has_penalties=bool(state.has_penalties[slot]),
@@ -131,7 +131,7 @@ class NativeSampler(Sampler):
 
 
 class PromptScorer(NativeSampler):
-    """Computes the log-probabilities of given tokens, of at most `max_rows` at a time."""
+    """Computes the log-probabilities of given tokens, for at most `max_rows` tokens at a time."""
 
     def __init__(self, max_rows: int, vocab_size: int, program: NativeProgram) -> None:
         super().__init__(PersistentBatch(max_rows, 1, 1, 0, HostDevice()), vocab_size, program)
@@ -148,7 +148,7 @@ class PromptScorer(NativeSampler):
         num_alternatives = state.vocab_size if count < 0 else count
         state.wants_logprobs[:], state.num_logprobs[:] = True, num_alternatives
         state.version += 1
-        # Only the given token may be chosen. Log-probabilities are those before such changes.
+        # Allow only the given token to be chosen. Log-probabilities are computed before such changes.
         rows = np.arange(num_rows)
         words_TK = np.zeros((num_rows, -(-state.vocab_size // 32)), np.uint32)
         bits_T = np.uint32(1) << (next_token_ids_T % 32).astype(np.uint32)
@@ -158,7 +158,7 @@ class PromptScorer(NativeSampler):
         sampled = self.sample(logits_TV, grammar.slots_G, positions_T, grammar)
         logprobs = sampled.raw_logprobs
         assert logprobs is not None
-        # A token that cannot be chosen has a probability of 0, or its logits have a NaN.
+        # A token that cannot be chosen has a probability of 0, or its logits contain a NaN.
         logprobs.logprobs[sampled.raw_token_ids < 0, 0] = -np.inf
         logprobs.token_ids[:, 0] = next_token_ids_T
         (result,) = logprobs.rows([slot], [num_alternatives], [num_rows])
@@ -166,7 +166,7 @@ class PromptScorer(NativeSampler):
 
 
 class RowsToSample:
-    """The sampling parameters of a batch's rows for the native program, and the log-probabilities that it writes.
+    """The sampling parameters of a batch's rows for native code, with arrays for the log-probabilities it returns.
 
     There are at most `num_rows` rows, including those of drafts. `positions_S` is not needed for decoding. All
     arguments must outlive the call of the program.
@@ -190,7 +190,7 @@ class RowsToSample:
         self.pointer = ctypes.pointer(rows)
 
     def logprobs(self, num_sampled_S: Int32Array | None = None) -> Logprobs | None:
-        """Return the log-probabilities of the rows that requested them: one token each, or `num_sampled_S` tokens."""
+        """Return the log-probabilities of the rows that requested them, for one or `num_sampled_S` tokens each."""
         if self._metadata.logprobs is None:
             return None
         wants_K = (

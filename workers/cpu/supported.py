@@ -1,4 +1,4 @@
-"""The models that a native program cannot run."""
+"""Determine whether native programs support a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .library import NotSupportedNatively
 
 
 def check_supported(spec: ModelSpec) -> None:
-    """Raise `NotSupportedNatively` if the program has no operation for a part of the model."""
+    """Raise `NotSupportedNatively` if native programs lack an operation that the model needs."""
     if features := unsupported_features(spec):
         raise NotSupportedNatively(f"the native CPU backend does not support {features[0]}")
 
 
 def unsupported_features(spec: ModelSpec) -> list[str]:
-    """Return the parts of the model that the program has no operation for."""
+    """Return the features of the model for which native programs have no operation."""
     features = {
         "clamped MLPs without a gate": not spec.has_gate and spec.activation == "clamped_swiglu",
         "experts beside attention": spec.is_parallel

@@ -1,6 +1,6 @@
 """The layers of a vision or audio tower as a native program.
 
-Shapes: P patches of an image, or rows of a sound, and the class token; D hidden size of the tower; F features.
+Shapes: P patches of an image (with the class token), or rows of a sound; D hidden size of the tower; F features.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ACTIVATIONS: Final = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
-    # x * sigmoid(c * x) is silu(c * x) / c, and the weights before and after it have the factors.
+    # x * sigmoid(c * x) equals silu(c * x) / c, so the weights before and after it are multiplied by c and 1 / c.
     "quick_gelu": "silu",
     "silu": "silu",
     "relu": "relu",
@@ -44,12 +44,12 @@ _QK_NORMS: Final = {None: 0, "head": 1, "full": 2}
 
 
 class NativeLayers:
-    """Layers of a tower that run as one native program, in float32.
+    """The layers of a tower as one native program, in float32.
 
-    The program computes one sequence at a time, so its numbers do not depend on others.
+    The program computes one sequence at a time, so that results do not depend on others.
 
     Raises:
-        NotSupportedNatively: The program has no operation for a part of the layers. No weights were read then.
+        NotSupportedNatively: Native programs lack an operation for the layers. It is raised before weights are read.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class NativeLayers:
         slots = np.arange(num_patches, dtype=np.int32)
         loc = np.array([0, num_patches], np.int32)
         blocks = np.arange(-(-num_patches // _BLOCK_SIZE), dtype=np.int32)
-        # A layer stores the keys and values of all patches before it reads any, so one cache is enough.
+        # A layer stores the keys and values of all patches before it reads any, so all layers can share one cache.
         cache = torch.zeros(self._attention.kv_cache_shape(len(blocks)))
         groups = (StepGroup * 1)()
         groups[0].block_table, groups[0].block_table_stride = blocks.ctypes.data, len(blocks)
@@ -137,12 +137,12 @@ class NativeLayers:
         return dict(zip(spec.feature_layers, parts, strict=True))
 
     def profile(self) -> list[tuple[str, float]]:
-        """Return the kind of each operation, in order, and the seconds spent in it so far."""
+        """Return (kind, seconds spent so far) for each operation, in order."""
         return self._program.profile()
 
 
 def _visible(patches: Patches) -> NDArray[np.int32]:
-    """Return the first patch that each patch sees, and the one after the last, int32 [P, 2]."""
+    """Return the range of patches to which each patch attends, int32 [P, 2]."""
     assert patches.windows is not None
     lengths = np.repeat(*np.array([(length, count) for count, length in patches.windows]).T)
     ends = np.cumsum(lengths)
@@ -151,7 +151,7 @@ def _visible(patches: Patches) -> NDArray[np.int32]:
 
 
 class _Recorder:
-    """Records the operations of layers in a program."""
+    """Records the operations of a tower's layers in a program."""
 
     def __init__(self, program: NativeProgram, spec: LayersSpec) -> None:
         self._program, self._spec = program, spec
@@ -174,7 +174,7 @@ class _Recorder:
         self._record_products(weights.attention_norm, weights.qkv, rotary=spec.rotary)
         sees_window = bool(spec.full_layers) and number not in spec.full_layers
         attention: dict[str, Any] = {
-            # With a window of its own, a patch sees what the step says.
+            # With windows, the step says to which patches a patch attends.
             "attention": AttentionLayer(spec.scale, 0.0, int(sees_window)),
             "num_kv_heads": spec.num_heads,
             "head_dim": spec.head_dim,
@@ -227,15 +227,16 @@ class _Recorder:
         self._record_output(down, weights.mlp_output_norm, spec.intermediate_size)
 
     def _record_norm(self, norm: Norm) -> None:
-        """Record the norm of the residual stream, which products read."""
+        """Record the norm of the residual stream, whose result the next products read."""
         self._program.add_op("quantize", activation_kind=_F32, vectors=_vectors(norm))
 
     def _record_products(
         self, norm: Norm, linears: list[Linear], rotary: PatchRotary | None = None
     ) -> None:
-        """Record products of the normed residual stream, side by side.
+        """Record products of the normed residual stream, whose results are concatenated.
 
-        With `rotary` they are queries, keys and values, and elements that are rotated together come half a head apart.
+        If `rotary` is given, they are queries, keys and values, permuted so that elements that are rotated together are
+        half a head apart.
         """
         column = 0
         for index, linear in enumerate(linears):
@@ -259,7 +260,7 @@ class _Recorder:
             column += len(weight)
 
     def _record_output(self, linear: Linear, norm: Norm | None, num_inputs: int) -> None:
-        """Record the last product of a block and its addition to the residual stream."""
+        """Record the last product of a block, and its addition to the residual stream."""
         self._record_bounds(linear.bounds, 0, num_inputs, target=None, source=1)
         is_added = norm is None and linear.bounds is None
         self._program.add_op(
@@ -285,7 +286,7 @@ class _Recorder:
         first_column: int = 0,
         source: int = 0,
     ) -> None:
-        """Record that a target, by default the activations `source`, has these bounds, if there are any."""
+        """Record the clipping of a target, by default of the activations `source`, if there are bounds."""
         if bounds is None:
             return
         self._program.add_op(
@@ -304,9 +305,10 @@ class _Recorder:
 
 
 def _permuted(x: Tensor, spec: LayersSpec, rotary: PatchRotary | None, index: int = 0) -> Tensor:
-    """Return rows of queries and keys with those that are rotated together half a head apart.
+    """Return rows of queries and keys, permuted so that elements that are rotated together are half a head apart.
 
-    The rows are those of a head, of all heads, or of queries, keys and values. `index` 2 are those of values alone.
+    The rows are those of a head, of all heads, or of queries, keys and values. If `index` is 2, they are values, which
+    are not permuted.
     """
     if rotary is None or rotary.num_parts == 1 or index == 2:
         return x
@@ -321,7 +323,7 @@ def _vectors(norm: Norm) -> list[Floats | None]:
 
 
 def _floats(x: Tensor | None) -> Floats | None:
-    """Return a vector as the program reads it."""
+    """Return a vector as float32, as the program reads it."""
     if x is None:
         return None
     vector: Floats = np.ascontiguousarray(x.float().numpy())

@@ -1,4 +1,4 @@
-"""Weights in the layout of the native kernels, packed as they are read from a checkpoint."""
+"""Read a checkpoint's weights in the packed layout of the native kernels."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ _FLOAT_FORMATS = {
     "float16": WeightFormat.F16,
     "float32": WeightFormat.F32,
 }
-"""Formats of floats by the names of dtypes."""
+"""Packed formats of floats by names of dtypes."""
 
 QUANTIZATIONS = {"int4": WeightFormat.U4_OFFSET, "int8": WeightFormat.U8}
-"""Formats to which float matrices can be quantized while they are read."""
+"""Packed formats to which float matrices can be quantized while they are read, by names of `--quantization`."""
 
 
 _LARGEST_BLOCK = max(elements for elements, _ in BLOCK_SIZES.values())
 _ELEMENTS_AT_ONCE = 2 << 20
 _ROWS_TOGETHER = 64
-"""BF16 packs this many rows at once; see `csrc/linear/pack.h`."""
+"""Number of rows that BF16 packs together; see `csrc/linear/pack.h`."""
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight")
 
@@ -80,14 +80,16 @@ MatrixCallback: TypeAlias = Callable[[PackedWeight, Rows, int, range | None], No
 
 
 class NativeWeightReader(WeightReader):
-    """Reads the matrices of a decoder packed, and its vectors as float32.
+    """Reads the matrices of a decoder in packed form, and its vectors as float32.
 
-    Quantized matrices keep their values if a GGUF type with a packed format can hold them, or if they are float8.
-    Others of GGUF files become int8 in groups of 32, and others of other formats are dequantized. Float matrices are
-    packed in `dtype`. With `quantization`, those and float8 are quantized if their rows are whole groups, the embedding
-    and the head to int8 or better. With
-    `keeps_float16`, matrices stored in float16 stay so. `on_matrix` is called for the matrices of a layer's
-    products with their rows, all their columns, and the part of the columns that was read, None for all.
+    Quantized matrices keep their values if they are float8, or if a GGUF type that has a packed format can represent
+    them. Other quantized matrices of GGUF files become int8 in groups of 32, and those of other checkpoints are
+    dequantized. Float matrices are packed in `dtype`.
+
+    If `quantization` is set, float and float8 matrices are quantized if their rows consist of whole groups; embedding
+    and head to at least int8. If `keeps_float16`, matrices stored in float16 stay so. `on_matrix` is called for the
+    matrices of a layer's products, with their rows, the number of columns, and the range of columns that was read; None
+    for all.
     """
 
     def __init__(
@@ -130,11 +132,11 @@ class NativeWeightReader(WeightReader):
         self._threads.shutdown()
 
     def vector(self, name: str, size: int, part: range | None = None) -> NDArray[np.float32]:
-        """Return the decoder's tensor `name`, or a part of its `size` elements, as float32."""
+        """Return the decoder's tensor `name`, or a range of its `size` elements, as float32."""
         return self.floats(name, size, part=part)
 
     def floats(self, name: str, *shape: int, part: range | None = None) -> NDArray[np.float32]:
-        """Return the decoder's tensor `name`, or a part of its first dimension, as float32."""
+        """Return the decoder's tensor `name`, or a range of its first dimension, as float32."""
         name = self._prefix + name
         self._check(name, shape)
         stored = self.checkpoint.floats(self._stored_name(name), part=part)
@@ -146,16 +148,19 @@ class NativeWeightReader(WeightReader):
         return stored.as_float32()
 
     def packed(self, name: str, rows: int, columns: int, part: range | None = None) -> PackedWeight:
-        """Return the decoder's matrix `name`, of that shape, or some of its rows."""
+        """Return the decoder's matrix `name`, or a range of its rows, packed. `rows` and `columns` are its shape."""
         name = self._prefix + name
         return self._packed(name, rows, columns, self._format(name), part)
 
     def packed_float32(self, name: str, rows: int, columns: int) -> PackedWeight:
-        """Return the decoder's matrix `name`, of that shape, as float32."""
+        """Return the decoder's matrix `name` packed as float32. `rows` and `columns` are its shape."""
         return self._packed(self._prefix + name, rows, columns, WeightFormat.F32, None)
 
     def packed_float(self, name: str, rows: int, columns: int, part: range) -> PackedWeight:
-        """Return rows of the decoder's matrix `name`, of that shape, as floats of `dtype`."""
+        """Return rows of the decoder's matrix `name`, packed as floats of `dtype`.
+
+        `rows` and `columns` are its shape.
+        """
         return self._packed(
             self._prefix + name, rows, columns, _FLOAT_FORMATS[self.dtype_name], part
         )
@@ -163,10 +168,10 @@ class NativeWeightReader(WeightReader):
     def packed_columns(
         self, name: str, rows: int, columns: int, parts: Sequence[range], rank: int
     ) -> PackedWeight:
-        """Return a rank's part of the columns of the decoder's matrix `name`, of that shape.
+        """Return one rank's columns of the decoder's matrix `name`. `rows` and `columns` are its shape.
 
         Raises:
-            NotSupportedNatively: The part of some rank does not consist of whole blocks.
+            NotSupportedNatively: The columns of some rank do not consist of whole blocks.
         """
         module = Rows(name.removesuffix(".weight"), rows, range(rows))
         if len(parts) == 1:
@@ -208,9 +213,10 @@ class NativeWeightReader(WeightReader):
         return weight
 
     def packed_together(self, rows: Sequence[Rows], columns: int) -> list[PackedWeight]:
-        """Return rows of several modules that read the same activations.
+        """Return rows of several modules that multiply the same activations.
 
-        These activations have one format. If a float matrix is among quantized ones, all are packed as floats.
+        The activations have a single format. If one of the matrices is a float matrix, all of them are packed as
+        floats.
         """
         names = [f"{self._prefix}{each.name}.weight" for each in rows]
         formats = [self._format(name) for name in names]
@@ -229,7 +235,7 @@ class NativeWeightReader(WeightReader):
     def packed_head(
         self, vocab_size: int, hidden_size: int, part: range | None = None
     ) -> PackedWeight:
-        """Return the output projection of a model that does not tie it to the embedding, or some of its rows."""
+        """Return the output projection, or some rows of it. Not for models in which it is the embedding."""
         return self._packed(self._head, vocab_size, hidden_size, self._format(self._head), part)
 
     def pack_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
@@ -240,7 +246,7 @@ class NativeWeightReader(WeightReader):
         return self._packed_tensor(name, weight_format, matrix)
 
     def pack_float_tensor(self, name: str, matrix: torch.Tensor) -> PackedWeight:
-        """Return a matrix that is made of the tensor `name`, packed as floats."""
+        """Return a matrix computed from the tensor `name`, packed as floats."""
         return self._packed_tensor(name, _FLOAT_FORMATS[dtype_name(matrix.dtype)], matrix)
 
     def _packed_tensor(
@@ -292,7 +298,7 @@ class NativeWeightReader(WeightReader):
         rows: Callable[[int, int], tuple[int, NDArray[np.uint8]]],
         part: range | None = None,
     ) -> PackedWeight:
-        """Pack what `rows` returns for a range of the matrix's rows. `part` is that of its columns, None for all."""
+        """Pack the rows that `rows` returns for each range. `part` is the range of columns; None for all."""
         num_rows, columns = shape
         group, scale = self._scaling(name, weight_format, part or range(columns))
         weight = allocate_packed(weight_format, num_rows, columns, self._memory, group, scale)
@@ -313,7 +319,7 @@ class NativeWeightReader(WeightReader):
         return weight
 
     def _scaling(self, name: str, weight_format: WeightFormat, part: range) -> tuple[int, float]:
-        """Return how many of these columns share a scale in F8, and the scale of a whole matrix in NVFP4."""
+        """Return how many of these columns share a scale in F8, and the scale of the whole matrix in NVFP4."""
         if weight_format not in (WeightFormat.F8, WeightFormat.NVFP4):
             return 0, 1.0
         few = self._few_rows(name)
@@ -386,7 +392,7 @@ class NativeWeightReader(WeightReader):
         weight_format: WeightFormat,
         stored_type: SourceType | None,
     ) -> tuple[int, NDArray[np.uint8]]:
-        """Return rows of a tensor in a type that can be packed, uint8 ``[rows, row bytes]``."""
+        """Return rows of a tensor in a packable type, uint8 ``[rows, row bytes]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             return stored_type, self.checkpoint.raw(self._stored_name(name), part)
         return self._other(name, weight_format, part, 0)
@@ -394,7 +400,7 @@ class NativeWeightReader(WeightReader):
     def _columns(
         self, name: str, part: range, weight_format: WeightFormat, stored_type: SourceType | None
     ) -> tuple[int, NDArray[np.uint8]]:
-        """Return columns of a tensor in a type that can be packed, uint8 ``[rows, bytes of the columns]``."""
+        """Return columns of a tensor in a packable type, uint8 ``[rows, bytes of the columns]``."""
         if stored_type is not None and isinstance(self.checkpoint, GGUFCheckpoint):
             elements, size = BLOCK_SIZES[stored_type]
             start, stop = (bound // elements * size for bound in (part.start, part.stop))
@@ -404,7 +410,7 @@ class NativeWeightReader(WeightReader):
     def _other(
         self, name: str, weight_format: WeightFormat, part: range, dim: int
     ) -> tuple[int, NDArray[np.uint8]]:
-        """Return rows or columns of a tensor, converted to a type that can be packed."""
+        """Return rows or columns of a tensor, converted to a packable type."""
         if self._is_stored_transposed(name):
             floats = self.checkpoint.floats(self._stored_name(name), part=part, dim=1 - dim)
             if floats is not None:
@@ -431,7 +437,7 @@ class NativeWeightReader(WeightReader):
 
 
 def _block_type(matrix: QuantizedMatrix) -> SourceType | None:
-    """Return the type of GGUF that can hold a matrix, or None."""
+    """Return the GGUF type that can represent a matrix, or None."""
     # Imported here, because it needs torch.
     from ..quantization.gguf_blocks import block_type
 
@@ -439,15 +445,15 @@ def _block_type(matrix: QuantizedMatrix) -> SourceType | None:
 
 
 def _packable(floats: Floats) -> tuple[SourceType, NDArray[np.uint8]]:
-    """Return a matrix of floats in a type that can be packed, uint8 ``[rows, row bytes]``."""
+    """Return a float matrix in a packable type, uint8 ``[rows, row bytes]``."""
     values = np.ascontiguousarray(floats.values)
     return FLOAT_TYPES[floats.dtype], values.view(np.uint8)
 
 
 def intermediate_shares(size: int, tensor_parallel: TensorParallel) -> list[range]:
-    """Return each rank's share of the `size` intermediate elements of an MLP or an expert.
+    """Return each rank's range of the `size` intermediate elements of an MLP or an expert.
 
-    Shares are whole blocks of stored weights if every rank can have at least one.
+    The ranges consist of whole blocks of stored weights, if every rank can have at least one block.
     """
     for unit in (_LARGEST_BLOCK, GROUP_SIZE):
         if size % unit == 0 and size // unit >= tensor_parallel.size:

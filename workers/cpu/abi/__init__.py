@@ -1,1 +1,1 @@
-"""The interface of the native library, as Python mirrors it: structs, enumerations and functions."""
+"""Python's mirror of the native library's interface: structs, enumerations and functions."""

@@ -1,7 +1,8 @@
-"""Comparison of the native library's structs and functions with the mirrors that Python passes to it.
+"""Compare the native library's structs and functions with Python's mirrors of them.
 
-A library built from other sources reads fields at other offsets and crashes the process. So Python describes its own
-mirrors in the format of `csrc/abi.cpp`, one struct, enum or function a line, and compares the text with the library's.
+A library built from other sources would read fields at other offsets and crash the process. So Python describes its own
+mirrors in the format of `csrc/abi.cpp`, with one struct, enum or function per line, and compares the text with the
+library's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ....protocol.errors import EngineError
 _FUNCTION_POINTER = ctypes.CFUNCTYPE(None).__mro__[1]
 
 Signature = tuple[Any, list[Any]]
-"""The type of a function's result, or None, and those of its arguments."""
+"""The type of a function's result, or None, and the types of its arguments."""
 
 
 class StaleNativeLibrary(EngineError):
-    """The native library was built from other sources than the Python code that loads it."""
+    """Raised if the native library was built from other sources than the Python code that loads it."""
 
 
 def describe_abi(
@@ -31,7 +32,7 @@ def describe_abi(
 
     Args:
         structs: The mirrored structs.
-        enums: The names of each enum's values, which count from 0.
+        enums: For each enum, the names of its values, which count from 0.
         functions: The signature of each function.
     """
     lines = []
@@ -51,10 +52,10 @@ def describe_abi(
 
 
 def check_abi(library: ctypes.CDLL, expected: str, path: str) -> None:
-    """Compare the library's description of itself with `expected`.
+    """Check that the library's description of itself equals `expected`.
 
     Raises:
-        StaleNativeLibrary: They differ, or the library describes nothing.
+        StaleNativeLibrary: The descriptions differ, or the library has none.
     """
     try:
         export = library.engine_abi

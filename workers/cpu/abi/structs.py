@@ -60,7 +60,7 @@ OP_KINDS = (
 
 
 class PackedWeight(ctypes.Structure):
-    """A packed matrix; see `csrc/linear/linear.h`. `weights.py` extends it."""
+    """A packed matrix; see `csrc/linear/linear.h`. `packing.PackedWeight` extends it."""
 
     _fields_ = (
         ("format", c_int32),
@@ -87,7 +87,7 @@ class LatentShape(ctypes.Structure):
 
 
 class ModelShape(ctypes.Structure):
-    """The sizes of a rank's share of a model; see `csrc/model/model.h`."""
+    """The sizes of one rank's part of a model; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("hidden_size", c_int32),
@@ -124,7 +124,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class Router(ctypes.Structure):
-    """The choice of a token's experts; see `csrc/experts/router.h`."""
+    """The parameters by which a token's experts are chosen; see `csrc/experts/router.h`."""
 
     _fields_ = (
         ("num_experts", c_int32),
@@ -142,7 +142,7 @@ class Router(ctypes.Structure):
 
 
 class ExpertExchange(ctypes.Structure):
-    """Functions that exchange rows with other ranks; see `csrc/model/expert_exchange.h`."""
+    """Callbacks that exchange rows with other ranks; see `csrc/model/expert_exchange.h`."""
 
     _fields_ = (
         ("num_ranks", c_int32),
@@ -175,7 +175,7 @@ class ExpertLayer(ctypes.Structure):
 
 
 class Mixer(ctypes.Structure):
-    """A recurrent layer; see `csrc/model/model.h`."""
+    """The parameters of a recurrent layer; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -215,7 +215,7 @@ class LowRankFactor(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """The part that a LoRA adapter adds to a product; see `csrc/model/model.h`."""
+    """What a LoRA adapter adds to a product; see `csrc/model/model.h`."""
 
     _fields_ = (
         ("down", c_void_p),
@@ -275,7 +275,7 @@ class Op(ctypes.Structure):
 
 
 class StepGroup(ctypes.Structure):
-    """One KV-cache group's block table and slots in a step."""
+    """The block table and the slots of one KV-cache group in a step."""
 
     _fields_ = (
         ("block_table", c_void_p),
@@ -382,7 +382,7 @@ class Step(ctypes.Structure):
 
 
 class Suffixes(ctypes.Structure):
-    """The passages that drafts continue; see `csrc/sampling/suffixes.h`."""
+    """The earlier passages from which drafts are copied; see `csrc/sampling/suffixes.h`."""
 
     _fields_ = (
         ("context_length", c_int32),

@@ -1,4 +1,4 @@
-"""Drafts of the requests on a CPU: from their text, from recent answers, or from a draft model."""
+"""The drafts of requests on a CPU: looked up in their text or in recent answers, or written by a draft model."""
 
 from .lookup import Drafts, count_predictions
 

@@ -1,8 +1,8 @@
-"""Drafts from earlier text: the repetition of a prompt, an output, a client's prediction or another answer.
+"""Look up drafts in earlier text: a request's prompt and output, a client's prediction, and other answers.
 
-A draft is accepted if it is the token that the model samples at its position, with the random number of that position.
-Every request therefore gets the same tokens with and without drafts, greedy or not: Leviathan et al., "Fast Inference
-from Transformers via Speculative Decoding" (2023), with target and draft sharing their random numbers.
+A draft is accepted if it equals the token that the model samples at its position, with the random number of that
+position. Every request therefore gets the same tokens with and without drafts, greedy or not: Leviathan et al., "Fast
+Inference from Transformers via Speculative Decoding" (2023), with target and draft sharing their random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .suffixes import SuffixStore
 
 
 class Drafts:
-    """The drafts of every slot of a batch, which are written after the slot's tokens.
+    """The drafts of every slot of a batch, which are stored after the slot's tokens.
 
     Raises:
         NotSupportedNatively: The native library was not built.
@@ -35,13 +35,13 @@ class Drafts:
         self._num_drafts: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._most = config.num_speculative_tokens
         self.limits: Int32Array = np.full(batch.num_slots, self._most, np.int32)
-        """The most drafts of each slot, not counting forced ones."""
+        """The maximum number of drafts per slot, not counting forced ones."""
         self._suffixes: SuffixStore | None = None
         if config.method is ProposerMethod.SUFFIX:
             self._suffixes = SuffixStore(config, batch)
         self._num_forced: Int32Array = np.zeros(batch.num_slots, np.int32)
         self._forced_start: Int32Array = np.zeros(batch.num_slots, np.int32)
-        # Room for a step's drafts, the token sampled after them, and the next step's drafts.
+        # There must be room for a step's drafts, the token sampled after them, and the next step's drafts.
         width = 2 * config.num_speculative_tokens + 1
         self._forced: Int32Array = np.zeros((batch.num_slots, width), np.int32)
         self._slots: Int32Array = np.zeros(batch.num_slots, np.int32)
@@ -72,18 +72,18 @@ class Drafts:
         )
 
     def remove_requests(self, slots: Int32Array) -> None:
-        """Keep the answers of requests that leave these slots. Called before other requests take the slots."""
+        """Store the answers of requests that leave these slots. Call this before other requests get the slots."""
         if self._suffixes is not None:
             for slot in slots.tolist():
                 self._suffixes.keep_answer(slot)
 
     def set_limits(self, rows: Int32Array) -> None:
-        """Set the most drafts of slots, from rows (slot, limit)."""
+        """Set the maximum number of drafts of slots, from rows (slot, limit)."""
         slots, limits = rows.reshape(-1, 2).T
         self.limits[slots] = limits.clip(0, self._most)
 
     def add_requests(self, requests: list[NewRequestData]) -> None:
-        """Set the predictions of new requests, and drop the drafts of their slots."""
+        """Set the predictions of new requests, and clear the drafts of their slots."""
         for new in requests:
             self.limits[new.slot] = self._most if new.pooling_params is None else 0
             if self._suffixes is not None:
@@ -94,13 +94,13 @@ class Drafts:
         self.drop_drafts([new.slot for new in requests])
 
     def set_drafts(self, slots: Int64Array, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Replace the found drafts of slots: `counts` of each slot, `token_ids` of all."""
+        """Replace the drafts of slots: slot i gets `counts[i]` of the concatenated `token_ids`."""
         starts = self._batch.num_tokens[slots]
         offsets = np.arange(len(token_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = np.repeat(starts, counts) + offsets
         on_host(self._batch.token_ids_NL)[np.repeat(slots, counts), columns] = token_ids
         self._num_drafts[slots] = counts
-        # The core keeps a prefix of the drafts that were found, so the first ones are still from the prediction.
+        # The core keeps a prefix of the drafts that were found, so the first drafts still come from the prediction.
         self._num_from_prediction[slots] = np.minimum(self._num_from_prediction[slots], counts)
 
     def set_forced_tokens(self, forced: DraftTokenIds) -> None:
@@ -114,13 +114,13 @@ class Drafts:
         self._forced_start[slots] = self._batch.num_tokens[slots]
 
     def drop_drafts(self, slots: Int32Array | list[int]) -> None:
-        """Drop the drafts of these slots, whose tokens have changed."""
+        """Clear the drafts of these slots, because their tokens have changed."""
         self._num_drafts[slots] = 0
         self._num_forced[slots] = 0
         self._num_from_prediction[slots] = 0
 
     def look_up(self, slots: Int32Array) -> None:
-        """Find drafts for slots that have a new token."""
+        """Look up drafts for slots that have a new token."""
         slots_of_64_bits = slots.astype(np.int64)
         self._look_up(
             ctypes.byref(self.lookup),
@@ -132,7 +132,7 @@ class Drafts:
         )
 
     def add_found(self, slots: Int64Array, counts: Int32Array) -> None:
-        """Add drafts that a draft model wrote after the tokens of slots: `counts` of each."""
+        """Record drafts that a draft model has written after the tokens of slots, `counts[i]` for slot i."""
         self._num_drafts[slots] = counts
         is_found = counts > 0
         slots, counts = slots[is_found], counts[is_found]
@@ -147,11 +147,11 @@ class Drafts:
         self._tokens[first : first + len(tokens)] = tokens
 
     def num_drafts(self, slots: Int64Array) -> Int32Array:
-        """Return how many drafts each slot has."""
+        """Return how many drafts each of these slots has."""
         return self._num_drafts[slots]
 
     def get_found(self, step: int) -> DraftTokenIds | None:
-        """Return the drafts that were found last, as a message about `step`, or None if there are none."""
+        """Return the drafts that were found last, as a message after `step`, or None if there are none."""
         num_found = self.lookup.num_found
         if not num_found:
             return None
@@ -164,20 +164,20 @@ class Drafts:
         )
 
     def num_from_prediction(self, slots: Int64Array) -> Int32Array:
-        """Return how many of each slot's drafts are from the client's prediction. They are the first ones."""
+        """Return how many of each slot's drafts come from the client's prediction. They are the first ones."""
         return self._num_from_prediction[slots]
 
 
 def count_predictions(
     slots: Int64Array, num_predicted: Int32Array, num_sampled: Int32Array, num_verified: Int32Array
 ) -> bytes:
-    """Return int32 rows (slot, accepted tokens, rejected tokens) of the drafts from predictions, as bytes.
+    """Return int32 rows (slot, accepted tokens, rejected tokens) for drafts from predictions, as bytes.
 
     Args:
         slots: The slots of a step.
-        num_predicted: The drafts of each slot that are from a prediction, which come first.
-        num_sampled: The tokens that each slot sampled: those accepted, and one more.
-        num_verified: The drafts of each slot that were verified.
+        num_predicted: The number of drafts of each slot that come from a prediction; these are the first ones.
+        num_sampled: The number of tokens that each slot sampled: the accepted drafts, and one more.
+        num_verified: The number of drafts of each slot that were verified.
     """
     num_tried = np.minimum(num_predicted, num_verified)
     num_accepted = np.minimum(num_tried, num_sampled - 1)

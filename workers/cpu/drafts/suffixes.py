@@ -1,4 +1,4 @@
-"""The memory of suffix drafts: chains of equal contexts in each request, and recent answers."""
+"""The memory of suffix drafts: for each request, chains of places with equal contexts, and recent answers of all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..library import native_library
 _NUM_BUCKETS: Final = 1 << 13
 _HISTORY_BUCKETS: Final = 1 << 17
 _HISTORY_TOKENS: Final = 1 << 20
-"""The answers of all requests take at most this many tokens: 13 MiB."""
+"""Maximum number of tokens in stored answers, which take 13 MiB."""
 
 
 class SuffixStore:
-    """The arrays of `csrc/sampling/suffixes.h`, whose sizes do not change.
+    """The arrays of `csrc/sampling/suffixes.h`, which have a fixed size.
 
-    A slot's chains take 4 bytes for each token of the request. Untouched pages take no memory.
+    The chains of a slot take 4 bytes per token of the request. Pages that were never written take no memory.
     """
 
     def __init__(self, config: SpeculativeConfig, batch: PersistentBatch) -> None:
@@ -61,12 +61,12 @@ class SuffixStore:
         )
 
     def add_request(self, slot: int) -> None:
-        """Empty the chains of a slot, whose tokens are new."""
+        """Empty the chains of a slot, which has a new request."""
         self._heads[slot] = 0
         self._num_indexed[slot] = self._source_distance[slot] = 0
 
     def keep_answer(self, slot: int) -> None:
-        """Add the output of a request, which leaves its slot, to the answers. The oldest make room."""
+        """Add the output of a request that leaves its slot to the stored answers, removing the oldest if necessary."""
         first, end = self._batch.num_prompt_tokens[slot], self._batch.num_tokens[slot]
         count = int(end - first)
         if count <= self.suffixes.context_length or not self._max_answers:

@@ -1,1 +1,1 @@
-"""Operations of a model, written into a native program while its weights are read."""
+"""Record the operations of a model in a native program, while its weights are read."""

@@ -1,4 +1,4 @@
-"""Alternating updates, recorded in a native program: a token has several streams, of which a layer computes one."""
+"""Record alternating updates: a token has several streams, of which a layer computes one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .blocks import BLOCK, QKV, BlockRecorder
 
 
 class NativeAltUp(structs.AltUp):
-    """The weights of alternating updates; native code takes its address.
+    """The weights of alternating updates in one layer, as a struct whose address is passed to native code.
 
-    Keeps the arrays that it points to alive.
+    It keeps alive the arrays to which it points.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class NativeAltUp(structs.AltUp):
             matrix("modality_router", count, hidden),
             matrix("prediction_coefs", count * count, count),
             matrix("correction_coefs", count, count),
-            # Models without it have the tensor as well.
+            # The tensor exists even in models that do not use it.
             weights.vector(f"{prefix}altup.correct_output_scale", hidden),
         ]
         *needed, output_scale = (array.ctypes.data for array in self._arrays)
@@ -43,7 +43,7 @@ class NativeAltUp(structs.AltUp):
 
 
 class AltUpRecorder:
-    """Records how streams are made, what a layer does to them, and how they become one hidden state."""
+    """Records how embeddings become streams, how a layer updates the streams, and how they become one hidden state."""
 
     def __init__(self, blocks: BlockRecorder, altup: AltUpSpec) -> None:
         self._blocks = blocks
@@ -51,7 +51,7 @@ class AltUpRecorder:
         self._program = blocks.program
 
     def expand(self) -> None:
-        """Record the streams of the embedding in the residual stream."""
+        """Record the expansion of the embedding, which is in the residual stream, to all streams."""
         matrices = self._matrices("altup_projections")
         kind = self._blocks.quantize("", None, matrices)
         for start in range(0, len(matrices), MAX_PARTS):
@@ -68,7 +68,7 @@ class AltUpRecorder:
         self._program.add_op("expand_streams")
 
     def reduce(self) -> None:
-        """Record the hidden state that the streams become."""
+        """Record the reduction of the streams to one hidden state."""
         hidden = self._blocks.spec.hidden_size
         for i, matrix in enumerate(self._matrices("altup_unembed_projections")):
             self._program.add_op("load_stream", first_column=(i + 1) * hidden)
@@ -84,28 +84,28 @@ class AltUpRecorder:
         self._program.add_op("reduce_streams")
 
     def predict(self, prefix: str) -> NativeAltUp:
-        """Record the prediction of a layer. Return its weights."""
+        """Record the prediction of the streams in a layer. Return the weights."""
         blocks = self._blocks
         altup = NativeAltUp(blocks.spec, self._altup, blocks.weights, prefix)
         self._program.add_op("predict_streams", altup=altup)
         return altup
 
     def correct(self, altup: NativeAltUp) -> None:
-        """Record the correction by what the layer computed."""
+        """Record the correction of the streams by the layer's result."""
         self._program.add_op("correct_streams", altup=altup)
 
     def laurel_projection(self, prefix: str) -> PackedWeight:
-        """Return the first factor of the product beside the attention."""
+        """Return the first matrix of the low-rank product (LAuReL) that is computed in addition to attention."""
         rank, hidden = self._altup.laurel_rank, self._blocks.spec.hidden_size
         return self._blocks.weights.packed(f"{prefix}laurel.linear_left.weight", rank, hidden)
 
     def add_laurel(self, prefix: str, input_norm: str, first_column: int) -> None:
-        """Record the addition of the normed residual stream, and of the product of it, to the stream itself.
+        """Record the addition of two things to the residual stream: its norm, and the low-rank product of that norm.
 
         Args:
             prefix: The prefix of the layer's tensors.
             input_norm: The name of the norm of the residual stream.
-            first_column: Where the product with the first factor is in the projection.
+            first_column: The column of the projection at which the result of the first matrix begins.
         """
         blocks, rank = self._blocks, self._altup.laurel_rank
         right = blocks.weights.packed(
@@ -118,7 +118,7 @@ class AltUpRecorder:
         self._program.add_op("norm_add", vectors=norm)
 
     def _matrices(self, name: str) -> list[PackedWeight]:
-        """Return the matrix of each stream but the first, which take one format of activations."""
+        """Return the matrices of all streams but the first, which multiply activations of the same format."""
         weights, hidden = self._blocks.weights, self._blocks.spec.hidden_size
         rows = [
             row

@@ -1,4 +1,4 @@
-"""Attention of a layer, recorded in a native program."""
+"""Record the attention of a layer in a native program."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .blocks import BLOCK, PART, QKV, BlockRecorder
 from .model_shape import attended_dim
 
 _LOG2_E = np.float32(np.log2(np.e))
-"""Native softmaxes have base 2."""
+"""log2(e): native softmaxes use base 2."""
 
 _BIAS_MARGIN = 128
-"""`DistanceBiases::kMargin` in csrc/attention/attention.h."""
+"""The value of `DistanceBiases::kMargin` in csrc/attention/attention.h."""
 
 _NO_NORM, _HEAD_NORM, _FULL_NORM, _EACH_HEAD_NORM = range(4)
 
 
 class AttentionRecorder:
-    """Records the attention of layers. `ropes` has the numbers of the rotary embeddings in the program."""
+    """Records the attention of layers. `ropes` maps rotary embeddings to their indices in the program."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class AttentionRecorder:
         """Record the attention of a layer.
 
         Args:
-            index: The index of its KV cache.
+            index: The index of the layer's KV cache.
             prefix: The prefix of the layer's tensors.
             layer: The layer.
-            norms: The names of its norms.
-            input_kind: The format in which its input is already quantized, or None.
+            norms: The names of the layer's norms.
+            input_kind: The format in which the input has already been quantized, or None.
         """
         spec, shard = self._spec.for_layer(layer), self._shard
         rows = qkv_rows(spec, layer, self._weights, f"{prefix}self_attn.", shard)
@@ -145,7 +145,7 @@ class AttentionRecorder:
         bias = None
         if spec.attention_output_bias:
             bias = self._weights.vector(f"{prefix}self_attn.o_proj.bias", spec.hidden_size)
-        # The MLP of a parallel layer reads the stream as it was.
+        # In a parallel layer, the MLP reads the stream as it was before attention.
         target = BLOCK if spec.is_parallel else None
         self._blocks.add_block(
             prefix,
@@ -157,7 +157,7 @@ class AttentionRecorder:
         )
 
     def record_cross(self, index: int, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
-        """Record the attention of a layer to the outputs of an encoder. `index` is that of its KV cache."""
+        """Record the attention of a layer to an encoder's outputs. `index` is the index of its KV cache."""
         spec = self._spec
         query_rows, _ = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         queries, biases = self._blocks.packed_rows([query_rows], spec.qkv_bias)
@@ -171,7 +171,7 @@ class AttentionRecorder:
             "num_kv_heads": len(self._shard.kv_heads(spec)),
             "head_dim": spec.head_dim,
         }
-        # The columns are the layer's place among those of this shard that read a source.
+        # `num_columns` holds the layer's position among the shard's layers that read a source.
         self._program.add_op(
             "rotate_store", rope=-1, vectors=[None] * 3, num_columns=self._num_cross, **attention
         )
@@ -188,17 +188,17 @@ class AttentionRecorder:
         self._blocks.add_block(prefix, output, bias, norms.cross_output, spec.attention_multiplier)
 
     def record_storing(self, index: int, prefix: str, store: BlockRecorder) -> None:
-        """Record, in another program, what stores the keys and values that `record_cross` reads.
+        """Record, in another program, the operations that store the keys and values for `record_cross`.
 
         Args:
             index: The index of the layer's KV cache.
             prefix: The prefix of the layer's tensors.
-            store: The recorder of that program, whose residual stream has the encoder's outputs.
+            store: The recorder of the other program, whose residual stream contains the encoder's outputs.
         """
         spec = self._spec
         query_rows, kv_rows = cross_rows(spec, f"{prefix}cross_attn.", self._shard)
         parts, biases = store.packed_rows(kv_rows, spec.qkv_bias)
-        # Nothing reads the queries, which come first.
+        # The first columns are for queries, which nothing reads.
         store.add_projection(prefix, None, parts, biases, first_column=len(query_rows.part))
         store.program.add_op(
             "rotate_store",
@@ -215,7 +215,7 @@ class AttentionRecorder:
     def record_latent(
         self, index: int, prefix: str, layer: LayerSpec, norms: NormNames, latent: LatentSpec
     ) -> None:
-        """Record the latent attention of a layer. `index` is that of its KV cache."""
+        """Record the latent attention of a layer. `index` is the index of its KV cache."""
         spec, program, heads = self._spec, self._program, self._shard.heads(self._spec)
         name = f"{prefix}self_attn."
         first, keys = first_rows(spec, latent, name, heads)
@@ -234,7 +234,7 @@ class AttentionRecorder:
         if latent.indexer is None:
             self._blocks.add_projection(prefix, norms.attention_input, inputs, biases)
         else:
-            # Behind a key are the elements of its index key, even if the layer has none.
+            # The elements of the index key follow those of the key, even in layers without an indexer.
             places = [0, key_dim, self._index_offset(latent), spec.head_dim]
             if indexer is None:
                 places = [places[0], places[-1]]
@@ -250,7 +250,7 @@ class AttentionRecorder:
             )
             products = [(query_rows(spec, latent, name, heads), spec.head_dim)]
             if indexer is not None:
-                # The queries replace what both are made of, so they come last.
+                # The queries overwrite the inputs of both products, so compute them last.
                 column = self._index_offset(latent) + indexer.num_heads
                 products.insert(0, (index_query_rows(latent, indexer, name), column))
             packed = self._weights.packed_together(
@@ -309,14 +309,14 @@ class AttentionRecorder:
         )
 
     def _index_offset(self, latent: LatentSpec) -> int:
-        """Return the column of the weights of the indexer's heads; see `ModelShape` in csrc/model/model.h."""
+        """Return the column of the indexer's head weights in the projection; see `ModelShape` in csrc/model/model.h."""
         num_heads = len(self._shard.heads(self._spec))
         queries = num_heads * (latent.plain_dim + latent.rotary_dim)
         products = self._spec.head_dim + max(latent.query_rank or 0, queries)
         return products + num_heads * attended_dim(self._spec)
 
     def _read_distance_biases(self) -> Floats | None:
-        """Return `DistanceBiases` in csrc/attention/attention.h, or None if scores do not depend on distances."""
+        """Return the array for `DistanceBiases` in csrc/attention/attention.h, or None without such biases."""
         spec, heads = self._spec, self._shard.heads(self._spec)
         num_columns = 2 * self._max_distance + _BIAS_MARGIN
         if not (spec.alibi_slopes or spec.num_distance_buckets):
@@ -333,7 +333,7 @@ class AttentionRecorder:
     def _attention_output(
         self, prefix: str, head_size: int, module: str = "self_attn"
     ) -> PackedWeight:
-        """Return this rank's part of the projection of all heads' outputs, of `head_size` elements each."""
+        """Return this rank's part of the output projection, which reads `head_size` elements per head."""
         num_heads = self._spec.num_heads
         shares = [
             range(heads.start * head_size, heads.stop * head_size)
@@ -346,9 +346,9 @@ class AttentionRecorder:
     def _head_norms(
         self, spec: ModelSpec, prefix: str, layer: LayerSpec
     ) -> tuple[int, list[Floats | None]]:
-        """Return the kind of the norms of queries and keys, and their two vectors.
+        """Return the kind of the norms of queries and keys, and their weight vectors.
 
-        `spec` has the sizes of the layer, which has no norm of keys if it reads those of another.
+        `spec` has the sizes of the layer. A layer that reads the keys of another one has no norm of keys.
         """
         prefix = f"{prefix}self_attn."
         if spec.qk_norm is None or (spec.qk_norm == "unit" and layer.rope is None):
@@ -380,14 +380,14 @@ class AttentionRecorder:
 
 
 def _window_size(window: Window | None) -> int:
-    """Return the window as native attention takes it: chunks are negative."""
+    """Return the window as native attention expects it: a negative number for chunks."""
     if isinstance(window, Chunk):
         return -window.size
     return window or 0
 
 
 def _scaling(scaling: QueryScaling | None) -> Floats | None:
-    """Return `QueryScaling` in csrc/model/model.h."""
+    """Return the array for `QueryScaling` in csrc/model/model.h."""
     if scaling is None:
         return None
     return np.array([scaling.beta, scaling.length, scaling.offset], np.float32)

@@ -1,4 +1,4 @@
-"""Products between the residual stream and a block, which every kind of block records alike."""
+"""Record the products that every kind of block has in common, from and to the residual stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..program import Floats, NativeProgram
 from ..weights import NativeWeightReader, intermediate_shares
 
 QKV, RESIDUAL, BLOCK, PART, ROUTER, INPUTS, ACTIVATIONS = range(7)
-"""Targets of a product; see `Op` in csrc/model/model.h."""
+"""The values of a product's target; see `Op` in csrc/model/model.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """A gated or plain MLP."""
+    """The matrices of an MLP, which may be gated."""
 
     gate_up: list[PackedWeight]
     biases: list[Floats | None]
@@ -31,7 +31,7 @@ class MLP:
 
 
 class BlockRecorder:
-    """Records products of the residual stream, and the end of a block, with their weights in a program."""
+    """Records products that read the residual stream, and the end of a block, together with their weights."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class BlockRecorder:
         first_column: int = 0,
         input_size: int = 0,
     ) -> ActivationKind:
-        """Record products of the normed residual stream, side by side. Return the format that they read last.
+        """Record products of the normed residual stream, with concatenated results. Return the last input format.
 
         Args:
             prefix: The prefix of the layer's tensors.
             norm: The name of the norm, or None.
             parts: The matrices.
             biases: Their biases.
-            kind: The format in which the stream is already quantized, and must stay; None if it is not.
-            first_column: The column at which they begin.
-            input_size: The elements beside the residual stream that they read instead of it, if it is not 0.
+            kind: The format in which the stream is already quantized, and must stay; None if it is not quantized.
+            first_column: The column of the projection at which the results begin.
+            input_size: If not 0, the products read a separate input of this size instead of the residual stream.
         """
         start = 0
         while start < len(parts):
@@ -101,7 +101,10 @@ class BlockRecorder:
         eps: float = 0.0,
         target: int = QKV,
     ) -> None:
-        """Record the product of columns of the projection, after an optional norm, into others or `target`."""
+        """Record the product of some columns of the projection, after an optional norm. It replaces other columns.
+
+        If `target` is given, the result is written there instead.
+        """
         kind = weight.activation_kind.for_whole_rows
         self.program.add_op(
             "quantize_columns",
@@ -140,7 +143,10 @@ class BlockRecorder:
         return MLP(gate_up, biases, down, bias)
 
     def add_gated(self, mlp: MLP, input_kind: ActivationKind, xielu: Floats | None = None) -> None:
-        """Record the intermediate elements of an MLP. `xielu` has the numbers of that activation."""
+        """Record the computation of an MLP's intermediate elements.
+
+        `xielu` has the parameters of that activation, if used.
+        """
         self.program.add_op(
             "gated_linear",
             input_kind=input_kind,
@@ -153,13 +159,13 @@ class BlockRecorder:
     def add_sparse_gated(
         self, mlp: MLP, input_kind: ActivationKind, sparsity: float, size: int
     ) -> None:
-        """Record the intermediate elements of a gated MLP of which a threshold leaves few.
+        """Record the intermediate elements of a gated MLP in which a threshold sets most gates to 0.
 
         Args:
             mlp: The MLP.
             input_kind: The format of its input.
-            sparsity: The part of a normal distribution that is below the threshold.
-            size: The intermediate elements of all ranks.
+            sparsity: The fraction of a normal distribution that lies below the threshold.
+            size: The number of intermediate elements of all ranks.
         """
         self.program.add_op(
             "linear",
@@ -187,9 +193,9 @@ class BlockRecorder:
         inputs: list[PackedWeight] | ActivationKind,
         input_size: int = 0,
     ) -> ActivationKind:
-        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return the format.
+        """Record the quantization of the residual stream, after an optional norm, for `inputs`. Return its format.
 
-        With `input_size` so many elements beside the residual stream are quantized instead, without a norm.
+        If `input_size` is not 0, a separate input of this size is quantized instead, without a norm.
         """
         kind = (
             inputs
@@ -215,9 +221,10 @@ class BlockRecorder:
     ) -> None:
         """Record the addition of a block's output projection, after an optional norm, to the residual stream.
 
-        `source` has the activations that the projection reads. With `target` the output is written there instead.
+        `source` has the activations that the projection reads. If `target` is given, the output is written there
+        instead.
         """
-        # A norm cancels the multiplier, except for its epsilon. No family has both.
+        # A norm cancels the multiplier, except for the epsilon. No family has both.
         assert norm is None or multiplier == 1.0
         scale = self.spec.residual_multiplier * multiplier
         self.program.add_op(
@@ -232,7 +239,7 @@ class BlockRecorder:
         self.finish_block(prefix, bias, norm, scale, target)
 
     def target_of(self, norm: str | None, target: int | None = None) -> int:
-        """Return where the last product of a block is written, if `norm` follows it."""
+        """Return the target of a block's last product, given the norm that follows it, if any."""
         return self._sum_target(norm, target) if self.is_alone else PART
 
     def _sum_target(self, norm: str | None, target: int | None) -> int:
@@ -243,7 +250,7 @@ class BlockRecorder:
     def add_sum(
         self, target: int, bias: Floats | None = None, scale: float = 1.0, size: int | None = None
     ) -> None:
-        """Record the sum of the ranks' parts of `size` elements, by default as many as hidden states have."""
+        """Record the sum of the ranks' partial results of `size` elements; by default the hidden size."""
         self.program.add_op(
             "sum",
             target=target,
@@ -260,7 +267,7 @@ class BlockRecorder:
         scale: float,
         target: int | None = None,
     ) -> None:
-        """Record the sum over the ranks, if there are several, and the optional norm after a block."""
+        """Record the end of a block: the sum over the ranks, if there are several, and the optional norm."""
         if not self.is_alone:
             target = self._sum_target(norm, target)
             self.add_sum(target, bias, scale)
@@ -280,7 +287,7 @@ class BlockRecorder:
         return [self.norm(name, spec.hidden_size), bias_D]
 
     def norm(self, name: str, size: int) -> Floats:
-        """Return the weight of a norm over `size` elements, with its offset."""
+        """Return the weight of a norm over `size` elements, with the model's offset added."""
         if not self.spec.has_norm_weights:
             return np.ones(size, np.float32)
         return self.weights.vector(f"{name}.weight", size) + np.float32(
@@ -292,20 +299,20 @@ class BlockRecorder:
         return self.shard.tensor_parallel.part(count)
 
     def output_projection(self, name: str, inputs: int, shares: list[range]) -> PackedWeight:
-        """Return the matrix that ends a block. Each rank has a share of its inputs."""
+        """Return the last matrix of a block, of which each rank has the columns in `shares`."""
         rank = self.shard.tensor_parallel.rank
         return self.weights.packed_columns(name, self.spec.hidden_size, inputs, shares, rank)
 
     def _projections(
         self, prefix: str, names: list[str], sizes: list[int], parts: list[range], has_bias: bool
     ) -> tuple[list[PackedWeight], list[Floats | None]]:
-        """Return this rank's parts of matrices that read the residual stream, and of their biases."""
+        """Return this rank's rows of matrices that read the residual stream, and their biases."""
         return self.packed_rows(self.weights.rows(prefix, names, sizes, parts), has_bias)
 
     def packed_rows(
         self, rows: list[Rows], has_bias: bool, input_size: int = 0
     ) -> tuple[list[PackedWeight], list[Floats | None]]:
-        """Return matrices that read the residual stream, or `input_size` elements beside it, and their biases."""
+        """Return matrices that read the residual stream, or an input of `input_size` elements, and their biases."""
         reader = self.weights
         weights = reader.packed_together(rows, input_size or self.spec.hidden_size)
         biases: list[Floats | None] = [None] * len(rows)

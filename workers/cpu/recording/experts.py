@@ -1,4 +1,4 @@
-"""Mixtures of experts, recorded in a native program."""
+"""Record mixtures of experts in a native program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .blocks import BLOCK, MLP, PART, QKV, RESIDUAL, ROUTER, BlockRecorder
 def record_experts(
     blocks: BlockRecorder, index: int, prefix: str, experts: ExpertsSpec, norms: NormNames
 ) -> None:
-    """Record the mixture of experts of a layer, the `index`-th of this shard."""
+    """Record the mixture of experts of a layer, which is number `index` of this shard."""
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     norm = norms.mlp_input
     vectors: list[Floats | None] = [None]
@@ -46,7 +46,7 @@ def record_experts(
         if mlp.gate_up[0].activation_kind.for_whole_rows != kind:
             kind = blocks.quantize(prefix, norm, mlp.gate_up)
         blocks.add_gated(mlp, kind)
-        # The ranks' parts of the whole mixture are summed. One of them adds this bias.
+        # The ranks' parts of the whole mixture are summed, so only one of them adds this bias.
         is_first = blocks.shard.tensor_parallel.rank == 0
         blocks.program.add_op(
             "linear",
@@ -69,9 +69,9 @@ def record_experts(
 def record_experts_beside(
     blocks: BlockRecorder, index: int, prefix: str, experts: ExpertsSpec, mlp: MLP, norms: NormNames
 ) -> None:
-    """Record an MLP and the experts beside it, the `index`-th mixture of this shard.
+    """Record an MLP and experts that are added to it. The mixture is number `index` of this shard.
 
-    Both read the residual stream, after norms of their own. The sum of their outputs, each after a norm, is the block.
+    Both read the residual stream, after norms of their own. The output of the block is the sum of their normed outputs.
     """
     spec, weights, program = blocks.spec, blocks.weights, blocks.program
     blocks.add_gated(mlp, blocks.quantize(prefix, norms.mlp_input, mlp.gate_up))
@@ -112,10 +112,10 @@ def _record_latent_experts(
     norms: NormNames,
     mixture: dict[str, Any],
 ) -> None:
-    """Record experts that read a projection of the hidden states, after their choice.
+    """Record experts that read a projection of the hidden states, which is computed after the experts are chosen.
 
-    Every rank has the matrices before and after the experts. The first product is in the place of a layer's
-    projection, and so is the sum of the experts' outputs.
+    Every rank has the matrices before and after the experts. The result of the first one, and later the sum of the
+    experts' outputs, is stored in place of a layer's projection.
     """
     spec, program, native = blocks.spec, blocks.program, mixture["experts"]
     if norms.mlp_output is not None or experts.has_shared_gate:

@@ -1,4 +1,4 @@
-"""Inputs of layers beside the hidden states, recorded in a native program."""
+"""Record the per-layer inputs that some models have in addition to the hidden states."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .blocks import BLOCK, INPUTS, PART, QKV, BlockRecorder
 
 
 class LayerInputsRecorder:
-    """Records the inputs of all layers, and the last block of each layer, which reads its own."""
+    """Records the inputs of all layers, and the last block of each layer, which reads the layer's own input."""
 
     def __init__(self, blocks: BlockRecorder, inputs: PerLayerInputsSpec) -> None:
         self._blocks = blocks
         self._inputs = inputs
 
     def record(self) -> None:
-        """Record the inputs of all layers, from the embedding in the residual stream."""
+        """Record the computation of all layers' inputs from the embedding, which is in the residual stream."""
         blocks, spec, inputs = self._blocks, self._blocks.spec, self._inputs
         weights, program = blocks.weights, blocks.program
         size = len(spec.layers) * inputs.size
@@ -31,7 +31,7 @@ class LayerInputsRecorder:
             parts=[table],
             first_column=part.start,
             num_columns=inputs.vocab_size,
-            # As it was rounded when the model was trained.
+            # Round the scale as it was rounded when the model was trained.
             scale=rounded(inputs.size**0.5, weights.any_dtype),
             target=INPUTS if blocks.is_alone else PART,
         )
@@ -49,7 +49,9 @@ class LayerInputsRecorder:
         )
 
     def record_block(self, index: int, prefix: str) -> None:
-        """Record the product of a gated input into the block. Every rank has its matrices.
+        """Record the last block of a layer: a product gates the layer's input, and another product follows.
+
+        Every rank has these matrices.
 
         Args:
             index: The index of the layer in this shard.

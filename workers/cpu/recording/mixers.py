@@ -1,4 +1,4 @@
-"""The recurrent part of a layer, recorded in a native program."""
+"""Record the recurrent part of a layer in a native program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def record_mixer(
     recurrent: RecurrentLayer,
     norms: NormNames,
 ) -> ActivationKind:
-    """Record a recurrent part. `index` is that of its states' cache. Return the format of its input."""
+    """Record a recurrent part. `index` is the index of its states' cache. Return the format of its quantized input."""
     spec, program = blocks.spec, blocks.program
     own_prefix = f"{prefix}mixer."
     mixer = NativeMixer(spec, recurrent, blocks.weights, own_prefix, blocks.shard)

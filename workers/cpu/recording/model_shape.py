@@ -1,4 +1,4 @@
-"""The sizes of a rank's share of a model, for a native program."""
+"""Compute the sizes of a rank's part of a model, for a native program."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ACTIVATIONS = {
     "relu2": 3,
     "gelu": 5,
     "relu": 6,
-    # Its numbers belong to the operation.
+    # The parameters of xIELU are stored with the operation.
     "xielu": 0,
 }
-"""The activations of MLPs by their numbers in `csrc`."""
+"""The values of the native enum of activations, by their names."""
 
 
 def model_shape(
     spec: ModelSpec, shard: ModelShard, attention: NativeAttention, num_threads: int
 ) -> ModelShape:
-    """Return the sizes of this shard for a program with `num_threads` threads."""
+    """Return the sizes of this shard, for a program with `num_threads` threads."""
     layers = [(layer, spec.for_layer(layer)) for layer in spec.layers]
     kv_heads = min(len(shard.kv_heads(of_layer)) for _, of_layer in layers)
     sizes = [_projection_and_mixed_size(layer, of_layer, shard) for layer, of_layer in layers]
@@ -60,7 +60,7 @@ def model_shape(
 
 
 def attended_dim(spec: ModelSpec) -> int:
-    """Return the elements of a key without those of its index key."""
+    """Return the number of elements of a key, not counting its index key."""
     indexer = None if spec.latent is None else spec.latent.indexer
     return spec.head_dim - (0 if indexer is None else indexer.head_dim)
 
@@ -68,7 +68,7 @@ def attended_dim(spec: ModelSpec) -> int:
 def _projection_and_mixed_size(
     layer: LayerSpec, spec: ModelSpec, shard: ModelShard
 ) -> tuple[int, int]:
-    """Return the elements of a layer's first products, and the most that a product reads, on this rank."""
+    """Return how many numbers a layer's first products compute, and the most that a product reads, on this rank."""
     projection = mixed = 0
     if layer.attends and spec.latent is None:
         heads, kv_heads = len(shard.heads(spec)), len(shard.kv_heads(spec))
@@ -96,7 +96,7 @@ def _projection_and_mixed_size(
 
 
 def _streams_size(spec: ModelSpec) -> int:
-    """Return the elements that the prediction of streams needs beside them: all streams and factors of theirs."""
+    """Return how many numbers the prediction of streams needs as scratch space: all streams, and their factors."""
     if spec.altup is None:
         return 0
     count = spec.altup.num_streams
@@ -104,7 +104,7 @@ def _streams_size(spec: ModelSpec) -> int:
 
 
 def _intermediate_size(spec: ModelSpec, tensor_parallel: TensorParallel) -> int:
-    """Return the intermediate elements that this rank has of the widest MLP."""
+    """Return how many intermediate elements of the widest MLP this rank has."""
     sizes = set()
     for layer in spec.layers:
         if layer.experts is None or layer.experts.has_own_norms:
@@ -132,5 +132,5 @@ def _latent_shape(spec: ModelSpec) -> LatentShape:
 
 
 def _router_size(layer: LayerSpec) -> int:
-    """Return how many logits a layer's router computes."""
+    """Return how many logits the router of a layer computes."""
     return 0 if layer.experts is None else layer.experts.num_experts + layer.experts.has_shared_gate

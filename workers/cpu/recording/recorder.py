@@ -1,4 +1,4 @@
-"""Records a model's operations in a native program while its weights are read."""
+"""Record a model's operations in a native program, while its weights are read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .mixers import record_mixer
 
 
 class Recorder:
-    """Records the layers of this shard, with their weights, in a program.
+    """Records the layers of this shard in a program, together with their weights.
 
-    What fills the caches of cross attention is recorded in the program `store`. The hidden states that
-    `kept_layers` read, one behind the other, are written behind the normed ones; behind the last layer are those before
-    the final norm.
+    The operations that fill the caches of cross attention are recorded in the separate program `store`. The inputs of
+    `kept_layers` are written after the normed hidden states, one layer after the other. The number of layers stands for
+    the input of the final norm.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Recorder:
         self._places_embeddings = places_embeddings
         self._kept_layers = kept_layers
         self.embedding: PackedWeight | None = None
-        """The embedding of tokens, once it is recorded."""
+        """The packed embedding of tokens, once it is recorded."""
         self._program = program
         self._store = None
         if store is not None and spec.source is not None:
@@ -152,13 +152,13 @@ class Recorder:
         weights.finish()
 
     def _keep_hidden(self, index: int) -> None:
-        """Record where the hidden states that the layer reads are kept, if they are."""
+        """Record the operation that keeps the input of a layer, if it is one of the kept layers."""
         for place, kept in enumerate(self._kept_layers, 1):
             if kept == index:
                 self._program.add_op("keep_hidden", first_column=place * self._spec.hidden_size)
 
     def _record_layer(self, place: int, prefix: str, layer: LayerSpec) -> None:
-        """Record a layer, the `place`-th of this shard."""
+        """Record a layer. `place` is its index in this shard."""
         spec, program = self._spec, self._program
         norms = layer.norms or spec.norms
         altup = None if self._altup is None else self._altup.predict(prefix)
@@ -169,7 +169,7 @@ class Recorder:
             assert self._store is not None
             self._attention.record_storing(cache, prefix, self._store)
         if altup is not None:
-            # The residual stream is the sum of the attention's output and of the product beside it.
+            # Now the residual stream is the sum of the attention's output and the low-rank product.
             program.add_op("scale", scale=0.5**0.5)
         if layer.has_mlp and layer.experts is None:
             self._record_mlp(prefix, layer, norms)
@@ -189,9 +189,9 @@ class Recorder:
             program.add_op("scale", scale=scale)
 
     def _record_mixing(self, prefix: str, layer: LayerSpec, norms: NormNames) -> None:
-        """Record the attention and the recurrent part of a layer, as far as it has them.
+        """Record the attention and the recurrent part of a layer, whichever it has.
 
-        If it has both, the recurrent part is first, and the attention reads the same quantized input.
+        If it has both, the recurrent part comes first, and attention reads the same quantized input.
         """
         index = self._num_caches
         self._num_caches += len(layer.cache_groups)
@@ -208,7 +208,10 @@ class Recorder:
     def _record_experts(
         self, place: int, prefix: str, layer: LayerSpec, experts: ExpertsSpec, norms: NormNames
     ) -> None:
-        """Record the mixture of experts of a layer, the `place`-th of this shard, and an MLP that is beside it."""
+        """Record the mixture of experts of a layer, and an MLP that is added to it, if any.
+
+        `place` is the layer's index.
+        """
         if not experts.has_own_norms:
             return record_experts(self._blocks, place, prefix, experts, norms)
         size = self._spec.for_layer(layer).intermediate_size
@@ -237,9 +240,9 @@ class Recorder:
             self._program.add_op("norm_add", vectors=[None], scale=scale)
 
     def _embedding(self) -> PackedWeight:
-        """Return the embedding, with rows for the second token type behind those of the first if it has any.
+        """Return the embedding. If there is a second token type, its rows follow the rows of the first type.
 
-        Without a table of positions, the embedding of a token's type is in its own.
+        Without a table of positions, the embedding of a token's type is added to its row.
         """
         spec, weights = self._spec, self._weights
         size = spec.hidden_size
@@ -256,7 +259,7 @@ class Recorder:
         return weights.pack_float_tensor("embed_tokens.weight", rows)
 
     def _position_embeddings(self) -> list[PackedWeight]:
-        """Return the tables that the embeddings of a token's position and type are in, as far as there are any."""
+        """Return the tables of position and token-type embeddings, as far as they exist."""
         spec = self._spec
         if not spec.num_positions:
             return []
@@ -276,7 +279,7 @@ class Recorder:
         return tables
 
     def _xielu(self, prefix: str) -> Floats:
-        """Return the numbers of `Xielu` in csrc/rows/kernels.h."""
+        """Return the parameters of `Xielu` in csrc/rows/kernels.h for one layer."""
         xielu = read_xielu(self._weights, prefix)
         return np.array(
             [xielu.alpha_p.item(), xielu.alpha_n.item(), xielu.beta.item(), xielu.eps.item()],
