@@ -1,5 +1,5 @@
-// Describes the structs, enums and functions that workers/cpu/library.py mirrors, one a line, from the compiler's own
-// sizes, offsets and types. Python writes the same text from its mirrors and rejects the library if the texts differ.
+// Describes the structs, enums and functions that workers/cpu/abi mirrors, one per line, with the compiler's own sizes,
+// offsets and types. Python writes the same text from its mirrors, and rejects the library if the texts differ.
 //
 // The fields of a struct are listed in their order. The compiler rejects a list with a field too few or too many.
 #include <string>
@@ -50,7 +50,7 @@ std::string signature(Result (*)(Arguments...)) {
           "@" + std::to_string(offsetof(Mirrored, name));
 #define ENUMERATOR(name) text += " " #name "=" + std::to_string(int(Mirrored::name));
 
-// The structured binding compiles only if there are as many names as fields.
+// The structured binding compiles only if the number of names equals the number of fields.
 #define STRUCT(Name, ...)                                                                  \
   {                                                                                        \
     using Mirrored = Name;                                                                 \

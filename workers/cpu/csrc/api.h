@@ -21,7 +21,7 @@ struct Suffixes;
 // Returns the description of every mirrored struct, enum and function that Python compares with its own.
 ENGINE_API const char* engine_abi();
 
-// The functions of a subject are defined in its folder, in api.cpp.
+// The functions of each subject are defined in api.cpp in its folder.
 
 ENGINE_API int engine_isa();
 ENGINE_API const char* engine_isa_name(int isa);

@@ -13,7 +13,7 @@ AttentionScratch::AttentionScratch(int max_rows, const KVLayout& layout) {
       layout.has_values ? 0 : size_t(kChunk) * layout.padded_value_dim() * layout.element_bytes();
   memory_ = static_cast<float*>(std::aligned_alloc(64, (state_bytes + copied_bytes + 63) / 64 * 64));
   copied_values = reinterpret_cast<uint8_t*>(memory_) + state_bytes;
-  // Padding is never written.
+  // Padding is zero and is never written.
   std::memset(copied_values, 0, copied_bytes);
   float* next = memory_;
   for (AttentionState* state : {&part, &total}) {

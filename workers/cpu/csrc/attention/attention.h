@@ -13,7 +13,7 @@ namespace engine {
 
 constexpr int kChunk = 64;
 constexpr int kPartition = 1024;
-// The most rows that are computed together, unless a single token has more query heads.
+// The maximum number of rows that are computed together, unless a single token has more query heads.
 constexpr int kTaskRows = 64;
 
 struct AttentionLayer {
@@ -22,15 +22,17 @@ struct AttentionLayer {
   int32_t window;  // a token sees that many, itself included; 0 for all. If negative: those of chunks of -window tokens
 };
 
-// What is added to scores by the distance from a token to a key.
+// Numbers that are added to scores, depending on the distance from a token to a key.
 struct DistanceBiases {
   const float* values;  // [query heads][2 * zero + kMargin], or null; times log2(e)
   int zero;             // column of a token's own key, and the most tokens of a sequence
 
-  // Kernels read whole chunks, for up to kTaskRows tokens that see the last key of one.
+  // The margin after the last column: kernels read whole chunks, for up to kTaskRows tokens that attend to the chunk's
+  // last key.
   static constexpr int kMargin = 128;
 
-  // Returns those of a key `distance` behind a token, negative if it is before it, and of the next ones.
+  // Returns a pointer to the numbers for a key `distance` positions before a token (negative if the key is after it),
+  // and for the keys that follow.
   const float* of(int head, int distance) const {
     return values + size_t(head) * (2 * zero + kMargin) + zero + distance;
   }
@@ -59,7 +61,7 @@ struct AttentionTask {
 // The number of parts in which the sum of a row is kept.
 constexpr int kSumParts = 16;
 
-// The running softmax of each row over some of its keys.
+// The running softmax of each row over the keys processed so far.
 struct AttentionState {
   float* maximum;  // [rows], of scores times log2(e)
   float* sum;      // [rows][kSumParts]
@@ -79,20 +81,20 @@ struct AttentionScratch {
   float* memory_;
 };
 
-// Returns the first key that a token at a position sees.
+// Returns the position of the first key to which a token at a position attends.
 inline int first_key(int position, int window) {
   if (window < 0) return position - position % -window;
   return window && position + 1 > window ? position + 1 - window : 0;
 }
 
-// Returns the end of the keys that a token sees: its own position, or if it sees keys behind it, which has `num_keys` in
-// all, the end of its window.
+// Returns the end of the range of keys to which a token attends: after its own position, or, if it also attends to
+// later keys of its sequence with `num_keys` keys, the end of its window.
 inline int end_key(int position, int window, int num_keys) {
   if (!num_keys) return position + 1;
   return window > 0 && position + window < num_keys ? position + window : num_keys;
 }
 
-// The same for a token of a task, which `visible` may let see more.
+// The same for a token of a task. `visible` may extend its range.
 inline int first_key(const AttentionTask& task, int window, int token) {
   const int key = first_key(task.position + token, window);
   return task.visible && task.visible[2 * token] < key ? task.visible[2 * token] : key;
@@ -103,21 +105,21 @@ inline int end_key(const AttentionTask& task, int window, int token) {
 }
 
 struct AttentionKernels {
-  // Returns the 32-bit words of a query in the kernels' format, which depends on that of the keys.
+  // Returns the number of 32-bit words of a query in the kernels' format, which depends on the format of the keys.
   int (*query_words)(const KVLayout&);
-  // Prefetches the first keys that `task` reads.
+  // Prefetches the first keys that `task` will read.
   void (*fetch)(const KVLayout&, const AttentionLayer&, const AttentionTask& task);
   // Computes the task's partitions one after the other and writes their combination to `total`.
   void (*attend)(const KVLayout&, const AttentionLayer&, const AttentionTask&, AttentionScratch&,
                  const AttentionState& total);
-  // Combines `total` with the next partition.
+  // Adds the next partition to `total`.
   void (*combine)(const AttentionState& total, const AttentionState& part, int rows, int padded_value_dim);
-  // Divides the values by the sums: out[row][value_dim].
+  // Divides the sums of values by the sums of weights, and writes out[row][value_dim].
   void (*finish)(const AttentionState& total, int rows, int value_dim, float* out);
   // Converts queries, [num_heads][head_dim], to [num_heads][query_words].
   void (*convert_queries)(const KVLayout&, const AttentionLayer&, const float* queries, int num_heads,
                           uint32_t* out);
-  // Stores a token's key and value of one head, [head_dim] each. The value is unused if the cache has only keys.
+  // Stores the key and value of one head of a token, [head_dim] each. The value is ignored if the cache has only keys.
   void (*store)(const KVLayout&, uint8_t* kv_cache, int block, int offset, int kv_head,
                 const float* key, const float* value);
   // Writes the scores by which the task's one token chooses keys: of each key up to its own, and anything for the rest of

@@ -4,7 +4,7 @@
 #include "isa/target.h"
 
 #if defined(ENGINE_NEON)
-// GCC 12 crashes on these kernels with -O3.
+// GCC 12 crashes on these kernels with -O3, so use -O2.
 #pragma GCC optimize("O2")
 #endif
 

@@ -1,21 +1,20 @@
 // The layout of a layer's keys and values.
 //
-// For every block and head there are keys [head_dim / pair][block_size][pair], then values
-// [block_size / pair][padded head_dim][pair]. `pair` is how many elements one instruction multiplies and adds: 2 in
-// bf16, 4 in int8, otherwise 1. head_dim is padded to whole vectors. So an element of each of sixteen keys, or sixteen
-// elements of a value, are one vector. Numbers in int8 are multiples of their token's scale; the scales, [block_size]
-// in float32, follow the keys, and likewise the values.
+// For every block and head there are keys [head_dim / pair][block_size][pair], then values [block_size / pair][padded
+// head_dim][pair]. `pair` is the number of elements that one instruction multiplies and adds: 2 in bf16, 4 in int8,
+// otherwise 1. head_dim is padded to whole vectors. So one vector contains an element of each of sixteen keys, or
+// sixteen elements of a value. Numbers in int8 are multiples of their token's scale. The scales of keys, [block_size]
+// in float32, follow the keys, and those of values follow the values.
 //
-// Stored numbers are finite. Too large numbers become the largest finite number of the format, and a NaN or an infinity
-// becomes zero. Otherwise a value that the block's previous owner left there, and that is masked now, would turn
-// 0 * value into NaN.
+// Stored numbers are finite. Numbers that are too large become the largest finite number of the format, and NaN and
+// infinity become zero. Otherwise a value that remains from the block's previous owner, and is masked now, would turn 0
+// * value into NaN.
 //
-// A block may also have keys and values of other layers, before or behind those of this one.
+// A block may also contain keys and values of other layers, before or after those of this layer. The elements of a key
+// may be followed by those of its index key.
 //
-// Behind the elements of a key there may be those of its index key.
-//
-// With latent attention a block has only keys. Their first elements are the values: attention copies those of a chunk to
-// the layout of values before it uses them for all of its rows.
+// With latent attention, a block has only keys. Their first elements are the values: attention copies those of a chunk
+// to the layout of values before it uses them for all of its rows.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +32,7 @@ struct KVLayout {
   size_t block_stride;  // bytes from a block to the next
   int32_t index_dim = 0;  // elements of a key that are behind the others, by which tokens choose keys
 
-  // Returns the layout as one whose keys are index keys.
+  // Returns the layout in which the index keys are the keys.
   KVLayout of_index() const {
     KVLayout index = *this;
     index.head_dim = index_dim;
@@ -46,15 +45,15 @@ struct KVLayout {
   }
   int padded_head_dim() const { return (stored_dim() + 15) / 16 * 16; }
   int padded_value_dim() const { return (value_dim + 15) / 16 * 16; }
-  // Where the scales of a head's keys, or of its values, begin.
+  // Returns where the scales of a head's keys, or of its values, begin.
   size_t scale_offset() const { return size_t(block_size) * padded_head_dim() * element_bytes(); }
-  // Bytes of one head's keys, or of its values, in a block. Both are equally large if there are values.
+  // Returns the bytes of one head's keys, or of its values, in a block. Both have the same size if there are values.
   size_t head_bytes() const {
     return scale_offset() + (format == KVFormat::int8 ? block_size * sizeof(float) : 0);
   }
-  // Bytes of all that a block has of one head.
+  // Returns the bytes that a block has for one head.
   size_t kv_head_bytes() const { return (has_values ? 2 : 1) * head_bytes(); }
-  // Bytes of all that a block has of the layer.
+  // Returns the bytes that a block has for the layer.
   size_t layer_bytes() const { return num_kv_heads * kv_head_bytes(); }
   size_t key_offset(int block, int kv_head) const {
     return size_t(block) * block_stride + size_t(kv_head) * kv_head_bytes();

@@ -8,7 +8,7 @@ namespace engine {
 
 namespace {
 
-// Keeps the division by a sum of scores finite, as in the DeepSeek models.
+// Added to a sum of scores before dividing by it, so that the result is finite, as in the DeepSeek models.
 constexpr float kSmallestSum = 1e-20f;
 
 bool is_better(float score, float other) { return std::isnan(score) ? !std::isnan(other) : score > other; }
@@ -52,7 +52,7 @@ void keep_best_groups(const Router& router, float* scores) {
     if (!is_kept[g]) std::fill_n(scores + g * size, size, -INFINITY);
 }
 
-// Each choice is by the remaining logits. Its weight is its part of a softmax over those of them that are near it.
+// Each expert is chosen by the remaining logits. Its weight comes from a softmax over those of them that are near it.
 void mix_sparsely(const Router& router, const float* logits, int32_t* experts, float* weights) {
   std::vector<float> left(logits, logits + router.num_experts);
   for (int i = 0; i < router.num_chosen; i++) {

@@ -7,7 +7,7 @@ namespace engine {
 
 enum class Scoring : int32_t { softmax = 0, sigmoid = 1, sparse_mixer = 2 };
 
-// How logits become a choice; `ExpertsSpec` in workers/layers/spec.py explains the fields.
+// How logits determine the choice; `ExpertsSpec` in workers/layers/spec.py explains the fields.
 struct Router {
   int32_t num_experts, num_chosen;  // num_chosen is at most the number of experts in the chosen groups
   Scoring scoring;
@@ -20,8 +20,9 @@ struct Router {
   const float* scales;      // of each expert's weight, or null
 };
 
-// Chooses the token's experts, the best one first and of equal ones the first, and their weights. Replaces the logits
-// by scores. A NaN is better than any number, so that damage reaches the token's result.
+// Chooses a token's experts and computes their weights. The best expert comes first; of equal ones, the one with the
+// lower index. Replaces the logits by scores. A NaN counts as better than any number, so that it reaches the token's
+// result.
 void choose_experts(const Router& router, float* logits, int32_t* experts, float* weights);
 
 }  // namespace engine

@@ -15,12 +15,12 @@
 namespace engine {
 namespace {
 
-// The list uses the following to state whether a set is supported.
+// The list uses these definitions to state whether a set is supported.
 
 // A macro, because __builtin_cpu_supports accepts only a literal.
 #define has(feature) bool(__builtin_cpu_supports(feature))
 
-// A process must ask Linux for the tile registers, because they enlarge the state of every thread by 8 KiB.
+// A process must request the tile registers from Linux, because they enlarge the state of every thread by 8 KiB.
 [[maybe_unused]] bool may_use_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -45,7 +45,8 @@ struct InstructionSet {
   Kernels (*kernels)();
 };
 
-// In the order of Isa. `kernels` is a function, because a set's code must not run on a processor that lacks the set.
+// In the order of Isa. `kernels` is a function, because a set's code must not run on a CPU that does not support the
+// set.
 constexpr InstructionSet kInstructionSets[] = {
 #define ENGINE_ISA(set, linear, attention, rows, sampling, name, is_supported)                              \
   {name, [] { return is_supported; }, [] {                                                                  \

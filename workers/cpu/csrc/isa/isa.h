@@ -1,10 +1,10 @@
-// The instruction set in use and its kernels. It is chosen when the library is loaded.
+// Chooses the instruction set when the library is loaded, and gives access to its kernels.
 //
 // The kernels of a subject are one source, SUBJECT/kernels.cpp, which is compiled once per instruction set; see
-// instruction_sets.inc. No compiler flags turn the instructions on, but a pragma behind the last #include (target.h).
-// With flags, the inline functions of headers would be compiled for the set as well, and the linker, which keeps one
-// copy of each, could keep one that this processor cannot run. All sources are compiled with -ffp-contract=off: which
-// products and sums are fused is part of the result, so the kernels state it themselves.
+// instruction_sets.inc. The instructions are not enabled by compiler flags, but by a pragma after the last #include
+// (target.h). With flags, the inline functions of headers would be compiled for the set as well. The linker, which
+// keeps one copy of each, could then keep one that this CPU cannot run. All sources are compiled with
+// -ffp-contract=off: which products and sums are fused affects the result, so the kernels state it explicitly.
 #pragma once
 
 namespace engine {
@@ -36,11 +36,11 @@ bool is_supported(Isa isa);
 // Returns the name that the worker logs.
 const char* isa_name(Isa isa);
 
-// Return the set in use, which is the best supported one unless select_isa chose another, and its kernels.
+// Return the set in use and its kernels. It is the best supported set, unless select_isa has chosen another.
 Isa isa();
 const Kernels& kernels();
 
-// Uses another set from now on. Returns false, and changes nothing, if this processor lacks it. It must not be called
+// Uses another set from now on. Returns false, and changes nothing, if this CPU does not support it. Must not be called
 // while kernels run.
 bool select_isa(Isa isa);
 

@@ -1,5 +1,5 @@
 // The eight tile registers of AMX, by number. (The compilers' own functions accept only a literal as a number, and do
-// not tell the optimizer that they read memory.)
+// not inform the optimizer that they read memory.)
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace engine::amx {
 
 constexpr int kTileRows = 16, kTileRowBytes = 64;
 
-// The number of rows of each register, and their bytes.
+// The number of rows of each register, and the bytes per row.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -28,7 +28,7 @@ struct alignas(64) TileConfig {
 ENGINE_TILE void configure_tiles(const TileConfig& config) {
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
-// Interrupting a thread costs less if no tile register is in use.
+// Releases all registers. Interrupting a thread costs less if no tile register is in use.
 ENGINE_TILE void release_tiles() { asm volatile("tilerelease"); }
 
 template <int kTile>

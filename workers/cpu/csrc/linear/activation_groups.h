@@ -1,4 +1,4 @@
-// The scales and sums of groups of int8 activations, which every instruction set must compute alike.
+// Computes the scales and sums of groups of int8 activations, with the same results for every instruction set.
 #pragma once
 
 #include "linear/packed_layout.h"
@@ -7,15 +7,16 @@
 namespace engine {
 namespace {
 
-// A group of int8_split has second terms if its largest magnitude is more than kOutlierRatio times the typical largest
+// A group of int8_split gets second terms if its largest magnitude is more than kOutlierRatio times the typical largest
 // magnitude of four consecutive elements. Then kOrdinaryRatio times the typical one fits in int8.
 constexpr float kOutlierRatio = 8, kOrdinaryRatio = 2.5f;
-// Turns a sum over seven numbers, of an eighth of the bits of each, into the mean of their bits.
+// Turns a sum over seven numbers, of one eighth of the bits of each, into the mean of their bits.
 constexpr float kMeanOfSeven = 8.0f / 7.0f;
 
-// Returns the scale of a group of int8_split. `sum_of_eighths` is the sum, over the group's eight fours, of an eighth
-// of the bits of the largest magnitude. The bits of a float are close to its logarithm. So the mean of the bits of all
-// but the largest four is typical of the group, whatever outliers it has.
+// Returns the scale of a group of int8_split. A group consists of eight fours, that is, runs of four elements.
+// `sum_of_eighths` is the sum, over these, of an eighth of the bits of the largest magnitude. The bits of a float are
+// close to its logarithm. So the mean of the bits of all fours but the largest is typical of the group, whatever
+// outliers it has.
 inline GroupScale split_scale(int32_t amax_bits, int32_t sum_of_eighths) {
   const GroupScale plain = group_scale(amax_bits);
   if (plain.inverse == 0) return plain;
@@ -28,7 +29,8 @@ inline GroupScale split_scale(int32_t amax_bits, int32_t sum_of_eighths) {
   return scale > least ? GroupScale{scale, 1.0f / scale} : GroupScale{least, 1.0f / least};
 }
 
-// Splits fours with a number that does not fit in int8 into q and second terms. Returns the mask of these fours.
+// Splits the elements of fours in which a number does not fit in int8 into q and second terms. Returns the mask of
+// these fours.
 inline uint8_t split_outliers(int32_t (&q)[kGroup], int8_t* high) {
   uint8_t fours = 0;
   for (int v = 0; v < kGroup / 4; v++) {
@@ -44,7 +46,7 @@ inline uint8_t split_outliers(int32_t (&q)[kGroup], int8_t* high) {
   return fours;
 }
 
-// Sets the fields of a group other than q. `first` and `second` are the sums of the halves, including second terms.
+// Sets the fields of a group other than q. `first` and `second` are the sums over its halves, including second terms.
 inline void set_sums(ActivationGroup& group, const GroupScale& scale, int32_t first, int32_t second, unsigned fours) {
   const bool is_zero = scale.scale == 0;
   group.scale = is_zero ? 1.0f : scale.scale;

@@ -9,17 +9,17 @@
 namespace engine {
 namespace {
 
-// The bf16 instructions treat subnormal numbers as zeros of the same sign.
+// The bf16 instructions treat subnormal numbers as zeros of the same sign, so store these.
 uint16_t without_subnormals(uint16_t bits) { return bits & 0x7f80 ? bits : bits & 0x8000; }
 
-// Returns the byte, among the codes and low bytes of a coded step, of the first of a column's two elements. The second
+// Returns the index, in the codes and low bytes of a coded step, of the first of a column's two elements. The second
 // one follows.
 int interleaved_byte(int column) {
   const int tile = column / kColumnTile % 2, in_tile = column % kColumnTile;
   return in_tile / 4 * 16 + tile * 8 + in_tile % 4 * 2;
 }
 
-// Returns the columns in the order of plain steps.
+// Returns the columns in the order in which plain steps store them.
 std::vector<uint16_t> transposed(const uint8_t* rows, ptrdiff_t row_bytes, int columns, int k) {
   std::vector<uint16_t> steps(size_t(bf16_steps(k)) * kBF16BlockColumns * 2);
   for (int column = 0; column < columns; column++, rows += row_bytes) {

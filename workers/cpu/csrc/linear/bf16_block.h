@@ -36,16 +36,16 @@ constexpr int kPlainStepBytes = 4 * kTileStepBytes;
 constexpr int bf16_steps(int k) { return (k + 1) / 2; }
 constexpr int bf16_blocks(int n) { return (n + kBF16BlockColumns - 1) / kBF16BlockColumns; }
 
-// Returns where the steps of a block begin, in bytes.
+// Returns the offset in bytes at which the steps of a block begin.
 constexpr size_t bf16_steps_at(int k) {
   return (kHighBytes + size_t(bf16_steps(k) + kMaskSteps - 1) / kMaskSteps * sizeof(uint64_t) + 63) / 64 * 64;
 }
 
-// The most bytes that a block takes, and the bytes of a table.
+// The maximum size of a block in bytes, and the size of a table.
 constexpr size_t bf16_block_capacity(int k) { return bf16_steps_at(k) + size_t(bf16_steps(k)) * kPlainStepBytes; }
 constexpr size_t bf16_table_bytes(int n) { return (size_t(bf16_blocks(n)) * sizeof(uint64_t) + 63) / 64 * 64; }
 
-// Returns which of the steps from 64 * i on are plain, the first one in the lowest bit.
+// Returns a mask of which of the steps from 64 * i on are plain, with the first step in the lowest bit.
 inline uint64_t plain_steps(const uint8_t* block, int i) {
   uint64_t mask;
   std::memcpy(&mask, block + kHighBytes + i * sizeof(mask), sizeof(mask));
@@ -58,11 +58,11 @@ inline const uint8_t* bf16_block(const PackedWeight& w, int index) {
   return w.data + at;
 }
 
-// Packs `columns` rows, which are bf16 and row_bytes apart, as block `index`. Every block has as much room as it could
-// need, so threads may pack different blocks at the same time.
+// Packs `columns` rows of bf16, which are row_bytes apart, as block `index`. Every block has room for the maximum size,
+// so threads may pack different blocks at the same time.
 void pack_bf16_block(const PackedWeight& w, int index, const uint8_t* rows, ptrdiff_t row_bytes, int columns);
 
-// Moves all blocks next to one another. Returns how many bytes the matrix takes then.
+// Moves all blocks next to one another. Returns how many bytes the matrix takes afterwards.
 size_t join_bf16_blocks(const PackedWeight& w);
 
 // Writes a row of the matrix as float32.

@@ -1,4 +1,4 @@
-// The linear kernels of one instruction set: the set's vector operations, and the products that are made of them.
+// The linear kernels of one instruction set: its vector operations, and the products written with them.
 #include <cmath>
 #include <cstddef>
 #include <cstring>

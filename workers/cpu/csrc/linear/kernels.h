@@ -1,4 +1,4 @@
-// What every instruction set implements for linear.h.
+// The functions that every instruction set implements for linear.h.
 #pragma once
 
 #include <new>
@@ -18,7 +18,7 @@ struct LinearKernels {
   void (*quantize_int8)(const float* x, int k, void* out);
   void (*quantize_int8_split)(const float* x, int k, void* out);
   void (*quantize_bf16)(const float* x, int k, void* out);
-  // As linear_rows, by weight format.
+  // The same as linear_rows, as a table by weight format.
   void (*linear[kNumWeightFormats])(const PackedWeight& w, ActivationKind kind, const uint8_t* x,
                                     int rows, int n_begin, int n_end, float* out,
                                     ptrdiff_t out_stride, Readahead& readahead);

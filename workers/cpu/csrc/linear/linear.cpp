@@ -13,12 +13,12 @@ namespace {
 
 const LinearKernels& linear_kernels() { return *kernels().linear; }
 
-// E4M3 numbers, without their signs, are 2^-8 of their values as fp16.
+// E4M3 numbers without their signs, read as fp16, are 2^-8 of their values.
 float from_float8(uint8_t code) {
   return from_fp16(uint16_t((code & 128) << 8 | (code & 127) << 7)) * kFloat8Unit;
 }
 
-// Returns the scale of a column, of what the codes of a matrix of integers stand for.
+// Returns the factor of a column: the value of one unit of its codes, in matrices of integers.
 float scale_of(const PackedWeight& w, const uint8_t* scales, int column) {
   if (w.format == WeightFormat::mxfp4) return std::ldexp(1.0f, scales[column] - 128);
   if (w.format == WeightFormat::nvfp4) return from_float8(scales[column]) * (0.5f * w.scale);

@@ -11,7 +11,7 @@
 namespace engine {
 namespace {
 
-// A group of integer weights between a source type and a tile: code * scale, + offset if the format has one.
+// A group of integer weights, between the source type and a tile: code * scale, plus an offset if the format has one.
 struct WeightGroup {
   uint8_t codes[kGroup];
   uint16_t scales[2];
@@ -21,9 +21,9 @@ struct WeightGroup {
 float load_fp16(const uint8_t* p) { return from_fp16(load_u16(p)); }
 bool is_finite_fp16(const uint8_t* p) { return (load_u16(p) & 0x7c00) != 0x7c00; }
 
-// The functions that unpack a group return whether all its numbers are finite.
+// The functions that unpack a group return whether all of its numbers are finite.
 
-// Unpacks a block of a type in blocks of 32: an fp16 scale, an fp16 offset in some, fifth bits in some, codes.
+// Unpacks a block of 32 weights: an fp16 scale, in some types an fp16 offset, in some types fifth bits, and codes.
 bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   const bool has_minimum = type == SourceType::q4_1 || type == SourceType::q5_1;
   const bool has_fifth_bits = type == SourceType::q5_0 || type == SourceType::q5_1;
@@ -52,7 +52,7 @@ bool unpack_block(SourceType type, const uint8_t* block, WeightGroup& group) {
   return is_finite;
 }
 
-// Unpacks a block of mxfp4: an exponent, whose largest means NaN, and 16 bytes of codes.
+// Unpacks a block of mxfp4: an exponent, whose largest value means NaN, and 16 bytes of codes.
 bool unpack_mxfp4_block(const uint8_t* block, WeightGroup& group) {
   group.scales[0] = block[0];
   for (int i = 0; i < 16; i++) {
@@ -62,8 +62,8 @@ bool unpack_mxfp4_block(const uint8_t* block, WeightGroup& group) {
   return block[0] != 255;
 }
 
-// Unpacks half h of the two of a block of nvfp4: the scales of 16 elements each, whose sign is not used, except that 127
-// means 0, and for each of them 8 bytes of codes.
+// Unpacks half h (0 or 1) of a block of nvfp4: the scales of 16 elements each, whose sign is ignored and of which 127
+// means 0, and 8 bytes of codes for each scale.
 void unpack_nvfp4_group(const uint8_t* block, int h, WeightGroup& group) {
   for (int half = 0; half < 2; half++) {
     const uint8_t scale = block[2 * h + half];
@@ -76,7 +76,7 @@ void unpack_nvfp4_group(const uint8_t* block, int h, WeightGroup& group) {
   }
 }
 
-// Unpacks group g of the eight of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
+// Unpacks group g (of eight) of a q4_k or q5_k block: fp16 scales of the scales and of the minima, twelve bytes of
 // six-bit scales and minima, 32 bytes of fifth bits (q5_k), 128 bytes of nibbles.
 bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* packed = block + 4;
@@ -99,7 +99,7 @@ bool unpack_k_group(SourceType type, const uint8_t* block, int g, WeightGroup& g
   return is_finite_fp16(block) && is_finite_fp16(block + 2);
 }
 
-// Unpacks group g of the eight of a q6_k block: 128 bytes of low nibbles, 64 bytes of the high two bits, 16 int8 scales
+// Unpacks group g (of eight) of a q6_k block: 128 bytes of low nibbles, 64 bytes of the high two bits, 16 int8 scales
 // of half groups, and their fp16 scale.
 bool unpack_q6_k_group(const uint8_t* block, int g, WeightGroup& group) {
   const uint8_t* low = block + 64 * (g / 4) + 32 * (g % 2);
@@ -145,7 +145,7 @@ float squared_error_of_u4(const float* x, WeightGroup& group, float low, float h
   return error;
 }
 
-// Tries ranges that clip the extremes and keeps the one with the least squared error.
+// Try several ranges that clip the extremes, and keep the one with the least squared error.
 void quantize_to_u4(const float* x, WeightGroup& group) {
   float low = x[0], high = x[0];
   for (int i = 1; i < kGroup; i++) {
@@ -240,8 +240,8 @@ void store_group(WeightFormat format, const WeightGroup& group, int column, int 
   }
 }
 
-// Returns whether the format can represent all numbers. f16 cannot represent an infinity: it would become the largest
-// finite number.
+// Returns whether the format can represent all numbers. f16 cannot represent an infinity, which would become the
+// largest finite number.
 bool pack_float_row(WeightFormat format, SourceType type, const uint8_t* source, int k, uint8_t* out) {
   bool has_all = true;
   for (int i = 0; i < k; i++, out += float_stride(format)) {

@@ -1,4 +1,4 @@
-// Packing of weights into the layout of the linear kernels, some rows at a time.
+// Packs weights into the layout of the linear kernels, some rows at a time.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace engine {
 
-// Element types that weights are packed from, with their numbers in GGUF.
+// Element types from which weights can be packed, with their numbers in GGUF.
 enum class SourceType : int32_t {
   f32 = 0,
   f16 = 1,
@@ -28,23 +28,23 @@ enum class SourceType : int32_t {
 
 // Returns whether weights of a type can be packed in a format. Every quantized type has one format, which keeps its
 // values, except that the product of the two scales of K types is rounded to fp16, and offsets of centered codes to
-// bf16. Float types can also be rounded to u4_offset and u8.
+// bf16. Float types can also be quantized to u4_offset and u8.
 bool can_pack(SourceType type, WeightFormat format);
 
 // Returns the bytes to allocate for a matrix [n, k]. The memory must be zeroed, because padding rows must be zero.
 size_t packed_bytes(WeightFormat format, int n, int k, int group);
 
-// Rows of bf16 are packed in blocks of this many.
+// The number of bf16 rows that are packed as one block.
 constexpr int kRowsTogether = 64;
 
 // Packs `rows` rows, which are source_row_bytes apart, as the rows of a matrix from first_row on. Integer formats need
-// k % 32 == 0, and K types k % 256 == 0. For bf16, the range must begin at a multiple of kRowsTogether and end at one,
-// or at the last row. Threads may pack disjoint rows at the same time. Returns false, with a part of the rows packed,
-// if there is a NaN or an infinity that the format cannot represent.
+// k % 32 == 0, and K types k % 256 == 0. For bf16, the range must begin at a multiple of kRowsTogether, and end at one
+// or at the last row. Threads may pack disjoint rows at the same time. Returns false, after packing only part of the
+// rows, if there is a NaN or an infinity that the format cannot represent.
 bool pack_rows(const PackedWeight& w, SourceType type, const uint8_t* source, ptrdiff_t source_row_bytes,
                int first_row, int rows);
 
-// Completes a matrix of which all rows are packed. Returns how many of the packed_bytes it needs; the rest can be
+// Completes a matrix after all its rows were packed. Returns how many of the packed_bytes it needs; the rest can be
 // freed.
 size_t finish_packing(const PackedWeight& w);
 

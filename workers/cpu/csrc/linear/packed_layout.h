@@ -26,8 +26,8 @@ namespace engine {
 
 constexpr int kGroup = 32;
 
-// A group of int8 activations, each q * scale. The other fields are sums over q and multiples of them, which are
-// computed once here so that kernels apply scales, zero points and offsets with few operations.
+// A group of int8 activations, each equal to q * scale. The other fields are sums over q, and multiples of them. They
+// are computed once here, so that kernels apply scales, zero points and offsets with few operations.
 struct ActivationGroup {
   int8_t q[kGroup];
   float scale;    // 1 where all q are 0
@@ -40,16 +40,17 @@ struct ActivationGroup {
 };
 static_assert(sizeof(ActivationGroup) == 64, "rows of activations consist of these");
 
-// A row of int8_split is a row of int8, then a second term for each element, the int8 `high`. An activation is
-// (high * kHighUnit + q) * scale, and the group's sums include second terms. The four activations that a dot product
-// takes at a time have second terms or not together. Those of the other fours are zero, so adding them changes nothing.
+// A row of int8_split is a row of int8, followed by a second term for each element, the int8 `high`. An activation is
+// (high * kHighUnit + q) * scale, and the group's sums include second terms. Of the four activations that a dot product
+// reads at a time, either all or none have second terms. The terms that do not exist are stored as zeros, so adding
+// them changes nothing.
 constexpr int kHighShift = 4, kHighUnit = 1 << kHighShift;
 
 constexpr size_t high_terms_at(int groups) { return size_t(groups) * sizeof(ActivationGroup); }
 
 constexpr bool is_integer(WeightFormat format) { return format <= WeightFormat::u8; }
 
-// A minifloat stands for an integer, which is twice its value plus the zero point.
+// A minifloat is stored as an integer, which is twice its value plus the zero point.
 constexpr bool is_minifloat(WeightFormat format) {
   return format == WeightFormat::mxfp4 || format == WeightFormat::nvfp4;
 }
@@ -59,7 +60,7 @@ constexpr bool has_offset(WeightFormat format) {
   return format == WeightFormat::u4_offset || format == WeightFormat::u5_offset;
 }
 
-// The code that stands for zero: products are of code - zero_point.
+// The code that means zero. Products use code - zero_point.
 constexpr int zero_point(WeightFormat format) {
   return format == WeightFormat::u8          ? 128
          : format == WeightFormat::u6        ? 32
@@ -67,23 +68,23 @@ constexpr int zero_point(WeightFormat format) {
                                                                      : 8;
 }
 
-// Bytes of a group in a tile.
+// The size in bytes of a group in a tile.
 constexpr int code_bytes(WeightFormat format) {
   return format == WeightFormat::u8          ? 512
          : format == WeightFormat::u6        ? 384
          : format == WeightFormat::u5_offset ? 320
                                              : 256;
 }
-// The groups of scales in a group of codes, and the bytes of one.
+// The number of groups of scales in a group of codes, and the size in bytes of one.
 constexpr int scales_of_group(WeightFormat format) {
   return format == WeightFormat::u6 || format == WeightFormat::nvfp4 ? 2 : 1;
 }
 constexpr int bytes_of_scales(WeightFormat format) { return kColumnTile * (is_minifloat(format) ? 1 : 2); }
 constexpr int scale_bytes(WeightFormat format) { return scales_of_group(format) * bytes_of_scales(format); }
-// Bytes of the offsets of a pair of groups.
+// The size in bytes of the offsets of a pair of groups.
 constexpr int kOffsetBytes = 4 * kColumnTile;
 
-// Where the parts of a tile begin, in bytes from its own beginning.
+// The offsets in bytes at which the parts of a tile begin.
 constexpr size_t scales_at(WeightFormat format, int groups) { return size_t(groups) * code_bytes(format); }
 constexpr size_t offsets_at(WeightFormat format, int groups) {
   return scales_at(format, groups) + (size_t(groups) * scale_bytes(format) + 63) / 64 * 64;
@@ -96,26 +97,26 @@ constexpr int kFloatBlockTiles = 4;
 
 constexpr int element_bytes(WeightFormat format) { return format == WeightFormat::f16 ? 2 : 4; }
 
-// Bytes from the elements of a tile of f16 or f32 to the next ones along k.
+// The bytes from an element of a tile of f16 or f32 to the next one along k.
 constexpr int float_stride(WeightFormat format) {
   return element_bytes(format) * kColumnTile * kFloatBlockTiles;
 }
 
-// What E4M3 numbers, read as fp16, are multiplied with to be their values.
+// The factor by which E4M3 numbers, read as fp16, must be multiplied to get their values.
 constexpr float kFloat8Unit = 256;
-// What makes the exponent and fraction of an E4M3 number those of a bf16 number, and the eight numbers for which it does
-// not: as words, and as their low bytes and then their high bytes.
+// The number to add to the exponent and fraction of an E4M3 number to get those of the bf16 number. The eight numbers
+// for which this does not work are in tables: as words, and as their low bytes followed by their high bytes.
 constexpr int16_t kFloat8Bias = 120 << 7;
 constexpr uint16_t kSmallestFloat8[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 constexpr uint8_t kSmallestFloat8Bytes[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60,
                                               0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c};
-// Bytes from a pair of f8 along k to the next one, and of the pairs of a tile.
+// The bytes from a pair of f8 along k to the next one, and the size of the pairs of a tile.
 constexpr int kFloat8PairStride = 2 * kColumnTile * kFloatBlockTiles, kFloat8PairBytes = 2 * kColumnTile;
 constexpr size_t float8_block_bytes(int k) { return size_t(k + 1) / 2 * kFloat8PairStride; }
-// Bytes from the scales of a group of f8 to the next ones.
+// The bytes from the scales of a group of f8 to the next ones.
 constexpr size_t kFloatScaleStride = sizeof(float) * kColumnTile * kFloatBlockTiles;
 
-// Returns where a tile of integer, f16, f32 or f8 weights begins, in bytes.
+// Returns the offset in bytes at which a tile of integer, f16, f32 or f8 weights begins.
 constexpr size_t tile_at(WeightFormat format, int k, int group, int tile) {
   if (is_integer(format)) return tile * tile_bytes(format, k / kGroup);
   if (format == WeightFormat::f8) {
@@ -126,7 +127,7 @@ constexpr size_t tile_at(WeightFormat format, int k, int group, int tile) {
          size_t(tile % kFloatBlockTiles) * element_bytes(format) * kColumnTile;
 }
 inline size_t tile_at(const PackedWeight& w, int tile) { return tile_at(w.format, w.k, w.group, tile); }
-// Returns where the scales of a tile of f8 begin.
+// Returns the offset in bytes at which the scales of a tile of f8 begin.
 inline size_t float_scales_at(const PackedWeight& w, int tile) {
   return tile_at(w, tile / kFloatBlockTiles * kFloatBlockTiles) + float8_block_bytes(w.k) +
          tile % kFloatBlockTiles * sizeof(float) * kColumnTile;
