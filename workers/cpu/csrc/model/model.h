@@ -14,8 +14,9 @@ namespace engine {
 
 enum class NormKind : int32_t { rms = 0, layer = 1 };
 
-// The sizes of multi-head latent attention. All heads share one key: `kv_rank` elements, of which values are made too,
-// then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value `value_dim`.
+// The sizes of multi-head latent attention. All heads share one key: `kv_rank` elements, from which values are also
+// computed, then `rotary_dim` rotated ones. A head's query has `plain_dim` and `rotary_dim` elements, its value
+// `value_dim`.
 struct LatentShape {
   int32_t query_rank;  // of the vector from which queries are made; 0 if they are made from hidden states
   int32_t kv_rank;     // 0 without latent attention
@@ -25,8 +26,8 @@ struct LatentShape {
   int query_dim() const { return plain_dim + rotary_dim; }
 };
 
-// The sizes of a rank's share of a model: heads and intermediate size are those of the share. Where layers differ,
-// `num_kv_heads` is the fewest and `head_dim` the largest of a layer.
+// The sizes of one rank's part of a model: heads and intermediate size are those of the part. If layers differ,
+// `num_kv_heads` is the smallest number and `head_dim` the largest size of any layer.
 struct ModelShape {
   int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t block_size;
@@ -43,23 +44,23 @@ struct ModelShape {
   LatentShape latent;
   int32_t num_threads;
 
-  // The numbers of a token's projection in latent attention: the key and its index key; the vector from which queries are
-  // made, then the queries; then their products with the matrices that would make keys; and the weights and queries of the
-  // indexer's heads.
+  // The number of elements of a token's projection in latent attention. It consists of: the key and its index key; the
+  // vector from which queries are computed, then the queries; then their products with the matrices that expand keys;
+  // and the weights and queries of the indexer's heads.
   int latent_size() const {
     return latent.kv_rank ? index_offset() + latent.index_heads * (1 + latent.index_dim) : 0;
   }
-  // The elements of a value as attention sums it, of `head_dim` ones.
+  // The number of elements of a value that attention sums, of `head_dim` ones.
   int attended_dim(int head_dim) const { return latent.kv_rank ? latent.kv_rank : head_dim; }
   int streams_size() const { return num_streams * hidden_size; }
-  // With latent attention, where a token's queries are among these, and their products.
+  // The offset of a token's queries, and of their products, within its projection in latent attention.
   int query_offset() const { return head_dim + latent.index_dim; }
   int product_offset() const { return query_offset() + std::max(latent.query_rank, num_heads * latent.query_dim()); }
   int index_offset() const { return product_offset() + num_heads * head_dim; }
 };
 
-// Operations with a norm have its weight in vectors[0], and its bias in vectors[1] if it has one. With several ranks,
-// `part` is this rank's part of a sum over the ranks.
+// The operations, which act on each row of the slice. If an operation has a norm, vectors[0] is its weight and
+// vectors[1] its bias, if it has one. With several ranks, `part` is this rank's part of a sum over the ranks.
 enum class OpKind : int32_t {
   embed = 0,         // residual = scale * the token's row of parts[0], or of hidden if there are no parts, + the row of
                      // parts[1] at its position if there is one, + row 0 of parts[2] if there is one; fills the rotary
@@ -146,7 +147,7 @@ enum class OpKind : int32_t {
   reduce_streams = 39,   // residual = the mean of the first stream and of products of the others in the projection
 };
 
-// What the result of a product is written to. For `residual` it is multiplied by the scale and added. Only `clamp` has
+// Where the result of a product is written. For `residual` it is multiplied by the scale and added. Only `clamp` has
 // activations[source] as its target.
 enum class LinearTarget : int32_t { qkv = 0, residual = 1, block = 2, part = 3, router = 4, inputs = 5, activations = 6 };
 // Norms of queries and of keys: of each head, by vectors[0] for queries and vectors[1] for keys; of all heads together,
@@ -155,18 +156,19 @@ enum class QKNorm : int32_t { none = 0, head = 1, full = 2, each_head = 3 };
 
 constexpr int kMaxParts = 3;
 
-// What a LoRA adapter adds to a product: to each part up * (down * activations). All factors have one rank, a multiple of
-// kColumnTile, which is at most `adapter_rank`.
+// What a LoRA adapter adds to a product: up * (down * activations), separately for each part. All factors have the same
+// rank, which is a multiple of kColumnTile and at most `adapter_rank`.
 //
-// An embedding is a product with vectors that have a single 1, which selects a row: it adds up * (row of down).
+// An embedding is a product with vectors that have a single 1, which selects a row: the adapter adds up * (row of
+// down).
 struct Adapter {
   const PackedWeight* down;     // of all parts, one after the other; null if the adapter adds nothing
   const PackedWeight* whole;    // of an embedding or a head: in place of the matrix; or null
   LowRankFactor up[kMaxParts];  // of rank 0 for parts that the adapter leaves alone
 };
 
-// A layer's mixture of experts. This rank has experts [first, first + count), or its share of their elements; arrays are
-// of these.
+// A layer's mixture of experts. This rank has experts [first, first + count), or its part of their elements; the arrays
+// contain only these.
 struct ExpertLayer {
   Router router;
   int32_t size;  // of an expert's input and output
@@ -179,7 +181,7 @@ struct ExpertLayer {
   const Adapter *const *gated_adapters, *const *output_adapters;
 };
 
-// The factor on the queries at position p: 1 + beta * log(1 + floor((p + offset) / length)).
+// A factor on the queries at position p: 1 + beta * log(1 + floor((p + offset) / length)).
 struct QueryScaling {
   float beta, length, offset;
 };
@@ -214,8 +216,8 @@ struct Mixer {
   const float* norm;                      // of the output, or of each head's
 };
 
-// An MLP's gates above their mean plus `deviations` standard deviations stay, less that; the others are 0. `count` are the
-// elements of all ranks.
+// Only an MLP's gates above their mean plus `deviations` standard deviations are used, reduced by that threshold; the
+// others are 0. `count` is the number of elements of all ranks.
 struct SparseGates {
   float deviations, count;
 };
@@ -263,7 +265,7 @@ struct Op {
 struct Model {
   explicit Model(const ModelShape& shape);
 
-  // The heads that share a key/value head, in a layer and at most.
+  // The number of heads that share a key/value head, in a layer and at most.
   int heads_per_kv_head(const Op& op) const { return shape.num_heads / op.num_kv_heads; }
   int most_heads_per_kv_head() const { return shape.num_heads / shape.num_kv_heads; }
   KVLayout kv(const Op& op) const { return kv_layout(op.num_kv_heads, op.head_dim); }
@@ -272,7 +274,7 @@ struct Model {
             shape.latent.kv_rank == 0, size_t(shape.block_bytes), shape.latent.index_dim};
   }
   size_t index_of(const Op& op) const { return size_t(&op - ops.data()); }
-  // out = the operation's norm of x, [hidden_size]; `out` may be `x`.
+  // out = x after the operation's norm, [hidden_size]; `out` may be `x`.
   void norm(const Op& op, const float* x, float* out) const;
 
   const ModelShape shape;

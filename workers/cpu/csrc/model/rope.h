@@ -1,4 +1,4 @@
-// Rotary position embeddings: the angles of the tokens of a slice.
+// Rotary position embeddings: the sines and cosines for the tokens of a slice.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace engine {
 
 class RotaryTables {
  public:
-  // The sines and cosines of one row, `half` of each.
+  // The sines and cosines for one row, `half` of each.
   struct Angles {
     const float *cosines, *sines;
     int half;
@@ -28,8 +28,8 @@ class RotaryTables {
       rope.table.resize(std::max(rope.table.size(), 2 * rows * rope.inverse_frequencies.size()));
   }
 
-  // Fills a row of every table. Rows may be filled at once. `rotary` are three positions for embeddings with axes, or
-  // null.
+  // Fills a row of every table. Different rows may be filled at the same time. `rotary` has three positions, for
+  // embeddings with axes, or is null.
   void fill(int row, int position, const int32_t* rotary) {
     for (Rope& rope : ropes_) {
       const int half = int(rope.inverse_frequencies.size());

@@ -1,4 +1,4 @@
-// What lies between two operations.
+// The intermediate results between two operations.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace engine {
 
-// Intermediate results of rows of the slice, from row `first` on.
+// The intermediate results of the rows of a slice, from row `first` on.
 class Rows {
  public:
   explicit Rows(const ModelShape& shape)
@@ -42,17 +42,18 @@ class Rows {
   // The hidden states of a token with alternating updates, one after the other.
   float* streams(int row) const { return streams_.floats() + (row - first) * streams_size_; }
   float* block(int row) const { return block_.floats() + (row - first) * hidden_size_; }
-  // The residual stream after a norm. Unless the block must be kept meanwhile, its memory is free then.
+  // The residual stream after a norm. It uses the memory of the block, unless that must be kept.
   float* normed(int row) const {
     return keeps_block_ ? normed_.floats() + (row - first) * hidden_size_ : block(row);
   }
   float* qkv(int row) const { return qkv_.floats() + (row - first) * qkv_size_; }
-  // The floats from one row of `qkv` to the next.
+  // The number of floats from one row of `qkv` to the next.
   size_t qkv_stride() const { return qkv_size_; }
   float* router_logits(int row) const { return router_.floats() + (row - first) * router_size_; }
-  // Makes room for this many numbers of each row by which adapters multiply.
+  // Makes room for this many numbers per row: the results of the first factors of LoRA adapters.
   void widen_low_rank(size_t size) { low_rank_size_ = std::max(low_rank_size_, size); }
-  // The activations of the second factors of adapters, for a part of a product. Rows are `stride` apart.
+  // The results of the first factors of adapters, which the second factors multiply, for a part of a product. Rows are
+  // `stride` apart.
   float* low_rank(int part, int row, int stride) const {
     return low_rank_.floats() + (size_t(part) * reserved_ + row - first) * stride;
   }
@@ -61,7 +62,7 @@ class Rows {
     return activations_[source].bytes() + (row - first) * row_bytes;
   }
 
-  // Copies what operations pass on from one row to itself: the residual stream and the streams.
+  // Copies the data that operations pass on within a row from one row to another: the residual stream and the streams.
   void copy_streams(const Rows& source, int row) const {
     std::copy_n(source.residual(row), hidden_size_, residual(row));
     std::copy_n(source.streams(row), streams_size_, streams(row));

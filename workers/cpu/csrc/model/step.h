@@ -1,4 +1,4 @@
-// What a program is given in each step, and the slice of it that is computed at a time.
+// The input of a program in each step, and the slice of it that is computed at a time.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace engine {
 
-// The block table [rows, stride] and the slot of each token in one KV-cache group.
+// The block table [rows, stride] and the slot of each token, in one KV-cache group.
 struct StepGroup {
   const int32_t* block_table;
   int64_t block_table_stride;
@@ -46,7 +46,7 @@ struct Step {
 };
 
 // A batch in which every request decodes: the step computes each request's last token and its drafts, and samples one
-// token after each verified draft. It reads the worker's state of every slot and advances it.
+// token after each verified draft. It reads and updates the worker's state of every slot.
 struct DecodeBatch {
   int32_t num_slots, num_groups;
   int32_t chooses_later;               // `choose` chooses the tokens, once the grammar's masks are there
@@ -71,14 +71,14 @@ struct DecodeBatch {
   int64_t hidden_stride;
 };
 
-// Long steps run in slices, so that what lies between two operations stays small. A slice has this many tokens, or whole
-// sequences with as many if more do not fit, but at least one.
+// Long steps run in slices, so that the intermediate results between two operations stay small. A slice has this many
+// tokens. If sequences must not be divided, it has as many whole ones as fit in that number, but at least one.
 constexpr int kSliceTokens = 512;
 
-// The tokens of a step that go through all layers together.
+// The tokens of a step that pass through all layers together.
 struct Slice {
-  // Divides the step where no token sees those behind it, at ends of sequences only if it `keeps_sequences`. Returns the
-  // number of slices.
+  // Divides the step where no token attends to later ones; if it `keeps_sequences`, only at ends of sequences. Returns
+  // the number of slices.
   int divide_step(bool keeps_sequences) {
     bounds_.assign(1, 0);
     for (int token = 1, last = 0, sequence = 0; token <= step.num_tokens; token++) {
@@ -90,7 +90,7 @@ struct Slice {
     bounds_.push_back(step.num_tokens);
     return step.num_tokens ? int(bounds_.size()) - 1 : 0;
   }
-  // The tokens of the longest slice.
+  // Returns the number of tokens of the longest slice.
   int most_tokens() const {
     int most = 0;
     for (size_t i = 1; i < bounds_.size(); i++) most = std::max(most, bounds_[i] - bounds_[i - 1]);
@@ -104,7 +104,7 @@ struct Slice {
     while (step.query_start_loc[first_sequence + 1] <= first_token) first_sequence++;
   }
 
-  // Returns what a token of the step sees in layers with this window, as AttentionTask::visible.
+  // Returns the range to which a token of the step attends in layers with this window, as in AttentionTask::visible.
   const int32_t* visible(int token, int window) const {
     return step.visible && (window || !step.spans_need_windows) ? step.visible + 2 * token : nullptr;
   }
@@ -112,12 +112,12 @@ struct Slice {
   // Returns the position after a sequence's last token in the step.
   int end_position(int sequence) const { return step.positions[step.query_start_loc[sequence + 1] - 1] + 1; }
 
-  // Returns how many outputs of an encoder the tokens of a sequence read.
+  // Returns the number of encoder outputs that the tokens of a sequence read.
   int source_len(int sequence) const { return step.source_lens[table_row(sequence)]; }
 
   int64_t table_row(int sequence) const { return step.table_rows ? step.table_rows[sequence] : sequence; }
 
-  // Returns whether anything of these rows is needed except the keys and values that each layer stores.
+  // Returns whether the results of these rows are needed, apart from the keys and values that each layer stores.
   bool is_wanted(int first_row, int end_row) const {
     const auto is_in = [&](int row) { return first_token + first_row <= row && row < first_token + end_row; };
     return step.wants_all_hidden || std::any_of(step.logit_rows, step.logit_rows + step.num_logit_rows, is_in);
@@ -128,7 +128,7 @@ struct Slice {
   int first_sequence = 0;  // the first one with tokens in the slice
 
  private:
-  // Returns whether a token of the step sees those behind it.
+  // Returns whether a token of the step attends to later tokens.
   bool sees_on(int token) const { return step.visible && step.visible[2 * token + 1] > step.positions[token] + 1; }
 
   std::vector<int> bounds_;  // where the slices begin, and the end of the last one

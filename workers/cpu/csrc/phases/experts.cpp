@@ -8,9 +8,9 @@ namespace engine {
 
 namespace {
 
-// Rows that a tile has at most.
+// The maximum number of rows of a tile.
 constexpr int kRowBlock = 64;
-// With this many choices tiles are cut smaller, so that all threads end at about the same time.
+// With more choices than this, tiles are smaller, so that all threads finish at about the same time.
 constexpr int kManyChoices = 64;
 
 // The logit of the shared experts' gate follows those of the experts.
@@ -57,7 +57,7 @@ int Experts::begin_gated(const Op& op, const Rows& rows, int num_rows) {
   return int(division.gated.size());
 }
 
-// Orders the slice's choices of this rank's experts.
+// Orders the slice's choices that belong to this rank's experts.
 void Experts::order_own(const Op& op, Division& division, int num_rows) {
   const ExpertLayer& layer = *op.experts;
   const int num_chosen = layer.router.num_chosen, choices = num_rows * num_chosen;
@@ -80,8 +80,8 @@ void Experts::order_own(const Op& op, Division& division, int num_rows) {
   }
 }
 
-// A message is a row, then the numbers of the experts that it chose among those of the receiver, or -1, and with
-// `scales_inputs` their factors.
+// The format of a message: a row, then the numbers of the experts that it chose, as numbered by the receiver, or -1,
+// and, with `scales_inputs`, their factors.
 size_t Experts::message_bytes(const Op& op) const {
   const ExpertLayer& layer = *op.experts;
   const size_t choice_bytes = sizeof(int32_t) + (layer.scales_inputs ? sizeof(float) : 0);
@@ -89,8 +89,8 @@ size_t Experts::message_bytes(const Op& op) const {
   return (bytes + 15) / 16 * 16;
 }
 
-// Sends the slice's rows to the ranks with their experts, each row once to a rank, and orders the received choices by
-// expert. Of the ranks of a replica, which have the same rows, each sends a share.
+// Sends the slice's rows to the ranks that have their experts, each row once per rank, and orders the received choices
+// by expert. The ranks of a replica have the same rows, and each sends a part of them.
 void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int num_rows) {
   const int rank = ranks_.are_several() ? ranks_.rank() : 0, num_ranks = ranks_.are_several() ? ranks_.num_ranks() : 1;
   const int begin = num_rows * rank / num_ranks, end = num_rows * (rank + 1) / num_ranks;
@@ -104,8 +104,8 @@ void Experts::dispatch(const Op& op, Division& division, const Rows& rows, int n
   order_received(op, division);
 }
 
-// Writes the messages for rows [begin, end), ordered by receiver, and notes where the outputs of their choices will be:
-// a rank sends them back in the order of its messages and their choices.
+// Writes the messages for rows [begin, end), ordered by receiver, and records where the outputs of their choices will
+// be. A rank sends outputs back in the order of its messages and their choices.
 void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int begin, int end) {
   const ExpertLayer& layer = *op.experts;
   const int num_chosen = layer.router.num_chosen, num_experts = layer.router.num_experts, peers = exchange_->num_ranks;
@@ -139,7 +139,7 @@ void Experts::write_messages(const Op& op, const Rows& rows, int num_rows, int b
       last_row_[peer] = row;
       uint8_t* message = sent_.bytes() + size_t(next_message[peer]++) * bytes;
       std::memcpy(message, rows.activations(0, row, row_bytes), row_bytes);
-      // All bytes of -1 are alike, and no factor is read without an expert.
+      // The bytes of -1 are all the same, and factors without an expert are never read.
       std::memset(message + row_bytes, -1, bytes - row_bytes);
     }
     uint8_t* const choices = sent_.bytes() + size_t(next_message[peer] - 1) * bytes + row_bytes;
@@ -203,7 +203,7 @@ void Experts::begin_combine(const Op& op) {
   std::fill(places_.begin(), places_.end(), -1);
 }
 
-// Divides the columns of the experts that have rows.
+// Divides the columns of the experts that have rows into tiles.
 void Experts::divide(const PackedWeight* weights, const Division& division, std::vector<ExpertTile>& tiles) const {
   const std::vector<int>& starts = division.starts;
   const int count = int(starts.size()) - 1, choices = starts[count];
@@ -227,8 +227,8 @@ void Experts::divide(const PackedWeight* weights, const Division& division, std:
   }
 }
 
-// Most of the time threads take tiles in turn, those of the first products, those of the second ones, and then those of
-// the operations that follow.
+// Threads usually take tiles in turn: those of the first products, of the second ones, and then of the operations that
+// follow.
 const uint8_t* Experts::weights_after(const Op& op, const Tile& tile) const {
   const ExpertLayer& layer = *op.experts;
   const Division& division = division_of(op);
@@ -256,10 +256,11 @@ const uint8_t* Experts::input_of(const Op& op, int index, const Rows& rows) cons
 const uint8_t* Experts::gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const {
   const int* of_choices = division_of(op).rows.data() + at.first;
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.experts->size);
-  // An expert has each row at most once and in ascending order, so these rows follow each other.
+  // An expert has each row at most once and in ascending order, so if the first and last row fit, all rows between are
+  // consecutive.
   if (!exchange_ && of_choices[at.num_rows - 1] - of_choices[0] == at.num_rows - 1)
     return input_of(op, of_choices[0], rows);
-  // A thread computes several tiles of the same rows, most of the time one after the other.
+  // A thread usually computes several tiles of the same rows one after the other.
   const int64_t serial = division_of(op).serial + at.first;
   if (scratch.gathered_serial == serial) return scratch.gathered.bytes();
   scratch.gathered_serial = serial;

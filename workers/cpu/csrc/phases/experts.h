@@ -1,11 +1,11 @@
 // Mixtures of experts: which tokens of the slice each expert has, and its products with them.
 //
 // The choices of a slice's tokens are ordered by expert, so that the weights of an expert are read once for all its
-// tokens. Threads share tiles of columns of all experts. A token adds up its experts' outputs in the order in which it
+// tokens. Threads divide tiles of columns of all experts. A token adds up its experts' outputs in the order in which it
 // chose them, so its result does not depend on the other tokens.
 //
-// If the ranks of several replicas divide the experts, a rank sends the rows of its choices to the ranks that have the
-// experts, computes the rows that it received, and sends their outputs back.
+// If the ranks of several replicas divide the experts, a rank sends each row to the ranks that have its experts,
+// computes the rows that it received, and sends their outputs back.
 #pragma once
 
 #include <cstdint>
@@ -31,16 +31,17 @@ class Experts {
   // Returns whether any layer has experts.
   bool are_any() const { return most_chosen_ > 0; }
   void reserve(int rows);
-  // Divides the experts among the ranks of several replicas from now on.
+  // From now on, divides the experts among the ranks of several replicas.
   void join(const ExpertExchange& exchange) { exchange_ = &exchange; }
   bool are_exchanged() const { return exchange_ != nullptr; }
-  // Returns whether a rank is lost. The program must then end at once: other ranks may wait for this process's end.
+  // Returns whether a rank is lost. The program must then return immediately, because other ranks may wait for this
+  // process to exit.
   bool have_failed() const { return have_failed_; }
 
   // Chooses the experts of a row.
   void route(const Op& op, const Rows& rows, int row);
   // Orders the choices of `rows` rows by expert, and divides the layer's products into tiles. Returns the number of
-  // tiles of the first ones; it may be 0 if other ranks have all chosen experts.
+  // tiles of the first products, which may be 0 if all chosen experts are on other ranks.
   int begin_gated(const Op& op, const Rows& rows, int num_rows);
   int begin_output(const Op& op) const { return int(division_of(op).output.size()); }
   void run_gated(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) const;
@@ -55,8 +56,8 @@ class Experts {
   struct ExpertTile {
     int expert, first, num_rows, begin, end;
   };
-  // It stays as it is until the layer begins again, because a thread may still compute a tile that another one has
-  // written.
+  // The division of a layer's choices. It must not change until the layer begins again, because a thread may still
+  // compute a tile that another one has written.
   struct Division {
     int64_t serial;           // of its first choice; no choice of another division has the same
     std::vector<int> starts;  // of each expert's choices, and the end of the last one's
@@ -76,7 +77,7 @@ class Experts {
   const uint8_t* input_of(const Op& op, int index, const Rows& rows) const;
   const uint8_t* gathered_rows(const Op& op, const ExpertTile& at, const Rows& rows, Scratch& scratch) const;
   size_t message_bytes(const Op& op) const;
-  // Returns what adapters add to a product of a tile, if `adapters` are those of the layer's experts.
+  // Returns what adapters add to a product of a tile, given the adapters of the layer's experts.
   RowChanges changes(const Op& op, const ExpertTile& at, const Adapter* const* adapters) const {
     return {adapters ? adapters[at.expert] : nullptr, division_of(op).rows.data() + at.first};
   }
@@ -88,13 +89,13 @@ class Experts {
   const int num_threads_;
   int most_chosen_ = 0, most_elements_ = 0, largest_output_ = 0;  // of all layers
   std::vector<Division> divisions_;          // of each layer
-  // Of each row and choice: the expert, its weight, and the place of its output or -1.
+  // For each row and choice: the expert, its weight, and the index of its output, or -1.
   std::vector<int32_t> chosen_;
   std::vector<float> weights_;
   std::vector<int> places_;
   std::vector<int> next_;  // place of each expert
   int64_t next_serial_ = 0;
-  // Of the choices, ordered by expert.
+  // For the choices, ordered by expert.
   Buffer activations_, outputs_;
 
   const ExpertExchange* exchange_ = nullptr;
@@ -102,7 +103,7 @@ class Experts {
   Buffer sent_;
   std::vector<int> owners_;    // the rank of each expert
   std::vector<int> last_row_;  // for which there is a message to each rank
-  // For each rank: messages to and from it, and outputs of choices from and to it.
+  // For each rank: the messages to and from it, and the outputs for choices received from it and sent to it.
   std::vector<int64_t> sent_rows_, received_rows_, expected_, returned_;
   const uint8_t* received_ = nullptr;    // of the current layer
   const float* own_outputs_ = nullptr;  // of the choices of this rank's rows

@@ -84,8 +84,8 @@ void Head::run_product(const Step& step, Tile& tile, Scratch& scratch) {
     if (op.vectors[0]) model_.rows.add_scaled(out, op.vectors[0] + begin, 1.0f, size);
     if (op.scale != 1.0f) model_.rows.scale(out, op.scale, size);
     if (op.attention.softcap != 0) model_.rows.soft_cap(out, op.attention.softcap, size);
-    // The product itself does not write to the logits: their rows are pages apart and would contend for the same cache
-    // lines.
+    // Do not let the product write to the logits directly: their rows are pages apart and would contend for the same
+    // cache lines.
     if (step.logits)
       std::memcpy((ranks_.are_several() ? own_logits_.floats() : step.logits) + size_t(row) * weight.n + begin, out,
                   sizeof(float) * size);
@@ -122,7 +122,7 @@ void Head::gather_logits(const Step& step) {
       });
 }
 
-// Returns the best of this rank's share of the vocabulary.
+// Returns the best token in this rank's part of the vocabulary.
 Head::Best Head::most_likely(int row) const {
   const int tiles = products_.column_tiles(model_.ops.back());
   const Best* best = bests() + size_t(row) * tiles;
@@ -160,7 +160,7 @@ void Head::choose(const Step& step, Tile& tile, Scratch& scratch) {
   const int row = tile.index, vocab_size = model_.shape.vocab_size;
   float* logits = step.logits + size_t(row) * vocab_size;
   float* maxima = logit_maxima(row);
-  // Where this program did not compute whole rows of logits it does not have their maxima either.
+  // If this program has not computed whole rows of logits, it does not have their maxima either.
   if (!step.logit_rows || ranks_.are_several()) kernels().sampling->block_maxima(logits, vocab_size, maxima);
   step.tokens[row] = scratch.chooser.choose(*step.sampling, row, logits, maxima);
 }

@@ -1,4 +1,4 @@
-// The end of a step: logits of the rows asked for, and the choice of their tokens.
+// The end of a step: the logits of the requested rows, and the choice of their tokens.
 #pragma once
 
 #include <vector>
@@ -17,20 +17,20 @@ class Head {
  public:
   Head(const Model& model, Products& products, Ranks& ranks) : model_(model), products_(products), ranks_(ranks) {}
 
-  // Makes room for the rows of a step. Sets the step's logits to a buffer if it has none and samples from them.
+  // Makes room for the rows of a step. If the step samples and has no memory for logits, sets it to a buffer.
   void begin_step(Step& step);
   float* logits() const { return logits_.floats(); }
 
-  // Begins the product of hidden rows and the vocabulary; returns the number of its tiles.
+  // Begins the product of hidden rows and the output projection. Returns the number of its tiles.
   int begin_product(const Step& step);
   void run_product(const Step& step, Tile& tile, Scratch& scratch);
 
-  // Begins the choice of tokens from the logits; returns the number of its tiles, one for each row to sample.
+  // Begins the choice of tokens from the logits. Returns the number of its tiles, one for each row to sample.
   int begin_choice(const Step& step);
   void choose(const Step& step, Tile& tile, Scratch& scratch);
 
  private:
-  // The largest logit of a tile's row, and its token. The token of a NaN is negative.
+  // The largest logit of a tile's row, and its token. For a NaN, the token is negative.
   struct Best {
     float logit;
     int32_t token;
@@ -43,9 +43,9 @@ class Head {
   float* logit_maxima(int row) const {
     return logit_maxima_.floats() + size_t(row) * logit_blocks(model_.shape.vocab_size);
   }
-  // Returns the adapter of a row to compute, or null.
+  // Returns the adapter of a row, or null.
   const Adapter* adapter_of(const Step& step, int row) const;
-  // Calls run(adapter, first, count) for rows of [first, end) that follow one another and have the same adapter.
+  // Calls run(adapter, first, count) for each run of consecutive rows in [first, end) that have the same adapter.
   template <class Run>
   void for_adapters(const Step& step, int first, int end, Run run) const;
   float* low_rank(int row) const { return low_rank_.floats() + size_t(row) * model_.ops.back().adapter_rank; }

@@ -1,7 +1,7 @@
-// Inputs of layers beside the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), or what the first
-// attention of a drafting head reads.
+// Inputs of layers in addition to the hidden states: a vector for each token and layer (PLE of Gemma 3n and 4), or the
+// input of a drafting head's first attention.
 //
-// A row has those of this stage's layers and of all layers behind it, which are passed on with the hidden states.
+// A row has the inputs of this stage's layers and of all later layers, which are passed on with the hidden states.
 #pragma once
 
 #include "model/model.h"
@@ -20,13 +20,13 @@ class LayerInputs {
   void reserve(int rows) { inputs_.reserve(sizeof(float) * rows * model_.shape.input_size); }
   float* row(int row) const { return inputs_.floats() + size_t(row) * model_.shape.input_size; }
 
-  // Writes the row of the token in the table, or this rank's part of it.
+  // Writes the token's row of the table, or this rank's part of it.
   void embed(const Op& op, int row) const;
-  // Adds the projection, and norms each layer's part of it.
+  // Adds the projection, after norming each layer's part of it.
   void add(const Op& op, const Rows& rows, int row) const;
-  // Writes the activations of inputs that a product reads.
+  // Writes activations from the inputs that a product reads.
   void quantize(const Op& op, const Rows& rows, int row) const;
-  // Writes the activations of the gates in the projection, times the inputs of a layer.
+  // Writes activations from the gates in the projection, multiplied by the inputs of a layer.
   void gate(const Op& op, const Rows& rows, int row) const;
 
  private:

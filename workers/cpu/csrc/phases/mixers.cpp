@@ -7,19 +7,19 @@ namespace engine {
 
 namespace {
 
-// Channels are divided in units that are whole groups of activations.
+// Channels are divided into units that are whole groups of activations.
 constexpr int kChannelUnit = 64;
 constexpr int kMostTaps = 16;
-// To share out fewer multiplications takes longer than to compute them.
+// With fewer multiplications than this, sharing takes longer than computing.
 constexpr int64_t kNotWorthSharing = 6144;
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-// For larger numbers the result is x itself in float32.
+// For larger numbers, softplus(x) equals x in float32.
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 int first_of_part(int part, int parts, int units) { return int(int64_t(units) * part / parts); }
 
-// Where the outputs of a scan are in a row of the projection.
+// Returns where the outputs of a scan are in a row of the projection.
 int outputs_offset(const Mixer& m) {
   return m.kind == MixerKind::mamba2 ? m.num_heads * m.value_dim : 2 * m.num_groups * m.key_dim;
 }
@@ -51,7 +51,8 @@ class Memory {
 
 class Mixers::Inputs {
  public:
-  // Copies those of the state, which may be overwritten then. Those of the slice must stay in the projection.
+  // Copies the inputs of the state, whose memory may be overwritten afterwards. The inputs of the slice must stay in
+  // the projection.
   Inputs(const Mixer& mixer, const Sequence& sequence, const float* stored, int begin, int end, const Rows& rows,
          float* memory)
       : mixer_(mixer), sequence_(sequence), begin_(begin), width_(end - begin), rows_(rows), earlier_(memory) {
@@ -119,8 +120,8 @@ void Mixers::begin_slice() {
   convolved_.reserve(sizeof(float) * num_convolved * channels_);
 }
 
-// The state between two slices of a step is in the block that has it after the step, because the sequence need not have
-// the blocks between.
+// Between two slices of a step, the state is in the block that will have it after the step, because the sequence may
+// not have the blocks in between.
 Mixers::State Mixers::state(const Op& op, const Sequence& sequence) const {
   const Step& step = slice_.step;
   const StepGroup& group = step.groups[op.group];

@@ -27,31 +27,31 @@ class Mixers {
 
   void add_op(const Op& op);
   bool are_any() const { return are_any_; }
-  // No thread may compute anything of the slice before.
+  // Begins a slice. No thread may be computing anything of the previous one.
   void begin_slice();
 
-  // Returns the number of tiles of a short convolution, a convolution or a scan, or 0 after computing it in this thread.
+  // Returns the number of tiles of a short convolution, a convolution or a scan; 0 if it was computed in this thread.
   int begin(const Op& op, const Rows& rows);
   void run(const Op& op, Tile& tile, const Rows& rows, Buffer& memory);
-  // Shares the sum of squares of a row, gated if the gate is before the norm.
+  // Sends the sum of squares of a row to the other ranks. The row is gated first if the gate comes before the norm.
   void share_squares(const Op& op, const Rows& rows, int row) const;
   // Writes the activations of a row, from the outputs of a scan.
   void gate(const Op& op, const Rows& rows, int row) const;
 
  private:
-  // The tokens of a sequence in the slice.
+  // The tokens of one sequence in the slice.
   struct Sequence {
     int index, first_row, num_rows;
     int position;     // of the first one
     int num_earlier;  // tokens of its segment before it
     int first_convolved;  // the row in `convolved_` of the first token of its segment
   };
-  // The state that a sequence has before the slice, or null, and that after it. They may be the same.
+  // The state of a sequence before the slice, or null, and its state after the slice. They may be the same memory.
   struct State {
     const float* source;
     float* target;
   };
-  // The inputs of some channels, by the number of tokens since the start of the sequence's first segment.
+  // Access to the inputs of some channels, by the number of tokens since the start of the sequence's first segment.
   class Inputs;
 
   void norm(const Op& op, float* out, int row) const;
@@ -75,7 +75,7 @@ class Mixers {
   int segment_ = 1, channels_ = 0;
   std::vector<Sequence> sequences_;
   int num_parts_ = 1;  // of each sequence, in the current operation
-  // The inputs of all segments, convolved, [tokens, channels].
+  // The convolved inputs of all segments, [tokens, channels].
   Buffer convolved_;
   Buffer own_memory_;
 };

@@ -11,12 +11,12 @@ namespace engine {
 namespace {
 
 constexpr int kRowBlock = 64;
-// With this many rows tiles are cut smaller, so that all threads end at about the same time.
+// With more rows than this, tiles are smaller, so that all threads finish at about the same time.
 constexpr int kManyRows = 16;
 constexpr int kTileWeights = 1 << 18;
 
-// Columns are divided in units that are whole groups of activations. Units are larger if there are many columns, and
-// for the formats whose kernels read several tiles at once.
+// Columns are divided into units that are whole groups of activations. Units are larger if there are many columns, and
+// for formats whose kernels read several tiles at once.
 int unit_columns(const PackedWeight& w, int tiles) {
   return !is_integer(w.format) || w.n >= 16 * kColumnTile * tiles ? 4 * kColumnTile : 2 * kColumnTile;
 }
@@ -26,7 +26,7 @@ int widest_tile(const PackedWeight& w, int tiles) {
   return (units + tiles - 1) / tiles * unit;
 }
 
-// Calls run(columns) for all columns of a part, as many at a time as have their sums in a thread's buffer.
+// Calls run(columns) for all columns of a part, as many at a time as have room for their sums in a thread's buffer.
 template <class Run>
 void for_columns(const Op& op, int part, const Rows& rows, int end_row, Run run) {
   const int num_rows = end_row - rows.first, n = op.parts[part]->n;
@@ -84,8 +84,8 @@ Columns Products::columns_of(const Op& op, const Tile& tile, int rows) const {
   return columns;
 }
 
-// Most of the time threads take tiles in turn, those of this product and then those of the products that follow.
-// Products that have not begun are expected to be divided as in the step before.
+// Threads usually take tiles in turn: those of this product, then those of the products that follow. Products that have
+// not begun are assumed to be divided as in the previous step.
 const uint8_t* Products::weights_after(const Op& op_of_tile, const Tile& tile) const {
   if (tiles_of(op_of_tile).row_blocks > 1) return nullptr;
   return weights_from(&op_of_tile, tile.index + num_threads_);
@@ -163,7 +163,7 @@ void Products::for_adapters(const Op& op, int first, int end, Run run) const {
 void Products::adapt(const Op& op, const Rows& rows, int first, int end) const {
   const size_t row_bytes = activation_row_bytes(op.input_kind, op.parts[0]->k);
   const int stride = op.adapter_rank;
-  // A product is computed when it is known where the weights of the next one begin.
+  // Compute a product only when it is known where the weights of the next one begin, so that they can be prefetched.
   struct Product {
     const Adapter* adapter;
     int part, row, count;
@@ -327,8 +327,8 @@ void Products::sparse_gates(const Op& op, const Rows& rows, int row) const {
                 rows.activations(1, row, activation_row_bytes(op.activation_kind, count)));
 }
 
-// The squares about the mean of all gates are those about the ranks' own means, and as much for each gate as these differ
-// from it (Chan et al., 1979).
+// The sum of squares about the mean of all gates is the sum of: the squares about each rank's own mean, and, per gate,
+// the square of the difference between that mean and the common one (Chan et al., 1979).
 void Products::exceed_threshold(const Op& op, float* gates, int row) const {
   const auto& sparse = *reinterpret_cast<const SparseGates*>(op.vectors[0]);
   const int count = op.num_columns;

@@ -1,4 +1,4 @@
-// The matrix products of a program: how each is divided into tiles, and what is done with its sums.
+// The matrix products of a program: how each is divided into tiles, and how its sums are used.
 #pragma once
 
 #include <vector>
@@ -19,16 +19,16 @@ struct Columns {
   int size() const { return end - begin; }
 };
 
-// Returns into how many tiles the columns of a matrix are divided for products of `rows` rows.
+// Returns into how many tiles the columns of a matrix are divided, for products of `rows` rows.
 int column_tiles(const PackedWeight& w, int at_least, int rows);
 // Returns where the columns of a tile begin. Wider tiles come first, so that those computed last are small.
 int column_bound(const PackedWeight& w, int tile, int tiles);
 // Returns where the weights of columns from `column` on begin.
 const uint8_t* weights_at(const PackedWeight& w, int column);
 
-// The matrices of a gated product and their biases, or null. Without `up` there is no gate. The gate is multiplied by a
-// factor before its activation, which is the layer's own if there is a `xielu`. The sums of a row are those of its input
-// times its factor, if there are `row_factors`.
+// The matrices of a gated product and their biases, or null. If `up` is null, there is no gate. The gate is multiplied
+// by a factor before its activation, which is the layer's own if there is a `xielu`. If there are `row_factors`, each
+// row's sums are those of its input times its factor.
 struct GatedWeights {
   const PackedWeight *gate, *up;
   const float *gate_bias, *up_bias;
@@ -37,7 +37,7 @@ struct GatedWeights {
   const float* row_factors = nullptr;
 };
 
-// What adapters add to a product: theirs by their numbers, or null, and the slice's row of each row of the product.
+// What adapters add to a product: the adapters by number, or null, and the slice's row for each row of the product.
 struct RowChanges {
   const Adapter* adapters = nullptr;
   const int* rows = nullptr;
@@ -49,25 +49,25 @@ class Products {
       : model_(model), ranks_(ranks), num_threads_(num_threads) {}
 
   void add_op() { tiles_.emplace_back(); }
-  // Sets the adapters of the slice's rows: their numbers, or -1; null if no row has one.
+  // Sets the adapter number of each of the slice's rows, or -1; null if no row has an adapter.
   void begin_slice(const int32_t* adapters) { adapters_ = adapters; }
-  // Returns whether the adapter of one of the slice's first rows changes a product.
+  // Returns whether the adapter of any of the slice's first rows changes a product.
   bool have_changes(const Op& op, int num_rows) const;
-  // Divides an operation's first `num_parts` parts into tiles; returns their number. The division lasts until the
-  // operation begins again.
+  // Divides an operation's first `num_parts` parts into tiles, and returns their number. The division is valid until
+  // the operation begins again.
   int begin(const Op& op, int rows, int num_parts);
   int column_tiles(const Op& op) const { return tiles_of(op).columns[0]; }
 
   // Returns the rows and columns of a tile of an operation with `rows` rows.
   Columns columns_of(const Op& op, const Tile& tile, int rows) const;
-  // Returns where the weights begin that the thread reads after those of a tile, or null if that is not known.
+  // Returns where the weights begin that the thread will read after those of a tile, or null if that is not known.
   const uint8_t* weights_after(const Op& op_of_tile, const Tile& tile) const;
-  // Returns where the weights of a tile begin, which counts from the first tile of an operation through the tiles of
-  // those that follow; or null if that is not known.
+  // Returns where the weights of tile number `tile` begin, or null if that is not known. Tiles are counted from the
+  // first tile of an operation through those of the operations that follow.
   const uint8_t* weights_from(const Op* op, int index) const;
 
-  // Return columns [begin, end) of the sums, without gaps, in the thread's memory: of a product with its bias or null,
-  // and of a gated one with its activation.
+  // Return columns [begin, end) of the sums, without gaps, in the thread's memory: of a product, with its bias if not
+  // null, and of a gated product, with its activation.
   float* sums(const PackedWeight& weight, const float* bias, ActivationKind kind, const uint8_t* x, int num_rows,
               int begin, int end, Scratch& scratch, const RowChanges& changes = {}) const;
   float* gated_sums(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
@@ -76,9 +76,9 @@ class Products {
   void run_linear(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   void run_gated(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
 
-  // Shares the mean and the squares of this rank's gates of a row with the other ranks.
+  // Sends the mean and the squares of this rank's gates of a row to the other ranks.
   void share_gates(const Op& op, const Rows& rows, int row) const;
-  // Writes the activations of a row of an MLP whose gates are in the projection.
+  // Writes the activations of a row, for an MLP whose gates are in the projection.
   void sparse_gates(const Op& op, const Rows& rows, int row) const;
 
   // Multiplies rows [first, end) of a product's activations by the first factors of their adapters.
@@ -91,26 +91,26 @@ class Products {
  private:
   void exceed_threshold(const Op& op, float* gates, int row) const;
 
-  // Tiles are numbered by part, by tile of columns, by block of rows.
+  // Tiles are numbered by part, then by tile of columns, then by block of rows.
   struct Tiles {
     int row_blocks, columns[kMaxParts];
   };
 
-  // Calls run(adapter, first, count) for rows of [first, end) that follow one another and have the same adapter.
+  // Calls run(adapter, first, count) for each run of consecutive rows in [first, end) that have the same adapter.
   template <class Run>
   void for_adapters(const Op& op, int first, int end, Run run) const;
-  // Returns what fetches the second factors of adapters for columns of parts [part, end_part) during their products, which
-  // read them in one short run for each adapter.
+  // Returns the readahead of the second factors of adapters for columns of parts [part, end_part). They are fetched
+  // during the product, because each adapter's are read in one short run.
   Readahead factors_of(const Op& op, int end_part, const Columns& columns, Scratch& scratch) const;
-  // Adds these changes to sums of `num_parts` parts in the thread's memory. Every tile of columns multiplies by the first
-  // factors again.
+  // Adds the adapters' changes to the sums of `num_parts` parts in the thread's memory. Every tile of columns
+  // multiplies by the first factors again.
   void add(const RowChanges& changes, ActivationKind kind, const uint8_t* x, int num_rows, int num_parts, int begin,
            int end, Scratch& scratch) const;
-  // Adds what adapters change to sums of a part.
+  // Adds the adapters' changes to the sums of one part.
   void add_changes(const Op& op, int part, const Rows& rows, const Columns& columns, float* sums) const;
   void multiply_gated(const GatedWeights& weights, ActivationKind kind, const uint8_t* x, int num_rows, int begin,
                       int end, Scratch& scratch) const;
-  // The sum of some gates, and that of the squares of their differences from their mean.
+  // The sum of some gates, and the sum of the squares of their differences from their mean.
   struct Moments {
     float sum, squares;
   };

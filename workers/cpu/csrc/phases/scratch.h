@@ -14,10 +14,10 @@
 
 namespace engine {
 
-// Floats in a thread's buffer for the sums of a tile.
+// The number of floats in a thread's buffer for the sums of a tile.
 constexpr int kTileFloats = 16384;
 
-// What a thread computes stays here until it may be written: another thread may have computed the same tile.
+// A thread's results stay here until it may write them, because another thread may have computed the same tile.
 struct Scratch {
   Scratch(int max_rows, const Model& model)
       : attention(max_rows, model.largest_kv),

@@ -50,7 +50,7 @@ void Streams::modalities(const Op& op, const float* x, const Rows& rows, int row
     out[i] = std::tanh(model_.rows.dot(normed, op.altup->router + size_t(i) * size, size));
 }
 
-// The streams are in the projection while they are replaced.
+// The projection holds the old streams while they are replaced.
 void Streams::predict(const Op& op, const Rows& rows, int row) const {
   const int size = model_.shape.hidden_size, count = model_.shape.num_streams;
   float *const streams = rows.streams(row), *const old = rows.qkv(row);

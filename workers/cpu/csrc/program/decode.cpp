@@ -104,7 +104,7 @@ int DecodeLayout::advance(const DecodeBatch& batch) const {
     int32_t* token_ids = batch.token_ids + slot * batch.max_model_len;
     const int32_t end = starts_[i + 1];
     int32_t r = starts_[i];
-    // A token counts if all drafts before it were sampled as well.
+    // A token is accepted if all drafts before it were sampled as well.
     bool is_right = true;
     for (; r < end && is_right; r++) {
       const int32_t token = std::max(batch.tokens[r], 0);

@@ -1,4 +1,4 @@
-// A step in which all requests decode, laid out from the worker's state and written back to it.
+// A step in which all requests decode: it is built from the worker's state, and its results are written back to it.
 #pragma once
 
 #include <vector>
@@ -13,19 +13,20 @@ class DecodeLayout {
  public:
   explicit DecodeLayout(const ModelShape& shape) : shape_(shape) {}
 
-  // Makes a row for the last token of each request and one for each of its drafts. Returns false if a slot has no room,
-  // or a token is not in the vocabulary.
+  // Creates a row for the last token of each request and one for each of its drafts. Returns false if a slot has no
+  // room, or a token is not in the vocabulary.
   bool lay_out(const DecodeBatch& batch);
-  // Returns the step that computes these rows, up to their tokens, or up to their logits if the batch chooses later.
+  // Returns the step that computes these rows: up to their tokens, or up to their logits if the batch chooses later.
   Step step(const DecodeBatch& batch);
   // Returns the step that chooses tokens from logits of these rows.
   Step choice(const DecodeBatch& batch, float* logits);
-  // Appends the sampled tokens to the requests and looks up drafts for the next step. Returns how many tokens that
-  // count could not be sampled; token 0 is appended instead of them.
+  // Appends the sampled tokens to the requests, and looks up drafts for the next step. Returns how many accepted tokens
+  // could not be sampled; token 0 is appended in their place.
   int advance(const DecodeBatch& batch) const;
 
  private:
-  // The arrays of a row each that follow one another in `arrays_`, before the slot mapping of each group.
+  // The arrays with one number per row that are stored one after the other in `arrays_`, before the slot mapping of
+  // each group.
   enum Array { kInputIds, kPositions, kNextPositions, kLogitRows, kAdapters, kNumArrays };
 
   int num_rows() const { return starts_.back(); }

@@ -9,16 +9,16 @@ namespace engine {
 
 namespace {
 
-// Rows of a piece. With fewer, unpacking weights costs more than pieces save; more are harder to balance. Where
-// products take more rows at once, that many are no slower.
+// The number of rows of a piece. With fewer, unpacking weights costs more than pieces save; with more, they are harder
+// to balance. If products compute more rows at once, that number is used.
 constexpr int kFewestRows = 8, kMostRows = 18;
-// Every thread reads all weights. Those of two layers must fit into the last-level cache, so that they come from memory
-// only once.
+// Every thread reads all weights. The weights of two layers must fit into the last-level cache, so that they are read
+// from memory only once.
 constexpr int kLayersInCache = 2;
-// What attention to one key costs, in multiplications of a product.
+// The cost of attention to one key, in multiplications of a product.
 constexpr int64_t kCostOfKey = 6;
 
-// Returns whether an operation makes what is in all layers' rows. Others before it do nothing else.
+// Returns whether an operation writes data that all layers' rows use. Operations before it do nothing else.
 bool makes_first_input(OpKind kind) { return kind == OpKind::add_inputs || kind == OpKind::expand_streams; }
 
 }  // namespace
@@ -54,10 +54,10 @@ void Pieces::begin_slice(bool must_share) {
   if (count_) queue_.begin(count_, int(segments_.size()), num_threads_, reads_own_keys());
 }
 
-// Returns 0 where pieces do not pay, or where one that takes long would make the other threads wait.
+// Returns 0 if pieces do not pay, or if one piece takes so long that the other threads would wait for it.
 int Pieces::best_count() const {
   const int num_tokens = slice_.num_tokens;
-  // Gates are in the projection of the segment before, which another thread may have computed.
+  // The gates are in the projection of the previous segment, which another thread may have computed.
   if (gates_attention_) return 0;
   if (segments_.size() < 3 || num_tokens < kFewestRows * num_threads_) return 0;
   if (kLayersInCache * segments_[1].bytes > last_cache_bytes() / 2) return 0;
@@ -75,9 +75,9 @@ int Pieces::best_count() const {
   return most * num_threads_ * 4 <= total * 5 ? pieces : 0;
 }
 
-// Returns whether rows of the slice read keys of other rows of it: those of the same chunk of a prompt, or of a cached
-// block that another request fills in this very step. The request that reads such a block comes after the one that
-// fills it, and its first row begins a new block.
+// Returns whether rows of the slice read keys that other rows of the slice store: in the same chunk of a prompt, or in
+// a cached block that another request fills in this very step. The request that reads such a block comes after the one
+// that fills it, and its first row begins a new block.
 bool Pieces::reads_own_keys() {
   const Step& step = slice_.step;
   const int block_size = model_.shape.block_size;

@@ -1,8 +1,9 @@
-// Long steps by pieces: rows of a slice that one thread takes from one layer's attention to the next one's.
+// Long steps in pieces: a piece is a set of rows of a slice that one thread takes from one layer's attention to the
+// next one's.
 //
-// What lies between two operations stays in the thread's own caches, and what the next attention reads is fetched
-// there. Threads do not wait for each other between operations, nor between layers where rows do not need each other's
-// keys.
+// The intermediate results between two operations stay in the thread's own caches, and the data that the next attention
+// reads is prefetched there. Threads do not wait for each other between operations, nor between layers if rows do not
+// need each other's keys.
 #pragma once
 
 #include <cstdint>
@@ -28,23 +29,23 @@ class Pieces {
       : model_(model), slice_(slice), num_threads_(num_threads) {}
 
   void add_op() { segments_.clear(); }
-  // `first_unneeded` is the first operation that only rows need whose results are wanted.
+  // `first_unneeded` is the first operation that only rows with requested results need.
   void begin_step(int first_unneeded) {
     if (segments_.empty()) find_segments();
     first_unneeded_ = first_unneeded;
   }
-  // Pieces begin with this operation. Those before it make what the first layer reads.
+  // Pieces begin with this operation. The operations before it compute what the first layer reads.
   int first_op() const { return segments_[0].first_op; }
   const std::vector<Segment>& segments() const { return segments_; }
 
-  // Cuts a slice into pieces, or into none if its operations are better shared out one by one. They must be where ranks
-  // meet in operations, and where an expert's weights are read for the rows of all pieces.
+  // Divides a slice into pieces, or into none if its operations should rather be shared out one by one. That is
+  // required if ranks meet in operations, and if an expert's weights are read for the rows of all pieces.
   void begin_slice(bool must_share);
   int count() const { return count_; }
   int first_row(int piece) const { return int(int64_t(slice_.num_tokens) * piece / count_); }
 
-  // Returns whether a segment of a piece need be computed. Those that store nothing need not if no results of the rows
-  // are wanted.
+  // Returns whether a segment of a piece must be computed. A segment that stores nothing need not be if no results of
+  // the rows are requested.
   bool is_needed(const PieceSegment& at) const;
   PieceQueue& queue() { return queue_; }
   const PieceQueue& queue() const { return queue_; }

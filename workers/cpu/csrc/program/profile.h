@@ -1,4 +1,4 @@
-// How much time each operation takes.
+// Measures how much time each operation takes.
 #pragma once
 
 #include <chrono>
@@ -6,8 +6,9 @@
 
 namespace engine {
 
-// The seconds spent in each operation so far, and in the choice of tokens after the last. Operations that threads share
-// are timed from the beginning of one to the beginning of the next. In pieces of a step every thread times its own.
+// The seconds spent so far in each operation, and in the choice of tokens after the last one. Operations that threads
+// share are timed from the beginning of one to the beginning of the next. In pieces, every thread measures its own
+// time.
 class Profile {
  public:
   using Clock = std::chrono::steady_clock;
@@ -21,7 +22,7 @@ class Profile {
   }
 
   void begin_step() { op_ = kNoOp; }
-  // Counts the time since the last call for the operation that began then.
+  // Adds the time since the last call to the operation that began then.
   void end_op() {
     const Clock::time_point now = Clock::now();
     if (op_ != kNoOp) shared_[op_] += std::chrono::duration<double>(now - start_).count();

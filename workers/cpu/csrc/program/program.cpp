@@ -9,7 +9,8 @@ namespace engine {
 
 namespace {
 
-// A sequence that is computed as a whole may be much longer than most. The memory of more rows is not kept.
+// The maximum number of rows for which memory is kept. A sequence that is computed as a whole may be much longer than
+// most.
 constexpr int kMostKeptRows = 4096;
 
 }  // namespace
@@ -60,7 +61,7 @@ void Program::add(const Op& op) {
   mixers_.add_op(op);
   pieces_.add_op();
   profile_.add_op();
-  // What rows leave for later tokens is stored before attention, and by mixers.
+  // Rows store data for later tokens before attention, and in mixers.
   if (op.kind == OpKind::rotate_store && op.num_stored && !op.reads_source) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::short_convolution || op.kind == OpKind::scan) first_unneeded_ = int(model_.ops.size());
   if (op.kind == OpKind::rotate_store && model_.kv(op).layer_bytes() != size_t(model_.shape.block_bytes))
@@ -71,7 +72,7 @@ void Program::add(const Op& op) {
 void Program::join_experts(const ExpertExchange& exchange) {
   exchange_ = exchange;
   experts_.join(exchange_);
-  // Ranks meet in the last layer, too.
+  // Ranks meet even in the last layer.
   first_unneeded_ = int(model_.ops.size());
 }
 
@@ -129,7 +130,7 @@ int Program::begin(int phase) {
       return begin_guest_op(model_.ops[op]);
     }
     if (op == 0) begin_slice(phase / ops_of_slice());
-    // The pieces go through all operations but the first ones, in a single phase.
+    // The pieces pass through all operations but the first ones, in a single phase.
     if (op >= pieces_.first_op() && pieces_.count()) {
       profile_.begin_op(Profile::kNoOp);
       return op == pieces_.first_op() ? pool_.num_threads() : 0;
@@ -181,8 +182,8 @@ void Program::run_tile(int phase, Tile& tile) {
   }
 }
 
-// Other threads may still compute tiles of the previous slice that were written already, and read what changes here. So
-// it waits for them first.
+// Other threads may still compute tiles of the previous slice that were already written, and read data that changes
+// here. So wait for them first.
 void Program::begin_slice(int index) {
   pool_.wait_for_others();
   if (index && experts_.are_exchanged()) exchange_.begin_round();
@@ -196,8 +197,8 @@ void Program::begin_slice(int index) {
   if (pieces_.count()) readahead_.begin_slice();
 }
 
-// Blocks may have held a state, or keys and values of layers with other heads, whose bits can be a NaN or infinity as keys
-// and values. Attention multiplies the unused part of a block by 0.
+// Blocks may have held a state, or keys and values of layers with other heads, whose bits can be a NaN or infinity when
+// read as keys and values. Attention multiplies the unused part of a block by 0, so it must be cleared.
 void Program::clear_new_blocks() {
   const size_t block_bytes = model_.shape.block_bytes;
   for (const Op& op : model_.ops) {
@@ -250,7 +251,7 @@ int Program::begin_op(const Op& op) {
     case OpKind::latent_values:
       return latent_.begin(op, slice_.num_tokens);
     case OpKind::gated_experts:
-      // The exchange replaces what threads of an earlier layer may still read.
+      // The exchange replaces data that threads of an earlier layer may still read, so wait for them.
       if (experts_.are_exchanged()) pool_.wait_for_others();
       return experts_.begin_gated(op, rows_, slice_.num_tokens);
     case OpKind::expert_outputs:
@@ -276,14 +277,14 @@ int Program::begin_op(const Op& op) {
   }
 }
 
-// A guest has no rows, so only rows of other ranks pass.
+// A guest has no rows of its own, so only rows of other ranks pass.
 int Program::begin_guest_op(const Op& op) {
   const bool is_experts =
       op.kind == OpKind::gated_experts || op.kind == OpKind::expert_outputs || op.kind == OpKind::combine_experts;
   return is_experts ? begin_op(op) : 0;
 }
 
-// A tile is a thread's share of the work. It ends when nothing of it is left for any thread.
+// Here a tile is a thread's share of the work. It ends when nothing is left for any thread.
 void Program::run_pieces(Tile& tile) {
   Scratch& scratch = *scratch_[tile.thread];
   PieceSegment at;
@@ -306,7 +307,8 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   for (int row = rows.first; row < end_row; row++) rows.copy_streams(rows_, row);
   Profile::Clock::time_point start = Profile::Clock::now();
   for (int op = segment.first_op; op < last_op && queue.is_wanted(at); op++) {
-    // Where keys and values will be stored is fetched last, so that it is still in the second-level cache then.
+    // The places where keys and values will be stored are prefetched last, so that they are still in the second-level
+    // cache then.
     if (op == last_op - 1) scratch.readahead.turn();
     run_op(model_.ops[op], rows, end_row, scratch);
     const Profile::Clock::time_point now = Profile::Clock::now();
@@ -316,7 +318,7 @@ void Program::run_piece(const PieceSegment& at, int thread, Scratch& scratch) {
   scratch.readahead = {};
   if (!queue.commit(at)) return;
   for (int row = rows.first; row < end_row; row++) rows_.copy_streams(rows, row);
-  // The last operation writes what rows of other pieces read, so it runs after the commit.
+  // The last operation writes data that rows of other pieces read, so it runs after the commit.
   for (int row = rows.first; row < end_row; row++) run_row(model_.ops[last_op], rows, row);
   queue.finish(at);
   profile_.add(thread, last_op, Profile::Clock::now() - start);

@@ -1,8 +1,8 @@
 // A model's operations, recorded once and run with every step's metadata on a pool of threads.
 //
-// Long steps run in slices of tokens, each through all layers before the next one. This makes no difference to
-// attention, which reads the keys of earlier slices from the cache. Operations are shared out to threads one by one, or
-// a slice is cut into pieces that go through the operations by themselves (pieces.h).
+// Long steps run in slices of tokens, each of which passes through all layers before the next one. This makes no
+// difference to attention, which reads the keys of earlier slices from the cache. Within a slice, threads either share
+// operations one by one, or the slice is divided into pieces that pass through the operations independently (pieces.h).
 #pragma once
 
 #include <memory>
@@ -35,30 +35,31 @@ class Program final : private Phases {
  public:
   explicit Program(const ModelShape& shape);
 
-  // Appends an operation. The arrays that it points to must outlive the program.
+  // Appends an operation. The arrays to which it points must outlive the program.
   void add(const Op& op);
-  // Adds a rotary embedding; see RotaryTables. Operations name it by its number.
+  // Adds a rotary embedding; see RotaryTables. Operations refer to it by its number.
   void add_rope(const float* inverse_frequencies, int half, float factor, const int32_t* axes) {
     ropes_.add(inverse_frequencies, half, factor, axes);
   }
 
-  // Returns the bytes of memory that `num_ranks` programs with the same operations share to be ranks of one model.
+  // Returns the size in bytes of the memory that `num_ranks` programs with the same operations share if they are ranks
+  // of one model.
   size_t exchange_bytes(int num_ranks) const { return ranks_.memory_bytes(num_ranks); }
-  // Makes this program one of several ranks, which must run the same steps from then on. The memory must outlive it.
+  // Makes this program one of several ranks, which must run the same steps from now on. The memory must outlive it.
   void join(void* memory, int rank, int num_ranks) { ranks_.join(memory, rank, num_ranks); }
-  // Divides the experts of every layer among the ranks of an exchange. All ranks must run rounds at the same time from
-  // then on.
+  // Divides the experts of every layer among the ranks of an exchange. From now on, all ranks must run rounds at the
+  // same time.
   void join_experts(const ExpertExchange& exchange);
   // Takes part in a round of other ranks, without rows of its own.
   void join_round();
 
-  // With num_tokens = 0 only the head runs, on the given `hidden`. Returns false, having done nothing, if a token is
-  // not in the vocabulary.
+  // Runs a step. If num_tokens is 0, only the head runs, on the given `hidden`. Returns false, without doing anything,
+  // if a token is not in the vocabulary.
   bool run(const Step& step);
-  // Runs a step and appends its tokens. Returns how many could not be sampled, which become token 0; or -1, having done
-  // nothing, if a slot has no room or its last token is not in the vocabulary.
+  // Runs a step and appends its tokens. Returns how many could not be sampled, which become token 0. Returns -1,
+  // without doing anything, if a slot has no room or its last token is not in the vocabulary.
   int decode(const DecodeBatch& batch);
-  // Chooses the tokens of a batch that `chooses_later`. Returns what `decode` returns otherwise.
+  // Chooses the tokens of a batch that `chooses_later`. Returns the same as `decode` otherwise does.
   int choose(const DecodeBatch& batch);
 
   std::vector<double> profile() const { return profile_.seconds(); }
@@ -67,7 +68,7 @@ class Program final : private Phases {
   int begin(int phase) override;
   void run_tile(int phase, Tile& tile) override;
 
-  // The phases of a slice are its operations except the head, which follows the last slice.
+  // The phases of a slice are its operations, except the head, which runs after the last slice.
   int ops_of_slice() const { return int(model_.ops.size()) - 1; }
   int head_phase() const { return num_slices_ * ops_of_slice(); }
   void begin_slice(int index);
@@ -88,7 +89,7 @@ class Program final : private Phases {
   void run_piece(const PieceSegment& at, int thread, Scratch& scratch);
   void run_op(const Op& op, const Rows& rows, int end_row, Scratch& scratch);
 
-  // First, because the others need the number of threads that the system allowed.
+  // Declared first, because the others need the number of threads that the system allowed.
   ThreadPool pool_;
   Model model_;
   Slice slice_;

@@ -8,9 +8,9 @@ namespace engine {
 
 namespace {
 
-// It pays on processors whose last-level cache takes everything that leaves the second-level cache. Intel's need not
-// take what was fetched and not read yet, and fetches that are under way hold up products there: it cost more than it
-// gave.
+// It pays on CPUs whose last-level cache receives everything that is evicted from the second-level cache. On Intel's
+// CPUs it need not receive data that was prefetched and not read yet, and pending prefetches delay products there, so
+// it cost more than it gained.
 bool reads_ahead() {
 #if defined(__x86_64__)
   static const bool is_amd = __builtin_cpu_is("amd");
@@ -47,8 +47,8 @@ void ReadaheadPlan::begin_slice() {
   }
 }
 
-// Of each block that rows are stored in: its keys, and its values up to the place that is written, which attention
-// reads as well.
+// Prefetch, for each block in which rows are stored: its keys, and its values up to the place that is written, which
+// attention reads as well.
 void ReadaheadPlan::find_stored(FoundRuns& runs, const Op& op, int first_row, int end_row) const {
   const KVLayout kv = model_.kv(op);
   runs.runs.clear();
@@ -65,11 +65,11 @@ void ReadaheadPlan::find_stored(FoundRuns& runs, const Op& op, int first_row, in
   }
 }
 
-// Tasks of a single token read keys that no other row reads. Of these, all blocks before the one that the token itself
-// is stored in.
+// Tasks of a single token read keys that no other row reads. Prefetch all their blocks before the one in which the
+// token itself is stored.
 void ReadaheadPlan::find_attended(FoundRuns& runs, const Op& op, int first_row, int end_row) {
   const KVLayout kv = model_.kv(op);
-  // More than this would displace what was fetched first.
+  // Prefetching more than this would evict what was fetched first.
   const ptrdiff_t most = last_cache_bytes() / 2 / num_threads_;
   const ptrdiff_t bytes = kv.kv_head_bytes();
   runs.runs.clear();

@@ -1,9 +1,9 @@
-// Which memory a thread brings into its caches while it computes the products of a piece: what the next attention reads
-// and what is stored at the end of the segment.
+// Determines which memory a thread prefetches while it computes the products of a piece: what the next attention reads,
+// and where results are stored at the end of the segment.
 //
 // A step of many sequences spends its time in products, which need little memory bandwidth, and in attention, which
-// waits for memory: every layer's keys and values are read once a step, and those beside which new ones are stored are
-// not in the caches either. So they are fetched during the products before.
+// waits for memory: every layer's keys and values are read once per step, and the places where new ones are stored are
+// not in the caches either. So this memory is prefetched during the preceding products.
 #pragma once
 
 #include <deque>
@@ -23,10 +23,10 @@ class ReadaheadPlan {
                 int num_threads)
       : model_(model), slice_(slice), attention_(attention), pieces_(pieces), num_threads_(num_threads) {}
 
-  // Finds what the pieces of a slice read and store.
+  // Determines what the pieces of a slice read and store.
   void begin_slice();
-  // Returns what a thread fetches during a segment of a piece: what its next attention reads, then what the piece
-  // stores at the end of the segment, at a rate that brings all of it by then.
+  // Returns what a thread prefetches during a segment of a piece: what its next attention reads, then what the piece
+  // stores at the end of the segment, at a rate that completes all of it by then.
   Readahead of(const PieceSegment& at) const;
 
  private:
@@ -34,8 +34,8 @@ class ReadaheadPlan {
     std::vector<Run> runs;
     ptrdiff_t bytes;
   };
-  // What is fetched before a piece's keys and values are stored in a layer's cache, and before its attention. It is the
-  // same for all layers with the same blocks and window.
+  // What is prefetched before a piece's keys and values are stored in a layer's cache, and before its attention. It is
+  // the same for all layers with the same blocks and window.
   struct PieceRuns {
     FoundRuns stored, attended;
   };

@@ -1,4 +1,4 @@
-// The operations of a program that compute each row of a slice by itself.
+// The operations of a program that compute each row of a slice independently.
 #include <algorithm>
 
 #include "program/program.h"
@@ -7,7 +7,7 @@ namespace engine {
 
 namespace {
 
-// To share out rows with fewer elements altogether takes longer than to compute them.
+// With fewer elements in all rows than this, sharing them takes longer than computing them.
 constexpr int kNotWorthSharing = 6144;
 
 }  // namespace
@@ -21,7 +21,8 @@ int Program::share_rows(const Op& op, int width) {
   return 0;
 }
 
-// Rows are committed before they are computed, because some operations change them in place: each is computed once.
+// Rows are committed before they are computed, because some operations change them in place, so each must be computed
+// only once.
 void Program::run_rows(const Op& op, Tile& tile) {
   if (!tile.commit()) return;
   const int64_t rows = slice_.num_tokens;
@@ -122,7 +123,7 @@ void Program::run_row(const Op& op, const Rows& rows, int row) {
   }
 }
 
-// Stages pass on all streams of a token, then the inputs of the next stages' layers.
+// Stages pass on all streams of a token, and the inputs of the layers in later stages.
 void Program::write_hidden(const Op& op, const Rows& rows, int row) {
   const ModelShape& shape = model_.shape;
   float* hidden = slice_.step.hidden + (slice_.first_token + row) * slice_.step.hidden_stride;
@@ -133,7 +134,7 @@ void Program::write_hidden(const Op& op, const Rows& rows, int row) {
   std::copy_n(inputs_.row(row) + op.first_column, op.num_columns, hidden + size);
 }
 
-// A NaN stays one.
+// A NaN remains a NaN.
 void Program::clamp(const Op& op, const Rows& rows, int row) {
   const size_t row_bytes = activation_row_bytes(ActivationKind::f32, op.num_columns);
   float* x = op.target == LinearTarget::qkv ? rows.qkv(row) : rows.block(row);
@@ -173,7 +174,7 @@ void Program::embed(const Op& op, int row) {
   ropes_.fill(row, step.positions[token], step.rotary ? step.rotary + 3 * token : nullptr);
 }
 
-// Writes a row of this rank's share of the embedding, with what the adapter of a row of the slice changes of it.
+// Writes a row of this rank's part of the embedding, including the change by the adapter of the slice's row.
 void Program::unpack_token(const Op& op, int row, int index, float* out) {
   const int32_t* numbers = slice_.step.adapters;
   const int number = op.adapters && numbers ? numbers[slice_.first_token + row] : -1;

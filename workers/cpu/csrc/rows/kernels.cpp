@@ -32,7 +32,7 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
   for_vectors(n, [&](int i, int count) { total = total + get(x + i, count); });
   const float mean = sum(total) / float(n);
   Floats squares{};
-  // Lanes past the end have the mean.
+  // Fill the lanes past the end with the mean.
   for_vectors(n, [&](int i, int count) {
     const Floats v = count == kLanes ? load(x + i) : load_part(x + i, count, mean);
     const Floats difference = v - broadcast(mean);
@@ -62,7 +62,7 @@ ENGINE_VECTOR Floats one_plus_exp(Floats x) {
   return broadcast(1.0f) + exp2(min(x * broadcast(-kLog2E), broadcast(127.0f)));
 }
 ENGINE_VECTOR Floats silu(Floats x) { return x / one_plus_exp(x); }
-// A NaN is the second operand of max, which returns it.
+// A NaN is the second operand of max, which returns that operand.
 ENGINE_VECTOR Floats relu(Floats x) { return max(broadcast(0.0f), x); }
 ENGINE_VECTOR Floats relu2(Floats x) {
   const Floats positive = relu(x);
@@ -73,7 +73,7 @@ ENGINE_VECTOR Floats gelu_tanh(Floats x) {
   return broadcast(0.5f) * x * (broadcast(1.0f) + tanh(inner));
 }
 
-// The error function is that of Abramowitz and Stegun, 7.1.26, with an error of 1.5e-7.
+// The approximation of the error function is 7.1.26 of Abramowitz and Stegun, with an error of 1.5e-7.
 ENGINE_VECTOR Floats gelu(Floats x) {
   const Floats y = x * broadcast(0.70710678f), size = max(y, -y);
   const Floats t = broadcast(1.0f) / fma(broadcast(0.3275911f), size, broadcast(1.0f));
@@ -86,7 +86,7 @@ ENGINE_VECTOR Floats gelu(Floats x) {
   return broadcast(0.5f) * x * (broadcast(1.0f) + select(y < Floats{}, -erf, erf));
 }
 
-// The gated activation of gpt-oss. A NaN is the second operand of min and max, which return it.
+// The gated activation of gpt-oss. A NaN is the second operand of min and max, which return that operand.
 ENGINE_VECTOR Floats clamped_swiglu(Floats gate, Floats up) {
   const Floats limit = broadcast(7.0f);
   gate = min(limit, gate);
@@ -165,7 +165,7 @@ int argmax(const float* x, int n, float* largest) {
   Floats top = broadcast(x[0]);
   Ints is_nan{};
   for_vectors(n, [&](int i, int count) {
-    // Lanes past the end are set to the first element.
+    // Fill the lanes past the end with the first element.
     const Floats v = count == kLanes ? load(x + i) : broadcast(x[0]);
     top = max(top, v);
     is_nan |= v != v;
@@ -237,14 +237,15 @@ void multiply_add(const Factors& factors, const float* matrix, ptrdiff_t matrix_
   for (; row < rows; row++) multiply_add_rows<1>(factors, matrix, matrix_stride, row, columns, out, out_stride);
 }
 
-// The columns of a row of words in bf16.
+// Returns the columns in a row of words of bf16.
 ENGINE_VECTOR void load_pairs(const void* words, Floats& first, Floats& second) {
   const Ints pairs = load_as<Ints>(words);
   first = (Floats)(pairs << 16);
   second = (Floats)(pairs & broadcast_int(int32_t(0xffff0000)));
 }
 
-// Adds row k of a block times x[k] to the sums of kRows rows, for each k in order; in int8 without the columns' scales.
+// For each k in order, adds row k of a block times x[k] to the sums of kRows rows; in int8, without the columns'
+// scales.
 template <FactorFormat kFormat, int kRows>
 ENGINE_VECTOR void sum_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, Floats* low,
                                       Floats* high) {
@@ -276,7 +277,7 @@ ENGINE_VECTOR void sum_low_rank_block(const uint8_t* block, int rank, const floa
   }
 }
 
-// Adds columns of a block, `count` of them, to kRows rows.
+// Adds the products with `count` columns of a block to kRows rows.
 template <FactorFormat kFormat, int kRows>
 ENGINE_VECTOR void add_low_rank_block(const uint8_t* block, int rank, const float* x, int x_stride, int count,
                                       float* out, ptrdiff_t out_stride) {

@@ -1,4 +1,4 @@
-// The small operations between matrix products. Each is for one row.
+// The small operations between matrix products. Each works on one row.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace engine {
 
-// relu2 is the square of the positive part, and sigmoid that of gated attention.
+// relu2 is the square of the positive part. sigmoid is used by gated attention.
 enum class Activation : int32_t {
   silu = 0,
   gelu_tanh = 1,
@@ -17,7 +17,7 @@ enum class Activation : int32_t {
   relu = 6,
 };
 
-// The trained numbers of an xIELU activation (arXiv 2411.13010).
+// The trained parameters of an xIELU activation (arXiv 2411.13010).
 struct Xielu {
   float positive, negative, linear, most;
 };
@@ -31,10 +31,11 @@ struct Factors {
 
 enum class FactorFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 
-// The second factor of a LoRA adapter, [columns, rank]. Blocks of kLowRankColumns columns follow one another, padded with
-// zeros. A block has `rank` rows of floats; or, in bf16, of words, of which word i has column i in its low half and
-// column i + 16 in its high half. In int8 it has one such row with the columns' scales, and then for every four elements
-// of the rank two rows of words with four codes each: those of the first 16 columns and those of the others.
+// The second factor of a LoRA adapter, [columns, rank]. It consists of blocks of kLowRankColumns columns, the last one
+// padded with zeros. In float32, a block has `rank` rows of floats. In bf16, it has `rank` rows of words, and word i
+// has column i in its low half and column i + 16 in its high half. In int8, it has one such row with the columns'
+// scales; then, for every four elements of the rank, two rows of words with four codes each: one for the first 16
+// columns and one for the others.
 struct LowRankFactor {
   const void* data;
   int32_t rank;
@@ -43,7 +44,7 @@ struct LowRankFactor {
 };
 constexpr int kLowRankColumns = 32;
 
-// Returns the bytes of a block of a factor.
+// Returns the size in bytes of a block of a factor.
 inline size_t low_rank_block_bytes(const LowRankFactor& factor) {
   const size_t numbers = size_t(factor.rank) * kLowRankColumns;
   if (factor.format == FactorFormat::int8) return numbers + kLowRankColumns * 2;
@@ -63,7 +64,7 @@ struct RowKernels {
   void (*gate)(Activation activation, const float* gate, const float* up, int n, float* out);
   // x = positive * x^2 + linear * x for positive x, else negative * (e^min(x, most) - 1 - x) + linear * x
   void (*xielu)(const Xielu& numbers, float* x, int n);
-  // Rotates elements i and i + half of each head by the angle of cos[i], sin[i].
+  // Rotates elements i and i + half of each head by the angle given by cos[i] and sin[i].
   void (*rotate)(float* heads, int num_heads, int head_dim, const float* cos, const float* sin, int half);
   // x = softcap * tanh(x / softcap)
   void (*soft_cap)(float* x, float softcap, int n);
@@ -78,14 +79,14 @@ struct RowKernels {
   float (*sum)(const float* x, int n);
   // x = the positive part of x - threshold
   void (*exceed)(float* x, float threshold, int n);
-  // out = sum over k of inputs[k] * taps[k * stride + ...], + bias if there is one; then its silu if `activates`.
+  // out = sum over k of inputs[k] * taps[k * stride + ...], plus bias if there is one; then SiLU if `activates`.
   void (*convolve)(const float* const* inputs, const float* taps, int stride, int kernel, const float* bias,
                    bool activates, int n, float* out);
-  // out += factors * matrix. An element's sum runs over the matrix's rows in order, however many rows `out` has.
+  // out += factors * matrix. Each element sums over the matrix's rows in order, however many rows `out` has.
   void (*multiply_add)(const Factors& factors, const float* matrix, ptrdiff_t matrix_stride, int rows, int columns,
                        float* out, ptrdiff_t out_stride);
-  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, + its bias, for columns [begin, end). Rows of
-  // x are `x_stride` apart, rows of `out` end - begin. `begin` is a multiple of kLowRankColumns.
+  // out[r][i - begin] += sum over k of x[r][k] * column i of the factor, plus its bias, for columns [begin, end). Rows
+  // of x are `x_stride` apart, rows of `out` are end - begin apart. `begin` is a multiple of kLowRankColumns.
   void (*add_low_rank)(const LowRankFactor& factor, const float* x, int x_stride, int rows, int begin, int end,
                        float* out);
 };

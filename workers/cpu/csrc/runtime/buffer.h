@@ -1,4 +1,4 @@
-// Memory that is kept from step to step.
+// Memory that is reused from step to step.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace engine {
 
-// A buffer that is aligned to 64 bytes and grows until it is released. Growing discards its contents.
+// A buffer that is aligned to 64 bytes and grows when necessary. Growing discards its contents.
 class Buffer {
  public:
   Buffer() = default;

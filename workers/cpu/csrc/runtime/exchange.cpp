@@ -22,7 +22,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(30);
 constexpr int kPausesPerLook = 32;
 
-// Processes wait for the same word, so these futexes must not be FUTEX_PRIVATE.
+// Several processes wait on the same word, so these futexes must not be FUTEX_PRIVATE.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t value) {
 #if defined(__linux__)
   syscall(SYS_futex, &word, FUTEX_WAIT, value, nullptr, nullptr, 0);
@@ -65,7 +65,7 @@ void Exchange::meet() {
   std::atomic<uint32_t>& num_over = meeting_->num_over;
   if (meeting_->num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(num_ranks_)) {
     meeting_->num_arrived.store(0, std::memory_order_relaxed);
-    // Sequentially consistent, as in the sleeping rank: either it sees this store, or the next line sees that it
+    // Sequentially consistent, as in the sleeping rank: either that rank sees this store, or the next line sees that it
     // sleeps.
     num_over.store(before + 1, std::memory_order_seq_cst);
     if (meeting_->num_sleeping.load(std::memory_order_seq_cst)) wake_all(num_over);

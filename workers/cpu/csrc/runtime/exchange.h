@@ -1,8 +1,8 @@
-// A barrier and buffers in shared memory, for the ranks that share every layer.
+// A barrier and buffers in shared memory, for the ranks that divide every layer.
 //
-// Each rank writes its part, all ranks meet, and each reads the parts of all. There are two sets of parts, used in
-// turn. Before a rank writes to a set again there was another meeting, which the others reached only after they read
-// the set.
+// Each rank writes its part, all ranks meet, and each reads the parts of all. There are two sets of parts, which are
+// used in turn. Before a rank writes to a set again, there was another meeting, which the other ranks entered only
+// after they had read the set.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class Exchange {
   size_t part_bytes() const { return part_bytes_; }
   // Returns this rank's part, to be written before the next meeting.
   uint8_t* own_part() const { return part(num_meetings_ + 1, rank_); }
-  // Returns what a rank had written before the last meeting. It is valid until this rank enters the next one.
+  // Returns what a rank has written before the last meeting. It is valid until this rank enters the next one.
   const uint8_t* part_of(int rank) const { return part(num_meetings_, rank); }
   // Waits until all ranks have called it. It spins for microseconds and then sleeps.
   void meet();

@@ -9,8 +9,8 @@ namespace engine {
 
 namespace {
 
-// sysfs comes first: on AMD's processors sysconf returns the sum over all dies, and a core can use only the cache of
-// its own die.
+// Try sysfs first: on AMD's CPUs, sysconf returns the sum over all dies, but a core can use only the cache of its own
+// die.
 ptrdiff_t find_last_cache_bytes() {
   for (int index = 4; index >= 0; index--) {
     char path[64];

@@ -4,7 +4,7 @@
 
 namespace engine {
 
-// Returns the bytes of the last-level cache that a core can use, or 0 if the system does not say.
+// Returns the size in bytes of the last-level cache that a core can use, or 0 if the system does not report it.
 ptrdiff_t last_cache_bytes();
 
 }  // namespace engine

@@ -8,7 +8,8 @@ namespace engine {
 
 namespace {
 
-// A few times as many as a thread needs at the end of a slice if all threads have their processors.
+// The number of spins before a thread sleeps: a few times as many as are needed at the end of a slice if every thread
+// has a CPU core.
 constexpr int kSpinsBeforeRepeat = 4000;
 
 }  // namespace
@@ -49,7 +50,7 @@ bool PieceQueue::furthest_behind(int thread, bool is_taken, PieceSegment& found)
 bool PieceQueue::take(int thread, PieceSegment& next) {
   for (int spins = 1;; spins++) {
     if (furthest_behind(thread, false, next)) {
-      // It fails if another thread has taken the segment, or even finished it, in the meantime.
+      // This fails if another thread has taken the segment, or has even finished it, in the meantime.
       uint32_t now = open(next.segment);
       if (pieces_[next.piece].state.compare_exchange_strong(now, taken(next.segment), std::memory_order_acq_rel))
         return true;
@@ -60,7 +61,7 @@ bool PieceQueue::take(int thread, PieceSegment& next) {
     if (is_done) return false;
     if (spins % kSpinsBeforeRepeat == 0) {
       if (furthest_behind(thread, true, next)) return true;
-      // Everything that is left is being written, perhaps by a thread that waits for this processor.
+      // All remaining segments are being written, perhaps by a thread that waits for this CPU core.
       sched_yield();
     }
     pause();

@@ -20,7 +20,7 @@ struct Runs {
   const Run *next = nullptr, *end = nullptr;
 };
 
-// A thread's progress through runs, some cache lines at a time. No result depends on how far it gets.
+// A thread's progress in prefetching runs, some cache lines at a time. Results do not depend on how far it gets.
 class Readahead {
  public:
   static constexpr int kMostLines = 8;
@@ -32,13 +32,13 @@ class Readahead {
   // Where the thread reads weights after those of the current product, or nullptr if that is not known.
   const uint8_t* next_weights = nullptr;
 
-  // Goes on with what is left of the other runs, and then with what is left of these.
+  // Continues with the rest of the other runs, and then with the rest of these.
   void turn() {
     std::swap(runs_, others_);
     line_ = end_of_run_;
   }
 
-  // Straight code without a call, because the innermost loops contain it.
+  // Written as straight code without a call, because the innermost loops contain it.
   inline __attribute__((always_inline)) void step() {
     if (lines_ == 0) return;
     const uint8_t* line = line_;
@@ -66,7 +66,7 @@ class Readahead {
   }
 
  private:
-  // To the second-level cache, because the first-level cache holds the data of the product.
+  // Prefetch to the second-level cache, because the first-level cache holds the data of the product.
   static void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
   Runs runs_, others_;

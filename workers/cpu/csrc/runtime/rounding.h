@@ -1,4 +1,4 @@
-// Scalar conversions that all instruction sets share, or must agree with bit for bit.
+// Scalar conversions that all instruction sets use, or with which their vector code must agree bit for bit.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ inline uint16_t load_u16(const uint8_t* p) {
 
 inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
 
-// Rounds to the nearest, ties to even. Subnormal numbers become zeros, as in the bf16 instructions.
+// Rounds to nearest, ties to even. Subnormal numbers become zeros, as in the bf16 instructions.
 inline uint16_t to_bf16(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff;
   if (magnitude < 0x00800000) return uint16_t(bits >> 16 & 0x8000);
@@ -36,8 +36,8 @@ inline uint16_t to_bf16(float x) {
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Rounds activations to bf16, for the sets that multiply bf16 as floats. Appends a zero if k is odd: they come in
-// pairs.
+// Rounds activations to bf16, for the sets that multiply bf16 as floats. If k is odd, appends a zero, because
+// activations are read in pairs.
 inline void round_to_bf16(const float* x, int k, float* out) {
   for (int i = 0; i < k; i++) out[i] = from_bf16(to_bf16(x[i]));
   if (k % 2) out[k] = 0;
@@ -50,12 +50,12 @@ inline float from_fp16(uint16_t half) {
   return from_bits(sign | float_bits(from_bits(magnitude << 13) * 0x1p112f));
 }
 
-// Rounds to the nearest, ties to even. Larger numbers than the largest finite value become that value.
+// Rounds to nearest, ties to even. Numbers above the largest finite value become that value.
 inline uint16_t to_fp16(float x) {
   const uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7bff);
-  // Adding 0.5 rounds at the last bit of a subnormal fp16 number, which is 2^-24.
+  // Adding 0.5 rounds at the last bit of a subnormal fp16 number, which has the value 2^-24.
   if (magnitude < 0x38800000)
     return uint16_t(sign | (float_bits(from_bits(magnitude) + 0.5f) - float_bits(0.5f)));
   return uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
@@ -69,8 +69,8 @@ struct GroupScale {
   float inverse;  // 0 if all q of the group are 0
 };
 
-// Returns the scale of a group of int8 numbers, from the bits of its largest magnitude. Magnitudes too small to affect
-// any product count as zero. A NaN or an infinity makes the scale NaN.
+// Returns the scale of a group of int8 numbers, given the bits of its largest magnitude. Magnitudes that are too small
+// to affect any product count as zero. A NaN or an infinity makes the scale NaN.
 inline GroupScale group_scale(int32_t amax_bits) {
   if (amax_bits < kTinyBits) return {0.0f, 0.0f};
   if (amax_bits >= kInfinityBits) return {from_bits(kNaNBits), 0.0f};

@@ -9,12 +9,12 @@ namespace engine {
 
 namespace {
 
-// More spins than a thread needs at the end of a phase if all threads have their processors.
+// The number of spins before a thread sleeps: more than it needs at the end of a phase if every thread has a CPU core.
 constexpr int kSpinsBeforeRepeat = 1000;
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinAfterStep = std::chrono::microseconds(50);
 
-// The number of serial numbers. They repeat, but a phase is long over when its number is used again.
+// The number of serial numbers. They repeat, but a phase has ended long before its number is used again.
 constexpr uint32_t kSerials = 1u << (64 - 2 * kTileBits);
 
 inline int claimed(uint64_t state) { return int(state & kMaxTiles); }
@@ -49,7 +49,7 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-// Only one thread runs this at a time: the one that finished the last tile.
+// Only one thread at a time runs this: the one that finished the last tile.
 void ThreadPool::open(int phase, int thread) {
   opener_ = thread;
   int tiles;
@@ -80,7 +80,7 @@ bool ThreadPool::run_a_tile(int thread) {
   // This check keeps the number of claims from overflowing its bits.
   uint64_t state = state_.load(std::memory_order_acquire);
   if (claimed(state) >= total(state)) return false;
-  // It must be set before the claim, because run() returns only when no thread can have claimed a tile.
+  // Must be set before the claim, because run() returns only when no thread can have claimed a tile.
   std::atomic<bool>& is_computing = is_computing_[thread].is_set;
   is_computing.store(true);
   state = state_.fetch_add(1);

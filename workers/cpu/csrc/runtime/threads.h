@@ -1,9 +1,9 @@
-// One pool of threads that runs the phases of a step.
+// A pool of threads that runs the phases of a step.
 //
 // Threads claim tiles one at a time, and the thread that finishes the last tile of a phase opens the next phase. No
-// thread waits for idle threads. None waits for a thread that was descheduled in the middle of a tile either: another
-// thread computes the same tile, and the first to finish writes it. Threads spin for microseconds while a step runs and
-// shortly after it, and sleep between steps.
+// thread waits for idle threads. Neither does any thread wait for one that was descheduled in the middle of a tile:
+// another thread computes the same tile, and the first to finish writes it. Threads spin for microseconds while a step
+// runs and shortly after it, and sleep between steps.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace engine {
 
-// Tells the processor that the thread spins.
+// Tells the CPU that the thread is spinning.
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -25,16 +25,16 @@ inline void pause() {
 #endif
 }
 
-// A claim of a tile by one of the threads that compute it.
+// A claim to a tile, made by one of the threads that compute it.
 class Tile {
  public:
   Tile(int index, int thread, std::atomic<uint32_t>& committed, uint32_t serial)
       : index(index), thread(thread), committed_(committed), serial_(serial) {}
   Tile(const Tile&) = delete;
 
-  // Returns whether this thread may write the tile. It must be called once, before the first write outside of the
-  // thread's own memory. If it returns false, another thread has written the tile. Then the step may be past this
-  // phase, so what this thread has read may be meaningless.
+  // Returns whether this thread may write the tile. Must be called once, before the first write outside of the thread's
+  // own memory. If it returns false, another thread has written the tile. Then the step may be past this phase, so data
+  // that this thread has read may be meaningless.
   bool commit() {
     uint32_t open = serial_ - 1;
     is_mine_ = committed_.compare_exchange_strong(open, serial_, std::memory_order_acq_rel);
@@ -55,33 +55,34 @@ class Phases {
  public:
   virtual ~Phases() = default;
   // Returns the number of tiles of a phase, at most kMaxTiles, or -1 after the last phase. One thread calls it, once
-  // for each phase, after all tiles of the phases before have been written. It computes by itself what is not worth
-  // sharing. Other threads may still compute tiles of earlier phases that were written already. So the memory that
-  // those read must stay allocated, whatever it contains, unless ThreadPool::wait_for_others() is called first.
+  // per phase, after all tiles of the previous phases have been written. This function itself computes whatever is not
+  // worth sharing. Other threads may still compute tiles of earlier phases that were already written. So the memory
+  // that these read must stay allocated, whatever it contains, unless ThreadPool::wait_for_others() is called first.
   virtual int begin(int phase) = 0;
   virtual void run_tile(int phase, Tile& tile) = 0;
 };
 
-// With this many tiles for each thread, all threads end a phase at about the same time.
+// With this many tiles per thread, all threads finish a phase at about the same time.
 constexpr int kTilesPerThread = 4;
 
 constexpr int kTileBits = 22, kMaxTiles = (1 << kTileBits) - 1;
 
 class ThreadPool {
  public:
-  // The thread that calls run() is one of `num_threads`. There are fewer if the system refuses to start some.
+  // The thread that calls run() is one of the `num_threads` threads. There are fewer if the system refuses to start
+  // some.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
 
   int num_threads() const { return int(threads_.size()) + 1; }
-  // Runs all phases. Only one call may run at a time. When it returns, no thread computes anything.
+  // Runs all phases. Only one call may run at a time. When it returns, no thread is computing anything.
   void run(Phases& phases);
-  // Waits until no other thread computes anything. Only Phases::begin() may call it.
+  // Waits until no other thread is computing anything. Only Phases::begin() may call it.
   void wait_for_others();
 
  private:
-  // Each flag is on a cache line of its own, so that threads do not contend for it.
+  // Each flag has a cache line of its own, so that threads do not contend for it.
   struct alignas(64) Flag {
     std::atomic<bool> is_set{false};
   };

@@ -7,7 +7,7 @@ namespace engine {
 
 namespace {
 
-// Returns how many tokens before `end` of a passage are the same as those at the end of the request.
+// Returns how many tokens before `end` of a passage equal the tokens at the end of the request.
 int32_t match_length(const int32_t* passage, int32_t end, const int32_t* tokens, int32_t length) {
   const int32_t most = std::min({end, length, kLongestMatch});
   int32_t matched = 0;
@@ -20,7 +20,7 @@ struct Match {
   int32_t length, end;
 };
 
-// Returns the longest match in the request's own tokens that has more than `longest` tokens.
+// Returns the longest match in the request's own tokens that is longer than `longest` tokens.
 Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
   Match found{longest, 0};
   for (int32_t end = length - 1; end > found.length && found.length < kLongestMatch; end--) {
@@ -31,8 +31,9 @@ Match find_in_tokens(const int32_t* tokens, int32_t length, int32_t longest) {
   return found;
 }
 
-// Returns the longest match in the prediction that has more than `longest` tokens. As long as the whole output is as
-// predicted, it counts as the longest possible match, because the output follows the prompt as the prediction does.
+// Returns the longest match in the prediction that is longer than `longest` tokens. As long as the whole output equals
+// the prediction, the match counts as the longest possible one, because the output follows the prompt as the prediction
+// does.
 Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const int32_t* tokens,
                          int32_t length, int32_t num_output, int32_t longest) {
   Match found{longest, 0};
@@ -46,7 +47,7 @@ Match find_in_prediction(const int32_t* predicted, int32_t num_predicted, const 
   return found;
 }
 
-// Writes drafts after the tokens, of which there must be at least one. Returns how many.
+// Writes drafts after the tokens, of which there must be at least one. Returns their number.
 int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t* tokens, int32_t length,
               int32_t most) {
   const int32_t* predicted = lookup.predicted_tokens[slot];
@@ -64,7 +65,7 @@ int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t*
       lookup.suffixes ? Match{} : find_in_tokens(tokens, length, in_prediction.length);
   if (in_tokens.end) {
     const int32_t count = std::min(most, in_tokens.length);
-    // One by one, because the tokens to copy may include those that were just written.
+    // Copy one by one, because the tokens to copy may include those that were just written.
     for (int32_t k = 0; k < count; k++) tokens[length + k] = tokens[in_tokens.end + k];
     return count;
   }
@@ -75,8 +76,8 @@ int32_t draft(DraftLookup& lookup, int64_t slot, int64_t max_model_len, int32_t*
   return count;
 }
 
-// Writes the forced tokens that follow, if the tokens sampled since agree with the forced ones before. Returns how
-// many.
+// Writes the forced tokens that follow, if the tokens sampled since then agree with the earlier forced ones. Returns
+// their number.
 int32_t draft_forced(DraftLookup& lookup, int64_t slot, int32_t* tokens, int32_t length, int32_t most) {
   int32_t& num_forced = lookup.num_forced[slot];
   const int32_t num_known = length - lookup.forced_start[slot];
@@ -100,7 +101,7 @@ void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots
     const int64_t slot = slots[i];
     int32_t* tokens = token_ids + slot * max_model_len;
     const int32_t length = num_tokens[slot];
-    // The token that is sampled after the last draft needs room as well.
+    // The token that is sampled after the last draft also needs room.
     const int32_t room = int32_t(max_model_len) - 1 - length;
     const int32_t limit = lookup.is_searching ? std::min(lookup.limits[slot], room) : 0;
     const int32_t forced_limit = std::min({lookup.most, kMaxForcedOfStep / num_slots, room});

@@ -1,5 +1,5 @@
 // Drafts by lookup: the tokens that a request's grammar forces, or else the tokens that followed an earlier occurrence
-// of the request's last tokens, in its prompt, in its output, or in the output that its client predicted.
+// of the request's last tokens, in its prompt, its output, or the output that its client predicted.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace engine {
 
 // Longer matches count as matches of this length.
 constexpr int32_t kLongestMatch = 64;
-// A step may have more forced drafts, because they are nearly always right. A right draft yields a token like any other
-// row.
+// The maximum number of forced drafts in a step. It is higher than for others, because forced drafts are nearly always
+// accepted, and an accepted draft yields a token like any other row.
 constexpr int32_t kMaxForcedOfStep = 32;
 
-// The drafts of every slot, and those that were found last.
+// The drafts of every slot, and the drafts that were found last.
 struct DraftLookup {
   int32_t* num_drafts;           // [slots]; drafts follow each slot's tokens
   const int32_t* limits;         // [slots], the most drafts of each slot, not counting forced ones
@@ -35,10 +35,10 @@ struct DraftLookup {
   int32_t* found_tokens;                   // of all found slots, one after the other
 };
 
-// Looks for drafts of the slots that have a new token. A slot gets as many drafts as tokens matched, because a request
-// that has copied for longer is more likely to go on. Of matches of the same length, one in the prediction counts
-// first, and there the one nearest to the place that the output has reached. Otherwise the last match counts, or with
-// `suffixes` the majority.
+// Looks up drafts for the slots that have a new token. A slot gets as many drafts as tokens matched, because a request
+// that has copied for longer is more likely to continue. Of matches with the same length, one in the prediction comes
+// first, and there the one nearest to the place that the output has reached. Otherwise the last match is used or, with
+// `suffixes`, the majority.
 void look_up_drafts(DraftLookup& lookup, const int64_t* slots, int32_t num_slots,
                     int64_t max_model_len, int32_t* token_ids, const int32_t* num_tokens);
 

@@ -20,7 +20,7 @@ ENGINE_VECTOR Floats load_or(const float* x, int i, int n, float missing) {
   return i + kLanes <= n ? load(x + i) : load_part(x + i, n > i ? n - i : 0, missing);
 }
 
-// A NaN in either operand is kept.
+// If either operand is NaN, the result is NaN.
 ENGINE_VECTOR Floats max_or_nan(Floats a, Floats b) { return select((a > b) | (a != a), a, b); }
 ENGINE_VECTOR float maximum_or_nan(Floats x) {
   for (int half = kLanes / 2; half; half /= 2) {

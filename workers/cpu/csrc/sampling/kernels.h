@@ -6,11 +6,11 @@
 
 namespace engine {
 
-// Logits are summarized in blocks of this many.
+// The number of logits in a block, for which the maximum is stored.
 constexpr int kLogitBlock = 32;
 constexpr int kNumLevels = 1024;
 
-// A logit that is this far below the peak, divided by the temperature, has no weight, because exp(-30) < 2^-42.
+// A logit that is this far below the peak, divided by the temperature, has weight 0, because exp(-30) < 2^-42.
 constexpr float kDeepest = 30.0f;
 
 constexpr float kWeightScale = 4398046511104.0f;  // 2^42
@@ -22,11 +22,11 @@ struct SamplingKernels {
   void (*block_maxima)(const float* x, int n, float* maxima);
   // Returns how many elements are at least `floor`.
   int (*count_reaching)(const float* x, int n, float floor);
-  // Writes how far each element is below the peak, in units of 1 / scale, but at most kNumLevels - 1.
+  // Writes how far each element is below the peak, in units of 1 / scale, at most kNumLevels - 1.
   void (*levels)(const float* x, int n, float peak, float scale, uint16_t* levels);
   void (*weigh)(const float* x, int n, float floor, float peak, float inverse_temperature,
                 int64_t* weights);
-  // Writes the sum of the weights of each block. `maxima` are those of the blocks.
+  // Writes the sum of the weights of each block. `maxima` are the blocks' maxima.
   void (*block_weights)(const float* x, int n, const float* maxima, float floor, float peak,
                         float inverse_temperature, int64_t* sums);
 };

@@ -37,7 +37,7 @@ void LogitChanger::place_timestamps(const LogitRules& rules, const History& hist
   const int32_t num_output = history.num_tokens - history.num_prompt_tokens;
   const int32_t* end = history.token_ids + history.num_tokens;
   const bool ends_in_timestamp = num_output >= 1 && end[-1] >= first;
-  // A single timestamp is the second of a pair, whose first one is the beginning.
+  // A single timestamp at the beginning counts as the second of a pair.
   const bool ends_in_pair = ends_in_timestamp && (num_output < 2 || end[-2] >= first);
   forbid(first - 1, first, logits);
   if (ends_in_pair) forbid(first, vocab_size_, logits);
@@ -59,7 +59,7 @@ void LogitChanger::place_timestamps(const LogitRules& rules, const History& hist
   if (double(time) + std::log(sum) > double(text)) forbid(0, first, logits);
 }
 
-// Forbids the tokens from `first` on and before `end`.
+// Forbids the tokens in [first, end).
 void LogitChanger::forbid(int64_t first, int64_t end, float* logits) const {
   end = std::min<int64_t>(end, vocab_size_);
   if (first < end) std::fill(logits + first, logits + end, -INFINITY);
@@ -77,7 +77,7 @@ void LogitChanger::limit(const uint32_t* allowed, float* logits) const {
   }
 }
 
-// Forbids the last token of each word if the output ends in the word's other tokens.
+// Forbids the last token of each word if the output ends with the word's other tokens.
 void LogitChanger::forbid_ends_of(const int32_t* words, int size, const History& history, float* logits) const {
   const int32_t num_output = history.num_tokens - history.num_prompt_tokens;
   const int32_t* end = history.token_ids + history.num_tokens;

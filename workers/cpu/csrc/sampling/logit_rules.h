@@ -1,7 +1,7 @@
-// Changes to a request's logits before its token is chosen, by the rules of workers/sampling.
+// Changes a request's logits before its token is chosen, by the rules of workers/sampling.
 //
-// They are computed from the tokens so far, without state between tokens. So drafts that turn out wrong leave nothing
-// to undo.
+// The changes are computed from the tokens so far, and no state is kept between tokens. So rejected drafts leave
+// nothing to undo.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct LogitRules {
   int32_t first_timestamp, end_token, max_initial_timestamp;
 };
 
-// Changes logits, one row at a time. Each thread needs its own, because calls reuse a buffer.
+// Changes logits, one row at a time. Each thread needs its own object, because calls reuse a buffer.
 class LogitChanger {
  public:
   explicit LogitChanger(int vocab_size) : vocab_size_(vocab_size) {}

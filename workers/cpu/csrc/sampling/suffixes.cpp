@@ -8,12 +8,12 @@ namespace engine {
 
 namespace {
 
-// Places of a chain that are looked at, and passages that are compared.
+// The maximum number of places of a chain that are examined, and of passages that are compared.
 constexpr int kMaxVisited = 128, kMaxPassages = 32;
-// Of passages that match for this long, none is better than another.
+// Among passages that match for at least this many tokens, none is better than another.
 constexpr int32_t kLongMatch = 16;
-// A passage is a source if it matched for this long. A request that differs from its source for at most kLongestEdit
-// tokens probably goes on with it.
+// A passage is a source if it matched for this many tokens. A request that differs from its source for at most
+// kLongestEdit tokens probably continues with it.
 constexpr int32_t kSourceMatch = 6, kLongestEdit = 12;
 constexpr int32_t kMostAfterEdit = 2;
 
@@ -23,7 +23,7 @@ uint32_t bucket_of(const int32_t* context, int32_t length, int32_t num_buckets) 
   return (hash ^ (hash >> 15)) & uint32_t(num_buckets - 1);
 }
 
-// The tokens that followed an earlier occurrence of the last tokens of a request.
+// An earlier occurrence of a request's last tokens, whose following tokens can be drafts.
 struct Passage {
   const int32_t* tokens;
   int64_t mask, place, end;
@@ -75,7 +75,7 @@ void find_in_own(const Suffixes& suffixes, int64_t slot, int64_t max_model_len, 
                                  bucket_of(tokens + length - context, context, suffixes.num_buckets)];
   for (int visited = 0; place && visited < kMaxVisited && !passages.is_full(); visited++, place = previous[place]) {
     const int32_t matched = match_length(tokens, -1, place, 0, tokens, length, suffixes.longest_match);
-    // Its tokens may include those that are drafted, which are written one by one.
+    // The source may include the drafts themselves, which are written one by one.
     if (matched >= context)
       passages.add({tokens, -1, place, std::numeric_limits<int64_t>::max(), matched});
   }
@@ -116,7 +116,7 @@ int32_t draft_from_suffixes(Suffixes& suffixes, int64_t slot, int64_t max_model_
   };
   const auto passages_end = passages.found.begin() + passages.count;
   if (has_source && std::any_of(passages.found.begin(), passages_end, goes_on) && longest < kLongMatch) {
-    // The request copies a text and is back in it after an edit, so it will go on with it.
+    // The request copies a text and has returned to it after an edit, so it will probably continue with it.
     passages.keep(goes_on);
     longest = kLongMatch;
   } else {
@@ -132,7 +132,7 @@ int32_t draft_from_suffixes(Suffixes& suffixes, int64_t slot, int64_t max_model_
   float share = 1;
   int32_t count = 0;
   for (; count < most; count++) {
-    // The token that followed most passages; of equally many, that of the last one.
+    // Choose the token that followed most passages; of equally frequent ones, the one after the last passage.
     int32_t best = -1;
     int best_votes = 0, votes_in_all = 0;
     for (int i = 0; i < passages.count; i++) {

@@ -1,8 +1,8 @@
-// Drafts from all earlier passages that end in a request's last tokens: in its own tokens, and in recent answers.
+// Drafts from all earlier passages that end with a request's last tokens, in its own tokens and in recent answers.
 //
-// The passages form a tree: the longest common context is its root, and each token that followed it a branch. The tree
-// is never built. Every place is in a chain with the other places of the same context, and a look-up follows one chain.
-// (Oliaro et al., "SuffixDecoding", 2024, builds the tree.)
+// The passages form a tree: the longest common context is its root, and each token that followed it is a branch. The
+// tree is never built. Every place is in a chain with the other places of the same context, and a lookup follows one
+// chain. (Oliaro et al., "SuffixDecoding", 2024, builds the tree.)
 #pragma once
 
 #include <cstdint>
@@ -30,12 +30,12 @@ struct Suffixes {
   int64_t* history_heads;     // [history_buckets], 0 if the chain is empty
 };
 
-// Writes drafts after the tokens of a slot. Returns how many, 0 if no passage matches more than `longest` tokens.
+// Writes drafts after the tokens of a slot. Returns their number; 0 if no passage matches more than `longest` tokens.
 int32_t draft_from_suffixes(Suffixes& suffixes, int64_t slot, int64_t max_model_len, int32_t* tokens,
                             int32_t length, int32_t most, int32_t longest);
 
-// Writes drafts that continue the passage which the request last copied, past tokens in which it differed. Returns how
-// many.
+// Writes drafts that continue the passage which the request copied last, skipping tokens in which it differed. Returns
+// their number.
 int32_t draft_after_edit(const Suffixes& suffixes, int64_t slot, int32_t* tokens, int32_t length, int32_t most);
 
 // Appends an answer to the history.

@@ -11,11 +11,11 @@ namespace engine {
 
 namespace {
 
-// A nucleus of more than about this many tokens counts as wide.
+// A nucleus of more than about this many tokens is wide: it is found by levels instead of by candidates.
 constexpr int kNucleusDepth = 64;
 
-// Returns a random number in [0, 1) with 53 bits: Philox4x32-10 of (seed, position). See Salmon, Moraes, Dror and Shaw,
-// "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+// Returns a random number in [0, 1) with 53 bits, by Philox4x32-10 of (seed, position). See Salmon, Moraes, Dror and
+// Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 double uniform(uint64_t seed, uint64_t position) {
   uint32_t counter[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
   uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
@@ -32,12 +32,12 @@ double uniform(uint64_t seed, uint64_t position) {
   return std::ldexp(double(uint64_t(counter[0]) << 21 | counter[1] >> 11), -53);
 }
 
-// Returns a uniform integer in [0, total). It takes the minimum because the product may round up to the total.
+// Returns a uniform integer in [0, total). The minimum is taken because the product may round up to the total.
 int64_t random_target(double uniform, int64_t total) {
   return std::min(int64_t(uniform * double(total)), total - 1);
 }
 
-// Returns the least weight that a nucleus must have.
+// Returns the minimum weight that a nucleus must have.
 int64_t share(int64_t total, double top_p) {
   return std::min(int64_t(std::ceil(double(total) * top_p)), total);
 }
@@ -80,7 +80,7 @@ int32_t TokenChooser::choose(const SamplingRows& rows, int row, float* logits, f
   const float* raw_logits = logits;
   look_at(logits, maxima);
   if (logprobs) write_most_likely(*logprobs, row, logprobs->num_top[slot]);
-  // Rows with a NaN or an infinity are not changed, so that the changes do not hide it.
+  // Do not change rows with a NaN or an infinity, because the changes could hide it.
   if (peak_ < INFINITY && (rows.changes_logits[slot] || rows.grammar[slot])) {
     if (logprobs) {
       raw_logits_.assign(logits, logits + vocab_size_);
@@ -121,7 +121,7 @@ void TokenChooser::change(const SamplingRows& rows, int row, float* logits) {
 
 // Keeps the tokens whose surprise is closest to the expected surprise: as many as have the share `typical_p` of the
 // weight, and those that are as close as the last of them; see workers/sampling/typical.py. The distance of a token's
-// surprise from the expected surprise is that of (logit - peak) / temperature from its mean.
+// surprise from the expected surprise equals the distance of (logit - peak) / temperature from its mean.
 void TokenChooser::mask_atypical(double typical_p, float* logits) {
   reserve_candidates();
   kernels().sampling->weigh(logits, vocab_size_, -INFINITY, peak_, inverse_temperature_, weights_.data());
@@ -135,7 +135,7 @@ void TokenChooser::mask_atypical(double typical_p, float* logits) {
   int n = 0;
   for (int token = 0; token < vocab_size_; token++) {
     values_[token] = std::abs(values_[token] - mean);
-    // The largest key is that of the token closest to the mean.
+    // The largest key belongs to the token closest to the mean.
     candidates_[n] = {uint64_t(ordered(-values_[token])) << 32 | ~uint32_t(token), weights_[token]};
     n += weights_[token] > 0;
   }
@@ -161,7 +161,7 @@ int32_t TokenChooser::pick(const SamplingRows& rows, int row) {
   is_wide_ = false;
   if (top_k < vocab_size_) {
     gather(std::max(threshold(int(top_k)), floor));
-    // top-p keeps a share of the weight that top-k and min-p leave.
+    // top-p applies to the weight that top-k and min-p leave.
     needed = share(keep_top_k(top_k), top_p);
   } else {
     needed = share(weigh_blocks(floor), top_p);
@@ -193,14 +193,14 @@ int32_t TokenChooser::draw_in_order(float floor, double uniform) {
   return first + i;
 }
 
-// Returns the weight of all tokens whose logit reaches the floor, and sets block_weights_.
+// Returns the weight of all tokens whose logit is at least the floor, and sets block_weights_.
 int64_t TokenChooser::weigh_blocks(float floor) {
   kernels().sampling->block_weights(logits_, vocab_size_, maxima_, floor, peak_, inverse_temperature_,
                                    block_weights_.data());
   return std::accumulate(block_weights_.begin(), block_weights_.end(), int64_t(0));
 }
 
-// Returns a number that at least `count` logits reach, and not many more.
+// Returns a threshold that at least `count` logits reach, but not many more.
 float TokenChooser::threshold(int count) const {
   const bool by_block = 2 * count < num_blocks_;
   const float* values = by_block ? maxima_ : logits_;
@@ -227,7 +227,7 @@ void TokenChooser::reserve_candidates() {
   candidates_.resize(vocab_size_);
 }
 
-// Makes candidates of all tokens whose logit reaches the floor. Returns their weight.
+// Makes candidates of all tokens whose logit is at least the floor. Returns their weight.
 int64_t TokenChooser::gather(float floor) {
   reserve_candidates();
   int n = 0;
@@ -285,7 +285,7 @@ void TokenChooser::gather_level(int level) {
   num_candidates_ = n;
 }
 
-// Returns the first token, from the largest down, with which the accumulated weight exceeds the target.
+// Returns the first token, from the largest down, with which the cumulative weight exceeds the target.
 TokenChooser::Choice TokenChooser::nth(int64_t target) {
   if (!is_wide_) return nth_of_candidates(target);
   int level = 0;
@@ -296,7 +296,7 @@ TokenChooser::Choice TokenChooser::nth(int64_t target) {
   return {choice.token, before + choice.weight};
 }
 
-// Finds it by partitioning the candidates. It and all larger ones move to the front, in no particular order.
+// Finds the token by partitioning the candidates. It and all larger ones move to the front, in no particular order.
 TokenChooser::Choice TokenChooser::nth_of_candidates(int64_t target) {
   Candidate* candidates = candidates_.data();
   int begin = 0, end = num_candidates_;

@@ -1,8 +1,8 @@
-// Sampling of the next token of each row of logits, and log-probabilities. The token is the most likely one or drawn at
-// random under temperature, typical-p, top-k, top-p and min-p, after the request's logit changes.
+// Sampling of the next token of each row of logits, and log-probabilities. The token is the most likely one, or it is
+// drawn at random with temperature, typical-p, top-k, top-p and min-p, after the request's logit changes.
 //
-// The rules, the integer weights and the random numbers are those of workers/sampling. A row's token is a function of
-// only its logits, its parameters, its seed and the tokens before it. The vocabulary is never sorted: a threshold finds
+// The rules, the integer weights and the random numbers are the same as in workers/sampling. A row's token depends only
+// on its logits, its parameters, its seed and the tokens before it. The vocabulary is never sorted: a threshold finds
 // the largest logits, and selection finds a share of them.
 #pragma once
 
@@ -20,7 +20,7 @@ inline int logit_blocks(int vocab_size) { return (vocab_size + kLogitBlock - 1) 
 constexpr int32_t kNotANumber = -1;      // a NaN or an infinity among the logits
 constexpr int32_t kNothingAllowed = -2;  // no logit above -infinity
 
-// Log-probabilities from the model's unchanged logits: of the chosen token first, then of the most likely ones.
+// Log-probabilities from the model's unchanged logits: of the chosen token first, then of the most likely tokens.
 struct LogprobRows {
   const bool* is_wanted;   // by slot
   const int64_t* num_top;  // by slot
@@ -29,11 +29,11 @@ struct LogprobRows {
   float* logprobs;         // [rows, width]
   int32_t* ranks;          // [rows], 1 + the number of tokens more likely than the chosen one
 
-  // Replaces an earlier row with a later one.
+  // Copies a later row to the place of an earlier one.
   void move(int from, int to) const;
 };
 
-// Sampling parameters by slot, and the slots of the rows at hand.
+// Sampling parameters by slot, and the slots of the current rows.
 struct SamplingRows {
   const bool* is_greedy;
   const float* inverse_temperature;
@@ -55,12 +55,12 @@ struct SamplingRows {
   const int32_t* positions;        // [rows], of the token to be chosen
 };
 
-// Chooses tokens, one row at a time. Each thread needs its own, because calls reuse its buffers.
+// Chooses tokens, one row at a time. Each thread needs its own object, because calls reuse its buffers.
 class TokenChooser {
  public:
   explicit TokenChooser(int vocab_size);
-  // Returns the token of a row. `maxima` has the largest logit of each block, or NaN if any is NaN. If rules change the
-  // row's logits, they change `logits` and `maxima` in place.
+  // Returns the token of a row. `maxima` has the largest logit of each block, or NaN if any logit in it is NaN. If
+  // rules change the row's logits, they change `logits` and `maxima` in place.
   int32_t choose(const SamplingRows& rows, int row, float* logits, float* maxima);
 
  private:

@@ -42,7 +42,7 @@ void Attention::share_squares(const Op& op, const float* qkv, int row) const {
   part[1] = model_.rows.dot(qkv + queries, qkv + queries, keys);
 }
 
-// A head that several ranks have counts once for each of them, in the sum and in the number of elements alike.
+// A head that several ranks have counts once per rank, both in the sum and in the number of elements.
 void Attention::norm_shared(const Op& op, float* heads, int num_heads, int index, int row) const {
   const int size = num_heads * op.head_dim;
   float squares = 0.0f;
@@ -75,7 +75,7 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   const int num_heads = model_.shape.num_heads, head_dim = op.head_dim;
   const int num_kv_heads = op.num_stored ? op.num_kv_heads : 0;
   if (op.reads_source) {
-    // num_columns is the layer's place among those that read a source.
+    // num_columns is the layer's index among those that read a source.
     const size_t size = size_t(num_heads) * head_dim, token = slice_.first_token + row;
     if (float* const out = slice_.step.source_queries)
       std::copy_n(qkv, size, out + (size_t(op.num_columns) * slice_.step.num_tokens + token) * size);
@@ -90,7 +90,7 @@ void Attention::rotate_store(const Op& op, const RotaryTables& ropes, float* qkv
   }
   if (op.rotates_before_norm) norm_queries_and_keys(op, qkv, row);
   scale_queries(op, qkv, num_heads * head_dim, row);
-  // The cache stores finite numbers only. So a token with a key or value that is not finite gets NaN queries: its own
+  // The cache stores only finite numbers. So a token whose key or value is not finite gets NaN queries, and its own
   // result shows the failure.
   if (!model_.rows.all_finite(qkv, (num_heads + 2 * num_kv_heads) * head_dim))
     std::fill_n(qkv, num_heads * head_dim, std::nanf(""));
@@ -105,7 +105,7 @@ void Attention::scale_queries(const Op& op, float* queries, int size, int row) c
   model_.rows.scale(queries, 1.0f + scaling->beta * std::log1p(steps), size);
 }
 
-// Values without a projection are the projected keys, which are rotated in their own place afterwards.
+// If values have no projection, they are the projected keys. The keys are rotated in place afterwards.
 const float* Attention::place_values(const Op& op, float* qkv) const {
   const int head_dim = op.head_dim, size = op.num_kv_heads * head_dim;
   if (!op.num_stored) return nullptr;
@@ -116,8 +116,8 @@ const float* Attention::place_values(const Op& op, float* qkv) const {
   return values;
 }
 
-// The key's latent vector has a norm. The rotated parts of queries are stored with the plain ones, so they are moved
-// behind the products of the plain ones.
+// The key's latent vector has a norm. The rotated parts of queries are stored next to the plain ones, so move them
+// after the products of the plain ones.
 void Attention::rotate_store_latent(const Op& op, const RotaryTables& ropes, float* qkv, int row) {
   const ModelShape& shape = model_.shape;
   const LatentShape& latent = shape.latent;
@@ -229,7 +229,7 @@ void Attention::choose(const Op& op, Tile& tile, const Rows& rows, Scratch& scra
   choice_.run(op, tile, kernel_task(op, task), rows, scratch);
 }
 
-// Results stay in the thread's memory until the tile is committed: activations, or the state of a partition.
+// Results (activations, or the state of a partition) stay in the thread's memory until the tile is committed.
 void Attention::run(const Op& op, Tile& tile, const Rows& rows, Scratch& scratch) {
   const AttentionTasks::List& list = *recorded(op).list;
   const int begin = list.first_tasks[tile.index], count = list.first_tasks[tile.index + 1] - begin;
@@ -270,14 +270,14 @@ void Attention::attend(const Op& op, const Task& task, const AttentionTask& kern
   finish(op, task, scratch.attention.total, rows, scratch, result);
 }
 
-// Writes the activations of a task's tokens, from the state over all their keys.
+// Writes the activations of a task's tokens, given the state over all their keys.
 void Attention::finish(const Op& op, const Task& task, const AttentionState& total, const Rows& rows,
                        Scratch& scratch, uint8_t* activations) const {
   const int value_dim = recorded(op).kv.value_dim, dim = output_dim(op);
   const int heads = recorded(op).heads, columns = heads * dim;
   float* out = scratch.tile.get();
   if (const float* sinks = op.vectors[0]) {
-    // A sink is a score without a value, here of base 2 like the maximums.
+    // A sink is a score without a value. Here it is in base 2, like the maximums.
     const float* own = sinks + task.kv_head * heads;
     for (int r = 0; r < task.num_tokens * heads; r++)
       total.sum[r * kSumParts] += std::exp2(own[r % heads] - total.maximum[r]);
@@ -301,7 +301,7 @@ void Attention::write(const Op& op, const Task& task, const Rows& rows, uint8_t*
     float* partials = partial_.floats() + task.first_slot * partial_floats(op);
     std::memcpy(partials + (task.slot - task.first_slot) * partial_floats(op), result,
                 partial_floats(op) * sizeof(float));
-    // The thread that finishes last combines the partitions, in their order.
+    // The thread that finishes last combines the partitions, in order.
     std::atomic<int>& finished = finished_slots_[task.first_slot];
     if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_slots) return;
     const AttentionState total = partial_state(op, partials);

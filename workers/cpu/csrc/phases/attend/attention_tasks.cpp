@@ -36,7 +36,7 @@ void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vec
         first = std::min(first, visible[0]);
         last = visible[2 * num_tokens - 1] - 1;
       }
-      // To fetch a key costs about as much as to compute with it for one more token.
+      // The cost of fetching a key, about the same as of computing with it for one more token.
       const int64_t cost = int64_t(num_tokens + 1) * (last + 1 - first);
       for (int g = 0; g < keys.num_kv_heads; g++)
         tasks.push_back({s, token - slice_.first_token, num_tokens, g, first / kPartition, last / kPartition, 0, 0, 1,
@@ -46,8 +46,8 @@ void AttentionTasks::find(const Keys& keys, int first_row, int end_row, std::vec
   }
 }
 
-// One token's partitions become separate tasks if they are more than a thread's fair share of the work. Those of
-// several tokens are computed by one thread, one after the other.
+// The partitions of one token become separate tasks if together they are more than a thread's fair share of the work.
+// With several tokens, one thread computes all partitions, one after the other.
 void AttentionTasks::make(List& list) {
   list.is_made = true;
   list.tasks.clear();
@@ -74,8 +74,8 @@ void AttentionTasks::make(List& list) {
   make_tiles(list);
 }
 
-// The longest tasks come first and tiles become smaller towards the end, so that all threads end at about the same
-// time. A tile has few tasks, but more than one where possible: while a thread computes a task it fetches the first
+// The longest tasks come first, and tiles become smaller towards the end, so that all threads finish at about the same
+// time. A tile has few tasks, but more than one where possible: while a thread computes a task, it prefetches the first
 // keys of the next one in the tile.
 void AttentionTasks::make_tiles(List& list) const {
   std::vector<Task>& tasks = list.tasks;

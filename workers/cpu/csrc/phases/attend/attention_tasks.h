@@ -1,4 +1,4 @@
-// How the attention of a slice is divided among threads.
+// Divides the attention of a slice among threads.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ class AttentionTasks {
     int64_t cost;
   };
 
-  // The keys that the tokens of some layers see: those in a window of their sequence, or those of its source.
+  // The keys to which the tokens of some layers attend: those in a window of their sequence, or those of its source.
   struct Keys {
     explicit Keys(const Op& op)
         : window(op.attention.window), num_kv_heads(op.num_kv_heads), of_source(op.reads_source) {}
@@ -36,7 +36,7 @@ class AttentionTasks {
     bool of_source;
   };
 
-  // The tasks of a slice for the layers with the same keys. Tile i has tasks [first_tasks[i], first_tasks[i + 1]).
+  // The tasks of a slice, for all layers with the same keys. Tile i has tasks [first_tasks[i], first_tasks[i + 1]).
   struct List {
     Keys keys;
     bool is_made;
@@ -50,15 +50,15 @@ class AttentionTasks {
   AttentionTasks(const Model& model, const Slice& slice, int num_threads)
       : model_(model), slice_(slice), num_threads_(num_threads) {}
 
-  // All lists are made anew. No thread may read them any more.
+  // Clears all lists. No thread may be reading them.
   void begin_slice() {
     for (List& list : lists_) list.is_made = false;
   }
-  // Returns the list of these keys. It is valid until the next slice begins.
+  // Returns the list for these keys. It is valid until the next slice begins.
   const List& of_keys(const Keys& keys);
-  // Finds the tasks of some rows of the slice, each with all its partitions.
+  // Returns the tasks of some rows of the slice, each with all its partitions.
   void find(const Keys& keys, int first_row, int end_row, std::vector<Task>& tasks) const;
-  // Returns the keys that every token of a sequence sees, or 0 if each sees those up to its own.
+  // Returns the number of keys to which every token of a sequence attends, or 0 if each attends to those up to its own.
   int num_keys(const Keys& keys, int sequence) const {
     if (keys.of_source) return slice_.source_len(sequence);
     return model_.shape.is_bidirectional ? slice_.end_position(sequence) : 0;

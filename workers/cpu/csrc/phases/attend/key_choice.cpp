@@ -7,14 +7,15 @@ namespace engine {
 
 namespace {
 
-// Returns a number with the order of scores. That of a NaN is somewhere, too, so that sorting ends whatever they are.
+// Returns an integer with the same order as the scores. A NaN has a place in this order too, so that sorting always
+// ends.
 uint32_t rank_of(float score) {
   uint32_t bits;
   std::memcpy(&bits, &score, sizeof(bits));
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Sets the bits of the `count` highest ranks; of equal ones, the first.
+// Sets the bits of the `count` highest ranks. Of equal ones, the first win.
 void choose(const uint32_t* ranks, uint32_t* sorted, int num_keys, int count, uint64_t* words) {
   std::copy_n(ranks, num_keys, sorted);
   std::nth_element(sorted, sorted + count - 1, sorted + num_keys, [](uint32_t a, uint32_t b) { return a > b; });
@@ -55,7 +56,7 @@ void KeyChoice::run(const Op& op, Tile& tile, const AttentionTask& kv_task, cons
     auto* const scores = reinterpret_cast<float*>(chosen + stride_);
     auto* const sorted = reinterpret_cast<uint32_t*>(scores + padded), *const queries = sorted + padded;
     const float* weights = rows.qkv(tile.index) + model_.shape.index_offset();
-    // Scores are not scaled, which would not change their order.
+    // Do not scale the scores, because that would not change their order.
     model_.attention.convert_queries(index, AttentionLayer{1.0f, 1.0f, 0}, weights + latent.index_heads,
                                      latent.index_heads, queries);
     model_.attention.score_keys(kv, kv_task, queries, weights, latent.index_heads, scores);

@@ -1,6 +1,7 @@
-// The keys that the tokens of a slice attend to, where an indexer chooses them.
+// The keys to which the tokens of a slice attend, if an indexer chooses them.
 //
-// The choice of a token is a bit for each key of its sequence. Layers without an indexer read that of an earlier layer.
+// The choice of a token is a bit for each key of its sequence. Layers without an indexer use the choice of an earlier
+// layer.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +19,17 @@ class KeyChoice {
  public:
   KeyChoice(const Model& model, const Slice& slice) : model_(model), slice_(slice) {}
 
-  // Makes room for the choices of a slice. No thread may read the ones before any more.
+  // Makes room for the choices of a slice. No thread may be reading the previous ones.
   void begin_slice();
   void release() { words_.release(); }
 
-  // Divides an operation into tiles, each of one row; returns their number, 0 if every token attends to all keys.
+  // Divides an operation into tiles of one row each. Returns their number; 0 if every token attends to all keys.
   int begin(const Op& op);
-  // `kv_task` has the sequence of the tile's row.
+  // `kv_task` describes the sequence of the tile's row.
   void run(const Op& op, Tile& tile, const AttentionTask& kv_task, const Rows& rows, Scratch& scratch);
 
-  // Returns the choices of rows of the slice from `row` on, `stride` words each; null if there are no indexers, or if
-  // tokens attend to all keys.
+  // Returns the choices of rows of the slice from `row` on, `stride` words each. Returns null if there are no indexers,
+  // or tokens attend to all keys.
   const uint64_t* of(int row) const { return is_limited_ ? words(row) : nullptr; }
   int stride() const { return stride_; }
 

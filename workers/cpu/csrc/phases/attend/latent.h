@@ -1,5 +1,5 @@
-// The products of latent attention: a head's plain query with the matrix that would make its keys from latent vectors, and
-// what it attends to with the matrix that makes its values.
+// The products of latent attention with a matrix per head: from a head's plain query to a latent query (with the matrix
+// that expands keys), and from attention's latent result to the head's value.
 #pragma once
 
 #include "model/model.h"
@@ -13,7 +13,7 @@ class LatentProducts {
  public:
   explicit LatentProducts(const Model& model) : model_(model) {}
 
-  // Divides an operation into tiles, each of one head and some rows; returns their number.
+  // Divides an operation into tiles of one head and some rows each, and returns their number.
   int begin(const Op& op, int rows) const { return model_.shape.num_heads * row_blocks(op, rows); }
   void run(const Op& op, Tile& tile, int num_rows, const Rows& rows, Scratch& scratch) const;
   // Computes rows [rows.first, end_row) of the slice in this thread alone.
