@@ -24,6 +24,13 @@ def gpu(monkeypatch) -> Any:
     return gpu
 
 
+def test_each_call_of_the_plan_ends_within_its_time(gpu) -> None:
+    from on_gpu.plan import CALL_SECONDS, SETUP_SECONDS, plan
+
+    for call, parts in plan().items():
+        assert sum(part.seconds for part in parts.values()) + SETUP_SECONDS < CALL_SECONDS[call]
+
+
 def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     said = subprocess.run(
@@ -41,12 +48,20 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     for quantization in ("4 bits", "float8", "static float8"):
         quantized = report["agreement"][f"bfloat16, {quantization}"]
         assert quantized["same_tokens"] > 0.3 and 0 < quantized["logprobs_apart"] < 0.5
-    assert report["tiny"]["decode 2 x 16"]["of_roofline"] > 0
-    assert report["tiny"]["prefill 24"]["of_matmul"] > 0
+    assert report["repeats"]["graphs"]["num_different"] == 0
+    assert report["tests"]["kernels"]["passed"] > 0
+    # A machine may lack these programs.
+    assert report["sanitizer"]["memcheck"] and report["profiles"]["norm"]
+    toy = report["tiny"]
+    assert toy["decode 2 x 16"]["of_roofline"] > 0 and toy["decode 2 x 16"]["host_us"] > 0
+    assert toy["sampled 2 x 16"]["over_greedy"] > 0 and toy["mixed 2 + 8"]["of_parts"] > 0
+    assert toy["prefill 24"]["of_matmul"] > 0
+    assert report["again"]["tiny, first case"]["drift"] >= 0
     assert report["attention"]["decode"]["ms"] > 0
     assert report["attention"]["decode"]["of_torch"] > 0
-    started = report["tiny, served"]["start"]
-    assert started["s"] > 0 and started["written_bytes"] > 200_000
+    served = report["tiny, served"]
+    assert served["start"]["s"] > 0 and served["start"]["written_bytes"] > 200_000
+    assert served["2 clients, 8 + 4 tokens"]
     assert report["prefill tiles"]["prefill, (64, 64, 4, 2)"]["ms"] > 0
     assert report["kernels"]["fp8 x 1"]["roofline"] > 0
     assert len(report["kernels"]) > 20
@@ -60,22 +75,46 @@ def test_benchmark_measures_a_toy_model_and_its_server_on_a_cpu(tmp_path: Path) 
     assert "tiny, decode 1 x 8 " in end and "tiny, served, start " in end and "FAILED" not in end
 
 
-def test_a_missing_module_is_reported_before_the_start(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(gpu, capsys) -> None:
+    from on_gpu.reporting import Reporter, Skipped
+
+    def skip() -> None:
+        raise Skipped("the KV cache is too small")
+
+    reporter = Reporter(share_state=True)
+    reporter.say("large", skip)
+    reporter.say("small", lambda: {"x": 1})
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[1] == {"case": "large", "skipped": "the KV cache is too small"}
+    assert said[3] == {"case": "small", "x": 1}
+
+
+def test_first_call_runs_without_network_and_without_engine_installed(tmp_path: Path) -> None:
+    """Only the packages of this environment are there; a module that cannot be imported ends the call early."""
     (tmp_path / "llguidance.py").write_text("raise ImportError('built for another machine')")
-    figures = tmp_path / "figures.json"
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "WHEELS": str(tmp_path / "none"),
+        "OUT": str(tmp_path / "out"),
+        "PYTHONPATH": str(tmp_path),
+    }
     said = subprocess.run(
-        [sys.executable, DIRECTORY / "gpu.py", "--device", "cpu", "--tiny", "--json", figures],
+        [DIRECTORY / "on_gpu" / "first.sh", "A", "--dry"],
         check=True,
         timeout=600,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=environment,
     ).stdout
-    report = json.loads(figures.read_text())
+    report = json.loads((tmp_path / "out" / "A.json").read_text())
     assert list(report) == ["imports"]
     assert "failed" not in report["imports"]["torch"]
     assert "FAILED imports, llguidance: ImportError: built for another machine" in said
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "A.json",
+        "A.log",
+        "A.txt",
+    ]
 
 
 def test_results_of_a_part_that_crashes_or_hangs_are_kept(gpu, tmp_path: Path) -> None:

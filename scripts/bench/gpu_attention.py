@@ -1,10 +1,11 @@
 """Measure the Triton attention kernels on a GPU, compared with torch's flash attention on the same shapes.
 
-    scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune] [--case NAME ...] [--json]
+    scripts/bench/run gpu_attention [--heads 32 8 128] [--block-size 16] [--fp8] [--tune | --once] [--case NAME ...]
 
 The shapes are those of one layer of a model. Each case also says how far the two results are apart. Torch's kernel
 reads keys and values that lie one after the other, ours those of a paged cache in random order. `--tune` tries other
-tiles. Without a GPU the cases are tiny and the kernels interpreted: that shows that the program works, and no more.
+tiles; `--once` launches each case three times and measures nothing, for a profiler. Without a GPU the cases are tiny
+and the kernels interpreted: that shows that the program works, and no more.
 """
 
 from __future__ import annotations
@@ -59,12 +60,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of one layer. `error` is the largest difference from torch's, `of_torch` the speed beside its."""
+    """Milliseconds of one layer, and those of torch's flash attention and of cuDNN's.
+
+    `error` is the largest difference from torch's, `of_torch` the speed beside the faster of the two.
+    """
 
     ms: float
     tflops: float
     gb_per_s: float
     torch_ms: float | None = None
+    cudnn_ms: float | None = None
     of_torch: float | None = None
     error: float | None = None
 
@@ -89,6 +94,9 @@ DECODE_TILES = [
     for keys, num_warps, num_stages in product((32, 64, 128), (2, 4), (2, 3, 4))
 ]
 SPLITS = (128, 256, 512)
+BACKENDS = (
+    [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION] if HAS_GPU else [SDPBackend.MATH]
+)
 
 
 class Layer:
@@ -156,7 +164,7 @@ class Layer:
             self.layer,
         )
 
-    def torchs(self) -> Callable[[], torch.Tensor]:
+    def torchs(self, backend: SDPBackend) -> Callable[[], torch.Tensor]:
         """The same by torch, of keys and values that lie one after the other."""
         case, shape = self.case, self.shape
         table = torch.from_numpy(self.block_table).to(self.device).long()
@@ -171,7 +179,6 @@ class Layer:
         q_SHTK = self.q_THK.unflatten(0, (case.requests, -1)).transpose(1, 2)
         is_chunk = 1 < case.queries < case.keys
         mask = causal_lower_right(case.queries, case.keys) if is_chunk else None
-        backend = SDPBackend.FLASH_ATTENTION if HAS_GPU else SDPBackend.MATH
 
         def attend() -> torch.Tensor:
             with sdpa_kernel(backend):
@@ -216,20 +223,30 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 def timing(case: Case, shape: Shape) -> Timing:
-    """Measure prompts, compared with torch's flash attention."""
+    """Measure prompts, compared with torch's attention."""
     layer = Layer(case, shape)
     ms = milliseconds(layer.ours)
     error: float | None = None
-    torch_ms: float | None = None
-    try:
-        theirs = layer.torchs()
-        error = (layer.ours() - theirs()).abs().max().item()
-        torch_ms = milliseconds(theirs)
-    except Exception:
-        print(f"{case.name}: torch's is not measured:", file=sys.stderr)
-        traceback.print_exc()
-    of_torch = None if torch_ms is None else torch_ms / ms
-    return Timing(ms, layer.flops / ms / 1e9, layer.num_bytes / ms / 1e6, torch_ms, of_torch, error)
+    times: dict[SDPBackend, float] = {}
+    for backend in BACKENDS:
+        try:
+            theirs = layer.torchs(backend)
+            apart = (layer.ours() - theirs()).abs().max().item()
+            times[backend] = milliseconds(theirs)
+        except Exception:
+            print(f"{case.name}: {backend} is not measured:", file=sys.stderr)
+            traceback.print_exc()
+            continue
+        error = max(apart, error or 0.0)
+    return Timing(
+        ms,
+        layer.flops / ms / 1e9,
+        layer.num_bytes / ms / 1e6,
+        times.get(BACKENDS[0]),
+        times.get(SDPBackend.CUDNN_ATTENTION),
+        min(times.values()) / ms if times else None,
+        error,
+    )
 
 
 def store_timing(case: Case, shape: Shape) -> Timing:
@@ -291,6 +308,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--fp8", action="store_true", help="keys and values in FP8")
     parser.add_argument("--tune", action="store_true", help="try other tiles")
+    parser.add_argument("--once", action="store_true", help="only launch, for a profiler")
     parser.add_argument(
         "--case", nargs="+", metavar="NAME", help="these cases, such as 'prefill 8k'"
     )
@@ -304,21 +322,31 @@ def main() -> None:
         for case in (CASES if HAS_GPU else TINY_CASES)
         if not arguments.case or case.name in arguments.case
     ]
+    if arguments.once:
+        for case in cases:
+            layer = Layer(case, shape)
+            for _ in range(3):
+                layer.ours()
+        return
     reporter = Reporter(arguments.done)
     if arguments.tune:
         tune(shape, cases, reporter if arguments.json else None)
         return
     if not arguments.json:
-        print(f"{'case':40} {'ms':>9} {'torch ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}")
+        print(
+            f"{'case':40} {'ms':>9} {'torch ms':>9} {'cuDNN ms':>9} {'TFLOP/s':>8} {'GB/s':>8} {'error':>8}"
+        )
     for name, measure in measurements(shape, cases):
         if arguments.json:
             reporter.say(name, partial(figures, measure))
             continue
         found = measure()
-        torch_ms = "" if found.torch_ms is None else f"{found.torch_ms:.4f}"
+        torch_ms, cudnn_ms = (
+            "" if ms is None else f"{ms:.4f}" for ms in (found.torch_ms, found.cudnn_ms)
+        )
         error = "" if found.error is None else f"{found.error:.1e}"
         print(
-            f"{name:40} {found.ms:9.4f} {torch_ms:>9} {found.tflops:8.1f}"
+            f"{name:40} {found.ms:9.4f} {torch_ms:>9} {cudnn_ms:>9} {found.tflops:8.1f}"
             f" {found.gb_per_s:8.1f} {error:>8}"
         )
 

@@ -274,30 +274,42 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=4096 if HAS_GPU else 256)
     parser.add_argument("--vocab", type=int, default=151936 if HAS_GPU else 500)
     parser.add_argument("--only", choices=("linear", "rows", "sampling"))
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
+    parser.add_argument("--once", action="store_true", help="only launch, for a profiler")
     parser.add_argument("--json", action="store_true")
     add_done(parser)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth, speed = measured_roofline()
     cases = {
         "linear": lambda: linear_cases(arguments.rows, arguments.columns),
         "rows": lambda: row_cases(arguments.rows, arguments.columns),
         "sampling": lambda: sampling_cases(arguments.vocab),
     }
+    chosen = (
+        case
+        for kind in ([arguments.only] if arguments.only else cases)
+        for case in cases[kind]()
+        if not arguments.case or case.name in arguments.case
+    )
+    if arguments.once:
+        for case in chosen:
+            for _ in range(3):
+                case.run()
+        return
+    bandwidth, speed = measured_roofline()
     device = torch.cuda.get_device_name() if HAS_GPU else "no GPU: interpreted"
     if not arguments.json:
         print(f"{device}; copy {bandwidth:.0f} GB/s, {DTYPE} product {speed:.1f} Tflop/s")
     reporter = Reporter(arguments.done)
-    for kind in [arguments.only] if arguments.only else cases:
-        for case in cases[kind]():
-            if arguments.json:
-                reporter.say(case.name, partial(figures, case, bandwidth, speed))
-                continue
-            t = timing(case, bandwidth, speed)
-            print(
-                f"{case.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
-                f"{t.roofline:6.1%} of the roofline, error {t.error:.1e}"
-            )
+    for case in chosen:
+        if arguments.json:
+            reporter.say(case.name, partial(figures, case, bandwidth, speed))
+            continue
+        t = timing(case, bandwidth, speed)
+        print(
+            f"{case.name:32} {t.microseconds:10.1f} µs {t.gb_per_s:9.1f} GB/s {t.tflops:8.2f} Tflop/s "
+            f"{t.roofline:6.1%} of the roofline, error {t.error:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,11 @@ PROMPTS = (3, 1, 700, 40, 16, 290)
 LONGEST = 2
 NUM_MOVED = 20
 """Blocks of the longest prompt, all of which its first two chunks fill."""
+
+BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
+NUM_BLOCKS = 1 + len(PROMPTS) * BLOCKS_EACH
+CHUNK = 250
+"""Largest number of tokens of a prompt in one step."""
 
 GROUP_SIZE = 32
 """Columns that share a scale in 4 bits: as in GGUF, so few that each is scaled before it is multiplied."""
@@ -170,8 +176,26 @@ def config(
     )
 
 
+@contextmanager
+def opened(config: EngineConfig, *, has_host: bool = False) -> Iterator[ModelRunner]:
+    """A runner with blocks for every prompt."""
+    # The graphs and the memory of another one that was measured, or failed, before.
+    gc.collect()
+    device = open_device(config.device)
+    checkpoint = open_checkpoint(config.model.path)
+    runner = ModelRunner(config, device, checkpoint, lambda *_: None)
+    runner.profile_memory(0.5)
+    runner.allocate_kv_cache(NUM_BLOCKS + NUM_MOVED, NUM_MOVED if has_host else 0)
+    runner.warm_up()
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
 def say(
-    config: EngineConfig,
+    runner: ModelRunner,
+    vocab_size: int,
     num_tokens: int,
     chunk: int,
     *,
@@ -184,16 +208,6 @@ def say(
     Without `scored` greedy tokens are chosen within the captured graph. With `moved` the longest prompt's first blocks
     go to the host tier while it is computed, and come back to other blocks.
     """
-    # The graphs and the memory of another one that was measured, or failed, before.
-    gc.collect()
-    device = open_device(config.device)
-    checkpoint = open_checkpoint(config.model.path)
-    runner = ModelRunner(config, device, checkpoint, lambda *_: None)
-    runner.profile_memory(0.5)
-    blocks_each = MAX_MODEL_LEN // BLOCK_SIZE
-    num_blocks = 1 + len(PROMPTS) * blocks_each
-    runner.allocate_kv_cache(num_blocks + NUM_MOVED, NUM_MOVED if moved else 0)
-    runner.warm_up()
     said = Said([[] for _ in PROMPTS], [[] for _ in PROMPTS])
     left = list(PROMPTS)
     running: list[int] = []
@@ -201,7 +215,7 @@ def say(
     while running or not step:
         fields: dict[str, Any] = {}
         if step < len(PROMPTS):
-            request = _request(step, config.model.vocab_size, blocks_each)
+            request = _request(step, vocab_size)
             if sampled:
                 request.sampling_params = _SAMPLED[step % len(_SAMPLED)]
             request.sampling_params.logprobs = 1 if scored else None
@@ -212,7 +226,7 @@ def say(
             [[row, count] for row, count in enumerate(counts) if count > 1]
         )
         if moved:
-            fields |= _moves(step, blocks_each, num_blocks)
+            fields |= _moves(step)
         step += 1
         scheduled = SchedulerOutput(step, slots=int32_bytes(running), **fields)
         result = runner.execute(scheduled, lambda step: None)
@@ -227,18 +241,32 @@ def say(
         for row in output.logprobs:
             said.logprobs[row.slot].append(float(float32_view(row.logprobs)[0]))
         running = [slot for slot in running if len(said.tokens[slot]) < num_tokens]
-    runner.close()
+    removed = int32_bytes(range(len(PROMPTS)))
+    runner.execute(SchedulerOutput(step + 1, removed_slots=removed), lambda step: None)
     return said
 
 
-def _moves(step: int, blocks_each: int, first_spare: int) -> dict[str, bytes]:
+def repeats(directory: Path, device: Device, *, is_tiny: bool, is_eager: bool) -> dict[str, Any]:
+    """Generate the same five times, and count the times whose bits differ from the first."""
+    shape = TINY_MODEL if is_tiny else MODEL
+    path = write(shape, directory)
+    configured = config(path, shape, device, "bfloat16", enforce_eager=is_eager)
+    with opened(configured) as runner:
+        results = [say(runner, shape.vocab_size, 3 if is_tiny else 32, CHUNK) for _ in range(5)]
+    return {
+        "num_different": sum(said != results[0] for said in results[1:]),
+        "worst": max(compared(results[0], said)["logprobs_apart"] for said in results[1:]),
+    }
+
+
+def _moves(step: int) -> dict[str, bytes]:
     """Out while the blocks hold two chunks, in again a step later."""
     begun = LONGEST + 2
-    blocks = range(1 + LONGEST * blocks_each, 1 + LONGEST * blocks_each + NUM_MOVED)
+    blocks = range(1 + LONGEST * BLOCKS_EACH, 1 + LONGEST * BLOCKS_EACH + NUM_MOVED)
     if step == begun:
         return {"host_copies_out": int32_bytes([(b, i) for i, b in enumerate(blocks)])}
     if step == begun + 1:
-        spare = range(first_spare, first_spare + NUM_MOVED)
+        spare = range(NUM_BLOCKS, NUM_BLOCKS + NUM_MOVED)
         return {
             "host_copies_in": int32_bytes(list(enumerate(spare))),
             "block_updates": int32_bytes([(0, LONGEST, i, b) for i, b in enumerate(spare)]),
@@ -253,16 +281,16 @@ _SAMPLED = [
 ]
 
 
-def _request(slot: int, vocab_size: int, blocks_each: int) -> NewRequestData:
+def _request(slot: int, vocab_size: int) -> NewRequestData:
     tokens = np.random.default_rng(slot).integers(2, vocab_size, PROMPTS[slot])
-    first = 1 + slot * blocks_each
+    first = 1 + slot * BLOCKS_EACH
     return NewRequestData(
         slot=slot,
         request_id=(0, slot),
         token_ids=int32_bytes(tokens),
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
-        block_ids=(int32_bytes(range(first, first + blocks_each)),),
+        block_ids=(int32_bytes(range(first, first + BLOCKS_EACH)),),
         sampling_params=SamplingParams(temperature=0, ignore_eos=True),
     )
 
@@ -284,20 +312,22 @@ def compared(expected: Said, said: Said) -> dict[str, float]:
     }
 
 
-# The simplest come first: what fails there fails everywhere.
+# The simplest come first: what fails there fails everywhere. Those in float32 compile for the longest.
 WAYS: dict[str, dict[str, Any]] = {
-    "float32, eager": {"dtype": "float32", "enforce_eager": True},
     "bfloat16, eager": {"dtype": "bfloat16", "enforce_eager": True},
-    "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "float32, tokens only": {"dtype": "float32", "scored": False},
-    "float32, sampled": {"dtype": "float32", "sampled": True},
+    "bfloat16, sampled": {"dtype": "bfloat16", "sampled": True},
     "bfloat16, 4 bits": {"dtype": "bfloat16", "quantization": "4 bits"},
     "bfloat16, float8": {"dtype": "bfloat16", "quantization": "float8"},
     "bfloat16, FP8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
-    "float32, by way of the host": {"dtype": "float32", "moved": True},
+    "bfloat16, by way of the host": {"dtype": "bfloat16", "moved": True},
     "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
     "bfloat16, static float8": {"dtype": "bfloat16", "quantization": "static float8"},
+    "float32, eager": {"dtype": "float32", "enforce_eager": True},
+    "float32": {"dtype": "float32"},
+    "float32, tokens only": {"dtype": "float32", "scored": False},
+    "float32, sampled": {"dtype": "float32", "sampled": True},
+    "float32, by way of the host": {"dtype": "float32", "moved": True},
 }
 COURSE = ("scored", "sampled", "moved")
 """Settings of a way of running that are not in the engine's configuration."""
@@ -314,7 +344,6 @@ class Agreement:
         self._device = device
         self._shape = TINY_MODEL if is_tiny else MODEL
         self._num_tokens = 3 if is_tiny else 32
-        self._chunk = 250
         # Both are asked for again and again.
         self._path = cache(self._write)
         self._expected = cache(self._say_on_cpu)
@@ -336,7 +365,8 @@ class Agreement:
         quantization = how.pop("quantization", None)
         path = self._path(quantization)
         configured = config(path, self._shape, self._device, **how)
-        said = say(configured, self._num_tokens, self._chunk, **course)
+        with opened(configured, has_host=course.get("moved", False)) as runner:
+            said = say(runner, self._shape.vocab_size, self._num_tokens, CHUNK, **course)
         return compared(self._expected(quantization, course.get("sampled", False)), said)
 
     def _write(self, quantization: str | None) -> Path:
@@ -344,4 +374,5 @@ class Agreement:
 
     def _say_on_cpu(self, quantization: str | None, is_sampled: bool) -> Said:
         on_cpu = config(self._path(quantization), self._shape, Device.CPU, "float32")
-        return say(on_cpu, self._num_tokens, self._chunk, sampled=is_sampled)
+        with opened(on_cpu) as runner:
+            return say(runner, self._shape.vocab_size, self._num_tokens, CHUNK, sampled=is_sampled)

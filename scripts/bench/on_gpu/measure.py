@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from engine.protocol.config import Device
-from on_gpu import limits
-from on_gpu.agreement import EAGERLY, Agreement
-from on_gpu.reporting import Reporter, Spoiled, add_done
+from on_gpu import limits, programs
+from on_gpu.agreement import EAGERLY, Agreement, repeats
+from on_gpu.plan import LIMITS
+from on_gpu.reporting import Reporter, Skipped, Spoiled, add_done
 from on_gpu.shapes import SHAPES, TINY_SHAPES, Shape
 from on_gpu.stepping import Stepping
 from on_gpu.weights import write_weights
-from support.server import Server
+from support.server import COMMAND, Server
 
 GIB = 1024**3
 
@@ -35,6 +37,7 @@ class Load:
     """The measurements of each shape: numbers of requests, tokens and steps."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 256), (64, 1024), (256, 2048))
+    mixed: tuple[int, int] = (96, 64)
     idle_batch: int = 64
     prompt: int = 8192
     steps: int = 100
@@ -42,7 +45,7 @@ class Load:
     product: int = 8192
 
 
-TINY = Load(((1, 8), (2, 16)), 2, 24, 3, 1 << 20, 64)
+TINY = Load(((1, 8), (2, 16), (4, 16)), (2, 8), 2, 24, 3, 1 << 20, 64)
 
 
 def measure_limits(reporter: Reporter, load: Load, device: torch.device) -> None:
@@ -58,32 +61,30 @@ def measure_limits(reporter: Reporter, load: Load, device: torch.device) -> None
 def measure_agreement(reporter: Reporter, arguments: argparse.Namespace, directory: Path) -> None:
     agreement = Agreement(directory, Device(arguments.device), is_tiny=arguments.tiny)
     try:
-        for way in [arguments.eagerly] if arguments.eagerly else agreement.ways:
+        for way in arguments.ways or agreement.ways:
             reporter.say(way, partial(agreement.measure, way))
     except Spoiled as spoiled:
         if not arguments.done and EAGERLY not in spoiled.case:
             # Once more so that the traceback shows what failed, not what first waited for it.
             subprocess.run(
-                [sys.executable, *sys.argv, "--eagerly", spoiled.case + EAGERLY],
+                [sys.executable, *sys.argv, "--ways", spoiled.case + EAGERLY],
                 env=os.environ | {"CUDA_LAUNCH_BLOCKING": "1"},
             )
         raise
 
 
-def measure_model(
-    reporter: Reporter,
-    shape: Shape,
-    load: Load,
-    device: Device,
-    directory: Path,
-    known: dict[str, Any],
-) -> None:
-    """`known` are the limits, as far as they could be measured."""
-    say = reporter.say
-    bandwidth = known.get("copy", {}).get("bytes_per_s", float("nan"))
-    flops = known.get("matmul", {}).get("flops", float("nan"))
+def measure_repeats(reporter: Reporter, arguments: argparse.Namespace, directory: Path) -> None:
+    for is_eager in (True, False):
+        name = "eager" if is_eager else "graphs"
+        run = partial(
+            repeats, directory, Device(arguments.device), is_tiny=arguments.tiny, is_eager=is_eager
+        )
+        reporter.say(name, run)
+
+
+def open_stepping(shape: Shape, load: Load, device: Device, directory: Path) -> Stepping:
     max_context = max(context for _, context in load.decodes)
-    stepping = Stepping(
+    return Stepping(
         shape,
         directory,
         device=device,
@@ -91,19 +92,47 @@ def measure_model(
         max_model_len=max(max_context, load.prompt) + 256,
         max_num_batched_tokens=load.prompt,
     )
+
+
+def measure_decode(
+    stepping: Stepping, shape: Shape, load: Load, known: dict[str, Any], batch: int, context: int
+) -> dict[str, float]:
+    """`known` are the limits, as far as they could be measured."""
+    bandwidth = known.get("copy", {}).get("bytes_per_s", float("nan"))
+    seconds, host_seconds = stepping.decode(batch, context, load.steps)
+    ideal = shape.decode_bytes(batch, context + load.steps // 2) / bandwidth
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": batch / seconds,
+        "of_roofline": ideal / seconds,
+        "host_us": 1e6 * host_seconds,
+    }
+
+
+def measure_model(
+    reporter: Reporter, stepping: Stepping, shape: Shape, load: Load, known: dict[str, Any]
+) -> None:
+    say = reporter.say
+    flops = known.get("matmul", {}).get("flops", float("nan"))
     say("start_s", lambda: dict(stepping.seconds))
     profile = stepping.profile
     say(
         "memory", lambda: {"num_blocks": stepping.num_blocks} | (asdict(profile) if profile else {})
     )
 
-    def decode(batch: int, context: int) -> dict[str, float]:
-        seconds = stepping.decode(batch, context, load.steps)
-        ideal = shape.decode_bytes(batch, context + load.steps // 2) / bandwidth
+    def sampled(batch: int, context: int) -> dict[str, float]:
+        greedy, _ = stepping.decode(batch, context, load.steps)
+        seconds, _ = stepping.decode(batch, context, load.steps, is_sampled=True)
+        return {"step_ms": 1e3 * seconds, "over_greedy": seconds / greedy}
+
+    def mixed(batch: int, num_prompt_tokens: int, context: int) -> dict[str, float]:
+        seconds = stepping.mixed(batch, context, num_prompt_tokens, load.steps)
+        decode, _ = stepping.decode(batch, context, load.steps)
+        prefill = stepping.prefill(num_prompt_tokens, 10)
         return {
             "step_ms": 1e3 * seconds,
-            "tokens_per_s": batch / seconds,
-            "of_roofline": ideal / seconds,
+            "of_parts": seconds / (decode + prefill),
+            "over_decode": seconds / decode,
         }
 
     def prefill() -> dict[str, float]:
@@ -115,13 +144,28 @@ def measure_model(
         }
 
     for batch, context in load.decodes:
-        say(f"decode {batch} x {context}", partial(decode, batch, context))
+        decode = partial(measure_decode, stepping, shape, load, known, batch, context)
+        say(f"decode {batch} x {context}", decode)
+    batch, context = load.decodes[1]
+    say(f"sampled {batch} x {context}", partial(sampled, batch, context))
+    decoding, prompt = load.mixed
+    say(f"mixed {decoding} + {prompt}", partial(mixed, decoding, prompt, context))
     say(f"prefill {load.prompt}", prefill)
     context = load.decodes[-1][1] // 2
     trace = partial(stepping.trace, load.idle_batch, context, load.steps)
     say(f"trace at {load.idle_batch}", trace)
     say("trace at 1", partial(stepping.trace, 1, load.decodes[0][1], load.steps))
     say("waits in two steps", partial(stepping.waits, load.idle_batch, context))
+
+
+def measure_again(
+    stepping: Stepping, shape: Shape, load: Load, known: dict[str, Any], first: dict[str, Any]
+) -> dict[str, float]:
+    """Repeat the first measurement; `first` has the figures of the model."""
+    batch, context = load.decodes[0]
+    found = measure_decode(stepping, shape, load, known, batch, context)
+    before = first.get(f"decode {batch} x {context}", {}).get("step_ms", float("nan"))
+    return found | {"drift": abs(found["step_ms"] / before - 1)}
 
 
 def seconds_to_serve(path: Path, device: Device, *options: str) -> dict[str, float]:
@@ -132,13 +176,38 @@ def seconds_to_serve(path: Path, device: Device, *options: str) -> dict[str, flo
         return {"s": time.perf_counter() - begin}
 
 
-def measure_serving(reporter: Reporter, shape: Shape, device: Device, directory: Path) -> None:
+LOADS = ((64, 1024, 128), (256, 1024, 128))
+"""Loads of a server: clients, prompt tokens and generated tokens."""
+
+TINY_LOADS = ((2, 8, 4),)
+
+
+def measure_load(url: str, clients: int, prompt: int, output: int) -> dict[str, Any]:
+    command = ["bench", "serve", "--url", url, "--json"]
+    command += ["--max-concurrency", str(clients), "--num-prompts", str(2 * clients)]
+    command += ["--random-input-len", str(prompt), "--random-output-len", str(output)]
+    command += ["--random-vocab-size", "250"]
+    said = subprocess.run([*COMMAND, *command], stdout=subprocess.PIPE, text=True, check=True)
+    (found,) = json.loads(said.stdout)
+    return {key: value for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def measure_serving(
+    reporter: Reporter,
+    shape: Shape,
+    device: Device,
+    directory: Path,
+    loads: tuple[tuple[int, int, int], ...],
+) -> None:
     path = shape.write(directory, 4096)
     # This start also compiles the kernels.
     without_weights = partial(seconds_to_serve, path, device, "--load-format", "dummy")
     reporter.say("first start, without weights", without_weights)
 
     def start() -> dict[str, float]:
+        needed = 2 * (shape.num_layers * shape.layer_weights + 2 * shape.head_weights)
+        if shutil.disk_usage(directory).free < 1.2 * needed:
+            raise Skipped(f"{directory} has no room for {needed / GIB:.0f} GiB of weights")
         begin = time.perf_counter()
         num_bytes = write_weights(shape, directory)
         # They have just been written, so they are in the page cache.
@@ -146,32 +215,69 @@ def measure_serving(reporter: Reporter, shape: Shape, device: Device, directory:
         return {**seconds_to_serve(path, device), **written}
 
     reporter.say("start", start)
+    options = [str(path), "--device", device.value, "--cpu-backend", "torch"]
+    with Server(*options, "--load-format", "dummy") as server:
+        for clients, prompt, output in loads:
+            load = partial(measure_load, server.url, clients, prompt, output)
+            reporter.say(f"{clients} clients, {prompt} + {output} tokens", load)
+
+
+PARTS = (
+    "limits",
+    "agreement",
+    "repeats",
+    "tests",
+    "sanitizer",
+    "model",
+    "again",
+    "served",
+    "profiles",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("limits", "agreement", "model", "served"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("shape", nargs="?")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--limits", type=json.loads, default={})
+    parser.add_argument("--seconds", type=float, default=600, help="limit of this part")
+    parser.add_argument("--known", type=json.loads, default={}, help="figures of earlier parts")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--eagerly", metavar="WAY", help="of agreement only this, without graphs")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="of agreement only these")
     add_done(parser)
     arguments = parser.parse_args()
-    reporter = Reporter(arguments.done, share_state=arguments.part in ("agreement", "model"))
+    part = arguments.part
+    reporter = Reporter(arguments.done, share_state=part in ("agreement", "model"))
     device = Device(arguments.device)
     load, shapes = (TINY, TINY_SHAPES) if arguments.tiny else (Load(), SHAPES)
+    known = arguments.known.get(LIMITS, {})
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "model")
-        if arguments.part == "limits":
+        if part == "limits":
             measure_limits(reporter, load, torch.device(arguments.device))
-        elif arguments.part == "agreement":
+        elif part == "agreement":
             measure_agreement(reporter, arguments, directory)
-        elif arguments.part == "model":
-            shape = shapes[arguments.shape]
-            measure_model(reporter, shape, load, device, directory, arguments.limits)
+        elif part == "repeats":
+            measure_repeats(reporter, arguments, directory)
+        elif part == "tests":
+            programs.run_tests(reporter, arguments.seconds, is_tiny=arguments.tiny)
+        elif part == "sanitizer":
+            programs.run_sanitizer(reporter, arguments.device)
+        elif part == "profiles":
+            programs.run_profiles(reporter)
+        elif part == "served":
+            loads = TINY_LOADS if arguments.tiny else LOADS
+            measure_serving(reporter, shapes[arguments.shape], device, directory, loads)
         else:
-            measure_serving(reporter, shapes[arguments.shape], device, directory)
+            shape = shapes[arguments.shape]
+            stepping = open_stepping(shape, load, device, directory)
+            if part == "model":
+                measure_model(reporter, stepping, shape, load, known)
+            else:
+                first = arguments.known.get(arguments.shape, {})
+                name = f"{arguments.shape}, first case"
+                again = partial(measure_again, stepping, shape, load, known, first)
+                reporter.say(name, again)
 
 
 if __name__ == "__main__":

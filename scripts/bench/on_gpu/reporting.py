@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 FAILED = "failed"
+SKIPPED = "skipped"
 _LONGEST_MESSAGE = 400
 
 
@@ -18,6 +19,10 @@ class Spoiled(SystemExit):
     def __init__(self, case: str) -> None:
         super().__init__(f"{case} failed: what is left has to be measured by another process")
         self.case = case
+
+
+class Skipped(Exception):
+    """The measurement is not possible on this machine."""
 
 
 class Reporter:
@@ -38,6 +43,8 @@ class Reporter:
         _print(case, {FAILED: "began, and did not end"})
         try:
             found = measure() or {}
+        except Skipped as reason:
+            found = {SKIPPED: str(reason)}
         except Exception as error:
             traceback.print_exc()
             found = {FAILED: _shortened(f"{type(error).__name__}: {error}")}

@@ -31,6 +31,7 @@ from engine.workers.execution.model_runner import ModelRunner
 from engine.workers.execution.runner import PendingOutput
 from engine.workers.loaders import DummyCheckpoint
 from on_gpu.limits import synchronize
+from on_gpu.reporting import Skipped
 from on_gpu.shapes import Shape
 from on_gpu.trace import Span, summary
 from torch.autograd import DeviceType
@@ -103,6 +104,7 @@ class Stepping:
         gc.collect()
         gc.freeze()
         self._step = 0
+        self._host_seconds = 0.0
         self._pending: deque[PendingOutput] = deque()
 
     def _part(self, name: str) -> None:
@@ -110,17 +112,47 @@ class Stepping:
         self.seconds[name] = now - self._began
         self._began = now
 
-    def decode(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of a step in which `batch` requests with `context` tokens each decode."""
-        self._begin_requests(batch, context, steps + 24)
+    def decode(
+        self, batch: int, context: int, steps: int, *, is_sampled: bool = False
+    ) -> tuple[float, float]:
+        """Seconds of a step in which `batch` requests with `context` tokens each decode, and those of the host."""
+        self._begin_requests(batch, context, steps + 24, is_sampled=is_sampled)
         for _ in range(20):
             self.step()
         self.drain()
+        self._host_seconds = 0.0
         begin = time.perf_counter()
         for _ in range(steps):
             self.step()
         self.drain()
-        return (time.perf_counter() - begin) / steps
+        return (time.perf_counter() - begin) / steps, self._host_seconds / steps
+
+    def mixed(self, batch: int, context: int, num_prompt_tokens: int, steps: int) -> float:
+        """Seconds of a step in which `batch` requests decode beside the prompt of another one."""
+        num_more = steps + 24
+        self._begin_requests(batch, context, num_more)
+        first_block = 1 + batch * -(-(context + 1 + num_more) // BLOCK_SIZE)
+        (prompt,) = self._requests(
+            1, num_prompt_tokens, 0, 1, first_slot=batch, first_block=first_block
+        )
+        fields: dict[str, Any] = {
+            "new_requests": [prompt],
+            "slots": int32_bytes(range(batch + 1)),
+            "chunks": int32_bytes([[batch, num_prompt_tokens]]),
+        }
+        self.step(**fields)
+        fields["removed_slots"] = int32_bytes([batch])
+        for _ in range(10):
+            self.step(**fields)
+        self.drain()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step(**fields)
+        self.drain()
+        seconds = (time.perf_counter() - begin) / steps
+        self.step(removed_slots=int32_bytes([batch]), slots=int32_bytes(range(batch)))
+        self.drain()
+        return seconds
 
     def prefill(self, num_tokens: int, repeats: int) -> float:
         """Seconds of one step that computes a whole prompt; the least of several."""
@@ -196,7 +228,10 @@ class Stepping:
 
     def _execute(self, **fields: Any) -> ModelRunnerOutput | PendingOutput:
         self._step += 1
-        return self.runner.execute(SchedulerOutput(self._step, **fields), lambda step: None)
+        begin = time.perf_counter()
+        result = self.runner.execute(SchedulerOutput(self._step, **fields), lambda step: None)
+        self._host_seconds += time.perf_counter() - begin
+        return result
 
     @torch.inference_mode()
     def _fill_kv_cache(self) -> None:
@@ -209,28 +244,46 @@ class Stepping:
                 part.copy_(random[: len(part)])
         synchronize(self.device)
 
-    def _begin_requests(self, batch: int, context: int, num_more: int) -> None:
+    def _begin_requests(
+        self, batch: int, context: int, num_more: int, *, is_sampled: bool = False
+    ) -> None:
         """Their keys and values are taken as computed, whatever lies in the cache."""
-        requests = self._requests(batch, context + 1, context, num_more)
+        requests = self._requests(batch, context + 1, context, num_more, is_sampled=is_sampled)
         self.step(new_requests=requests, slots=int32_bytes(range(batch)))
         self.drain()
 
     def _requests(
-        self, batch: int, length: int, num_computed: int, num_more: int
+        self,
+        batch: int,
+        length: int,
+        num_computed: int,
+        num_more: int,
+        *,
+        first_slot: int = 0,
+        first_block: int = 1,
+        is_sampled: bool = False,
     ) -> list[NewRequestData]:
         assert length + num_more <= self._max_model_len
         num_blocks = -(-(length + num_more) // BLOCK_SIZE)
-        assert batch * num_blocks < self.num_blocks, "the KV cache is too small"
+        if first_block + batch * num_blocks > self.num_blocks:
+            raise Skipped(
+                f"the KV cache has {self.num_blocks} blocks, too few for {batch} x {length}"
+            )
         tokens = np.random.default_rng(1).integers(2, self._shape.vocab_size, length)
+        firsts = range(first_block, first_block + batch * num_blocks, num_blocks)
         return [
             NewRequestData(
-                slot=slot,
-                request_id=(0, slot),
+                slot=first_slot + index,
+                request_id=(0, first_slot + index),
                 token_ids=int32_bytes(tokens),
                 num_prompt_tokens=length,
                 num_computed_tokens=num_computed,
-                block_ids=(int32_bytes(range(1 + slot * num_blocks, 1 + (slot + 1) * num_blocks)),),
-                sampling_params=SamplingParams(temperature=0, ignore_eos=True),
+                block_ids=(int32_bytes(range(first, first + num_blocks)),),
+                sampling_params=SamplingParams(
+                    temperature=0.8, top_p=0.95, seed=index, ignore_eos=True
+                )
+                if is_sampled
+                else SamplingParams(temperature=0, ignore_eos=True),
             )
-            for slot in range(batch)
+            for index, first in enumerate(firsts)
         ]
