@@ -182,11 +182,13 @@ LOADS = ((64, 1024, 128), (256, 1024, 128))
 TINY_LOADS = ((2, 8, 4),)
 
 
-def measure_load(url: str, clients: int, prompt: int, output: int) -> dict[str, Any]:
+def measure_load(
+    url: str, vocab_size: int, clients: int, prompt: int, output: int
+) -> dict[str, Any]:
     command = ["bench", "serve", "--url", url, "--json"]
     command += ["--max-concurrency", str(clients), "--num-prompts", str(2 * clients)]
     command += ["--random-input-len", str(prompt), "--random-output-len", str(output)]
-    command += ["--random-vocab-size", "250"]
+    command += ["--random-vocab-size", str(vocab_size)]
     said = subprocess.run([*COMMAND, *command], stdout=subprocess.PIPE, text=True, check=True)
     (found,) = json.loads(said.stdout)
     return {key: value for key, value in found.items() if isinstance(value, (int, float))}
@@ -218,7 +220,7 @@ def measure_serving(
     options = [str(path), "--device", device.value, "--cpu-backend", "torch"]
     with Server(*options, "--load-format", "dummy") as server:
         for clients, prompt, output in loads:
-            load = partial(measure_load, server.url, clients, prompt, output)
+            load = partial(measure_load, server.url, shape.vocab_size, clients, prompt, output)
             reporter.say(f"{clients} clients, {prompt} + {output} tokens", load)
 
 

@@ -107,4 +107,4 @@ SHAPES = {
     "Llama-3.1-8B": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
     "Qwen3-0.6B": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
 }
-TINY_SHAPES = {"tiny": Shape("qwen3", 512, 64, 128, 2, 4, 2, 16, True)}
+TINY_SHAPES = {"tiny": Shape("qwen3", 2048, 64, 128, 2, 4, 2, 16, True)}
