@@ -24,17 +24,15 @@ from ..protocol.heartbeat import BEAT_INTERVAL_S
 from ..protocol.messages import (
     AbortRequests,
     AddRequests,
-    CallResult,
     ClientHello,
     ClientMessage,
     CoreReady,
-    DumpEventLog,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     LossNoted,
+    ReplicaCall,
     ReplicaLost,
-    ResetPrefixCache,
     SchedulerStats,
 )
 from ..protocol.process import StopSignal
@@ -49,6 +47,7 @@ from ..protocol.worker_messages import (
     Shutdown,
     WorkerMemory,
 )
+from .client_calls import answer_call
 from .kv_cache.connector import KVConnector
 from .message_checks import (
     are_valid_drafts,
@@ -291,14 +290,8 @@ class EngineCore:
                 indices = int32_view(message.request_indices).tolist()
                 reason = FinishReason.MOVED if message.are_moved else FinishReason.ABORT
                 self._scheduler.finish_requests([(client_index, i) for i in indices], reason)
-            elif isinstance(message, ResetPrefixCache):
-                ok = self._scheduler.reset_prefix_cache(
-                    message.reset_running_requests, time.monotonic()
-                )
-                self._clients.send(identity, CallResult(message.call_id, ok))
-            elif isinstance(message, DumpEventLog):
-                ok, detail = self._dump_event_log("request")
-                self._clients.send(identity, CallResult(message.call_id, ok, detail))
+            elif isinstance(message, ReplicaCall):
+                self._clients.send(identity, answer_call(self._scheduler, self._config, message))
 
     def _finish_client(self, client_index: int) -> None:
         self._scheduler.finish_client(client_index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,6 +55,19 @@ _FINISH_WORDS = (
     "throttled",
     "moved",
 )
+
+
+MAX_BLOCK_CELLS: Final = 4096
+"""Maximum length of a description of the KV cache; of larger caches, it has every N-th block."""
+
+
+class BlockState(enum.StrEnum):
+    """The state of a block of the KV cache. Cached blocks are free, and have content that a prefix may find."""
+
+    EMPTY = "."
+    CACHED = "c"
+    USED = "u"
+    SHARED = "s"
 
 
 class EventKind(enum.IntEnum):
@@ -237,13 +250,24 @@ class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen
     call_id: int
 
 
+class DescribeBlocks(msgspec.Struct, tag="blocks", array_like=True, gc=False, frozen=True):
+    """Asks for the state of the KV cache.
+
+    The `detail` of the `CallResult` has a `BlockState` for every N-th block from block 1 on, where N is the smallest
+    number for which these are at most `MAX_BLOCK_CELLS`.
+    """
+
+    call_id: int
+
+
 class LossNoted(msgspec.Struct, tag="noted", array_like=True, gc=False, frozen=True):
     """Confirms a `ReplicaLost`."""
 
 
-ClientMessage: TypeAlias = (
-    ClientHello | AddRequests | AbortRequests | ResetPrefixCache | DumpEventLog | LossNoted
-)
+ReplicaCall: TypeAlias = ResetPrefixCache | DumpEventLog | DescribeBlocks
+"""Messages that are answered by `CallResult`."""
+
+ClientMessage: TypeAlias = ClientHello | AddRequests | AbortRequests | ReplicaCall | LossNoted
 
 
 # Core -> frontend

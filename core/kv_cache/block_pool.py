@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
+from ...protocol.messages import MAX_BLOCK_CELLS, BlockState
 from .block_lifetimes import BlockLifetimes
 from .event_log import KVEventLog
 
@@ -90,6 +91,17 @@ class BlockPool:
     def usage(self) -> float:
         """Fraction of the blocks that are held, from 0 to 1."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
+
+    def describe_blocks(self, max_cells: int = MAX_BLOCK_CELLS) -> str:
+        """Return the `BlockState` of every N-th block, for the smallest N that gives at most `max_cells`."""
+        step = -(-(self.num_blocks - 1) // max_cells)
+        cells = []
+        for count, digest in zip(self.ref_counts[1::step], self._hash_of[1::step], strict=True):
+            if count:
+                cells.append(BlockState.USED if count == 1 else BlockState.SHARED)
+            else:
+                cells.append(BlockState.EMPTY if digest is None else BlockState.CACHED)
+        return "".join(cells)
 
     def allocate_blocks(self, count: int) -> list[int]:
         """Allocate `count` free blocks, evicting cached ones only when no others are free.

@@ -328,6 +328,10 @@ class RecordedScheduler(SchedulerInterface):
         """Return the fraction of KV-cache blocks in use, from 0 to 1."""
         return self.scheduler.get_kv_cache_usage()
 
+    def describe_blocks(self) -> str:
+        """Return a `BlockState` for each of at most `MAX_BLOCK_CELLS` KV-cache blocks."""
+        return self.scheduler.kv_cache_manager.pool.describe_blocks()
+
     def find_crash_suspects(self) -> CrashSuspects:
         """Return the requests that may have caused a crash."""
         return self.scheduler.find_crash_suspects()

@@ -62,6 +62,10 @@ class SchedulerInterface(ABC):
     def get_kv_cache_usage(self) -> float:
         """Return the fraction of KV-cache blocks in use, from 0 to 1."""
 
+    def describe_blocks(self) -> str:
+        """Return a `BlockState` for each of at most `MAX_BLOCK_CELLS` KV-cache blocks; empty if unknown."""
+        return ""
+
     @abstractmethod
     def find_crash_suspects(self) -> CrashSuspects:
         """Return the requests in the steps in flight.

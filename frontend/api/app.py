@@ -162,6 +162,7 @@ def make_routes(serving: Serving) -> list[Route]:
         Route("/replicas/{index}/{action}", replicas.command, methods=["POST"]),
         Route("/reset_prefix_cache", management.reset_prefix_cache, methods=["POST"]),
         Route("/debug/dump", management.dump_event_logs, methods=["POST"]),
+        Route("/debug/kv-cache", replicas.kv_caches),
         Route("/debug/requests", timelines.list),
         Route("/debug/requests/{id:path}", timelines.explain),
     ]

@@ -86,6 +86,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Remove a LoRA adapter. Only servers with --allow-runtime-lora-updating have this route.",
     ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
+    "/debug/kv-cache": (OPERATORS, "Return the states of the KV-cache blocks of each replica."),
     "/debug/requests": (OPERATORS, "List the requests that run, and those that ended last."),
     "/debug/requests/{id}": (OPERATORS, "Explain what happened to a request; needs --dump-dir."),
     "/": (CLIENTS, "Show the web page to browsers; say to others that this is a server."),

@@ -41,6 +41,7 @@ from .replicas.core_connection import CoreConnection, CoreEvents
 from .replicas.core_load import Overloaded
 from .replicas.drain_moves import DrainMoves
 from .replicas.remote_prefill import RemotePrefill
+from .replicas.replica_calls import ReplicaCalls
 from .replicas.routing import ReplicaUnavailable, Router
 from .request_group import RequestGroup, Sequence
 from .request_indices import RequestIndices
@@ -128,6 +129,7 @@ class EngineClient:
         self.cores: list[CoreConnection] = []
         self._router = Router(self.cores, self.metrics, config.scheduler.max_num_seqs)
         self._drains = DrainMoves(config, client_index, self.cores)
+        self.calls = ReplicaCalls(self._live_cores)
         self._isolation_queue: list[IsolationQueue] = []
         self._poison_cache = PoisonCache()
         self.watch: EngineWatch | None = None
@@ -284,30 +286,9 @@ class EngineClient:
         """Finish a sequence that no core has received, as its core once reported."""
         self._output.finish_as_reported(sequence, done)
 
-    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Clear all prefix caches. Return False if running requests prevent it.
-
-        Raises:
-            EngineError: A replica is not up; the other replicas have cleared their caches.
-        """
+    def _live_cores(self) -> list[CoreConnection]:
         self._check_alive()
-        answers = await asyncio.gather(
-            *(core.reset_prefix_cache(reset_running) for core in self.cores)
-        )
-        return all(answer.ok for answer in answers)
-
-    async def dump_event_logs(self) -> list[str]:
-        """Make every core write its last events to a file. Return the paths.
-
-        Raises:
-            EngineError: A core is not up or could not write.
-        """
-        self._check_alive()
-        answers = await asyncio.gather(*(core.dump_event_log() for core in self.cores))
-        for answer in answers:
-            if not answer.ok:
-                raise EngineError(answer.detail)
-        return [answer.detail for answer in answers]
+        return self.cores
 
     def _check_alive(self) -> None:
         if self.dead_reason is not None:

@@ -39,6 +39,7 @@ OPERATOR_PATHS: Final = frozenset(
     {
         "/reset_prefix_cache",
         "/debug/dump",
+        "/debug/kv-cache",
         "/debug/requests",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",

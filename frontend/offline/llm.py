@@ -420,7 +420,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache. Return False if it was in use by running requests."""
-        return self._engine.run(self._engine.client.reset_prefix_cache())
+        return self._engine.run(self._engine.client.calls.reset_prefix_cache())
 
     def close(self) -> None:
         """Stop the processes. Later calls do nothing."""

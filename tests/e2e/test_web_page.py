@@ -133,7 +133,12 @@ def test_the_engine_view_shows_numbers_and_says_why(browser: Browser, server: Se
         figures = page.locator(".figures")
         expect(figures).to_contain_text(re.compile(r"Tokens a second\s*\d"))
         expect(figures).to_contain_text(re.compile(r"Prefix hits\s*\d"))
-        expect(page.get_by_role("region", name="KV cache")).to_contain_text(re.compile(r"of \d"))
+        kv_cache = page.get_by_role("region", name="KV cache")
+        expect(kv_cache).to_contain_text(re.compile(r"of \d"))
+        described = kv_cache.get_by_role(
+            "img", name=re.compile(r"Map of \d+ blocks: .* [1-9]\d* cached")
+        )
+        expect(described).to_be_visible()
         processes = page.get_by_role("region", name="Processes")
         for process in ("frontend 0", "core 0", "worker 0"):
             expect(processes.get_by_role("row", name=process)).to_contain_text("ready")

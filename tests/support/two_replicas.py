@@ -77,7 +77,7 @@ class TwoReplicas:
         """Send a report of a core, and wait until the client has received it."""
         self.cores[replica].hub.send(b"client0", update)
         # The reply to a command comes after it.
-        await self.run(self.client.reset_prefix_cache())
+        await self.run(self.client.calls.reset_prefix_cache())
 
     async def arrived(self, *counts: int) -> None:
         """Wait until the cores have so many requests."""

@@ -120,7 +120,7 @@ class Management:
         self._serving.verify_serving()
         reset_running = request.query_params.get("reset_running_requests", "false") == "true"
         try:
-            is_reset = await self._serving.engine.reset_prefix_cache(reset_running)
+            is_reset = await self._serving.engine.calls.reset_prefix_cache(reset_running)
         except EngineError as error:
             message = f"Some prefix caches were not reset: {redact(str(error))}"
             raise unavailable(message, self._serving.retry_after_s) from error
@@ -147,7 +147,7 @@ class Management:
             )
         self._serving.verify_serving()
         try:
-            files = await self._serving.engine.dump_event_logs()
+            files = await self._serving.engine.calls.dump_event_logs()
         except EngineError as error:
             raise APIError(500, f"The event log could not be written: {error}") from error
         return json_response({"files": files})

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Final
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....protocol.config import ReplicaRole
+from ....protocol.errors import EngineError
 from ....protocol.supervisor_messages import NEW_ROLES, ReplicaAction, ReplicaInfo, ReplicaState
 from ...client.engine_watch import EngineWatch
-from ...http.errors import APIError, bad_request, echo, json_response, unavailable
+from ...http.errors import APIError, bad_request, echo, json_response, redact, unavailable
 from ..serving import Serving
+
+CALL_S: Final = 5.0
+"""Seconds until a call to the cores is given up, because one of them may be busy or hang."""
 
 
 class Replicas:
@@ -22,6 +29,17 @@ class Replicas:
     async def list(self, request: Request) -> Response:
         """Return the state, restarts and load of every replica."""
         return json_response({"replicas": msgspec.to_builtins(self._watch().status.replicas)})
+
+    async def kv_caches(self, request: Request) -> Response:
+        """Return a letter of `BlockState` for each KV-cache block of each replica; of large caches, for every N-th."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                states = await self._serving.engine.calls.describe_blocks()
+        except (EngineError, TimeoutError) as error:
+            message = f"The KV caches were not described: {redact(str(error)) or 'a core is busy'}"
+            raise unavailable(message, self._serving.retry_after_s) from error
+        described = [{"replica": index, "states": each} for index, each in enumerate(states)]
+        return json_response({"replicas": described})
 
     async def command(self, request: Request) -> Response:
         """Execute an action; answer once the supervisor reports that it has begun."""

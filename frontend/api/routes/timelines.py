@@ -67,7 +67,7 @@ class Timelines:
         # One dump at a time, because a core schedules nothing while it writes.
         async with self._turn:
             try:
-                files = await serving.engine.dump_event_logs()
+                files = await serving.engine.calls.dump_event_logs()
             except EngineError as error:
                 raise APIError(500, f"The event log could not be written: {error}") from error
             found = []

@@ -26,13 +26,12 @@ from ....protocol.messages import (
     ClientHello,
     CoreMessage,
     CoreReady,
-    DumpEventLog,
     EngineCoreOutputs,
     EngineCoreRequest,
     LossNoted,
+    ReplicaCall,
     ReplicaLoadUpdate,
     ReplicaLost,
-    ResetPrefixCache,
 )
 from ....protocol.supervisor_messages import ReplicaInfo, ReplicaState
 from ....protocol.transport import FrameTooLarge, Peer, encode
@@ -191,30 +190,17 @@ class CoreConnection:
         self._moved.append(request_index)
         self._schedule_flush()
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> asyncio.Future[CallResult]:
-        """Send the call immediately and return a future with the result.
+    def call(self, make_call: Callable[[int], ReplicaCall]) -> asyncio.Future[CallResult]:
+        """Send the call that `make_call` returns for a call id, and return a future with the result.
 
         The future raises EngineError if the core is not ready or exits first.
         """
-        call_id, result = self._new_call()
-        self._peer.send(ResetPrefixCache(call_id, reset_running_requests))
-        return result
-
-    def dump_event_log(self) -> asyncio.Future[CallResult]:
-        """Send the call immediately and return a future with the result, which has the path of the file.
-
-        The future raises EngineError if the core is not ready or exits first.
-        """
-        call_id, result = self._new_call()
-        self._peer.send(DumpEventLog(call_id))
-        return result
-
-    def _new_call(self) -> tuple[int, asyncio.Future[CallResult]]:
         self._num_calls += 1
         result = self._calls[self._num_calls] = self._loop.create_future()
         if not self.ready:
             self.fail_calls(self._unavailable_error())
-        return self._num_calls, result
+        self._peer.send(make_call(self._num_calls))
+        return result
 
     def _unavailable_error(self) -> EngineError:
         return EngineError(

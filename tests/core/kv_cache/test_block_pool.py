@@ -31,6 +31,17 @@ def test_3_1_blocks_never_cached_are_taken_before_cached_ones(pool):
     assert pool.find_cached_blocks(digests("a", "b")) == held
 
 
+def test_blocks_are_described_by_their_use_and_large_caches_by_every_nth_block(pool):
+    shared, used, cached = pool.allocate_blocks(3)
+    pool.cache_blocks([shared, used, cached], digests("a", "b", "c"))
+    pool.hold_blocks([shared], 0)
+    pool.release_blocks([cached])
+    described = pool.describe_blocks()
+    assert [described[block - 1] for block in (shared, used, cached)] == ["s", "u", "c"]
+    assert sorted(described) == [".", ".", "c", "s", "u"]
+    assert pool.describe_blocks(max_cells=4) == described[::2]
+
+
 def test_3_1_the_least_recently_freed_block_is_evicted_first_and_tails_before_heads(pool):
     held = pool.allocate_blocks(5)
     pool.cache_blocks(held, digests("a", "b", "c", "d", "e"))

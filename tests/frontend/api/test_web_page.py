@@ -87,7 +87,8 @@ def test_operators_see_the_latest_requests_without_their_content(keyed: Frontend
     body = {"prompt": "one two three four", "max_tokens": 3}
     headers = {**bearer("first"), "x-request-id": "asked-by-first"}
     assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-    assert keyed.http.get("/debug/requests", headers=bearer("first")).status_code == 403
+    for path in ("/debug/requests", "/debug/kv-cache"):
+        assert keyed.http.get(path, headers=bearer("first")).status_code == 403
     listed = keyed.http.get("/debug/requests", headers=bearer("operator"))
     assert listed.status_code == 200 and "one two" not in listed.text
     answer = listed.json()

@@ -42,7 +42,7 @@ async def test_a_failed_engine_fails_current_and_new_requests(tmp_path: Path) ->
         await read_step(core, streamed)
         waiting = asyncio.ensure_future(read_next(streamed))
         unread = await client.submit([request(100), request(100)], request_id="b")
-        resetting = asyncio.ensure_future(client.reset_prefix_cache())
+        resetting = asyncio.ensure_future(client.calls.reset_prefix_cache())
         await asyncio.sleep(0)
         client.fail("core 0 died: out of memory")
         [(_, delta)] = await waiting

@@ -333,7 +333,7 @@ async def test_prefix_cache_reset_returns_whether_it_succeeded(tmp_path: Path) -
         group = await client.submit([request(1000 // 5)], request_id="r")
         await until(lambda: bool(core.requests), core.receive)
         for reset_running, expected in ((False, False), (True, True)):
-            reset = asyncio.ensure_future(client.reset_prefix_cache(reset_running))
+            reset = asyncio.ensure_future(client.calls.reset_prefix_cache(reset_running))
             await until(reset.done, core.receive)
             assert reset.result() is expected
         group.abort()
@@ -346,23 +346,23 @@ async def test_commands_to_an_exited_core_do_not_wait(tmp_path: Path) -> None:
     async with connected(config) as (client, _core):
         with zmq.Context() as context:
             publisher = StatusPublisher(context, config)
-            asked = asyncio.ensure_future(client.reset_prefix_cache())
+            asked = asyncio.ensure_future(client.calls.reset_prefix_cache())
             await until(asked.done, lambda: publisher.publish(gone))
             publisher.close()
         with pytest.raises(EngineError, match="replica 0 is not up"):
             asked.result()
         with pytest.raises(EngineError, match="replica 0 is not up"):
-            await client.dump_event_logs()
+            await client.calls.dump_event_logs()
 
 
 @on_event_loop
 async def test_a_dump_returns_its_path_or_the_failure(tmp_path: Path) -> None:
     async with connected(engine_config(tmp_path)) as (client, core):
-        dump = asyncio.ensure_future(client.dump_event_logs())
+        dump = asyncio.ensure_future(client.calls.dump_event_logs())
         await until(dump.done, core.receive)
         assert dump.result() == ["/dumps/core0"]
         core.dump_answer = (False, "the disk is full")
-        dump = asyncio.ensure_future(client.dump_event_logs())
+        dump = asyncio.ensure_future(client.calls.dump_event_logs())
         await until(dump.done, core.receive)
         with pytest.raises(EngineError, match="the disk is full"):
             dump.result()

@@ -1,35 +1,73 @@
+import { useEffect, useRef } from "preact/hooks";
 import { percent } from "../shared/format";
 import type { KvCache } from "./watch";
 
-const CELLS = 120;
+/** The letters of the server's block states, with the custom property of their color. */
+const STATES = [
+  { letter: "s", label: "shared by several requests", color: "--series-1" },
+  { letter: "u", label: "in use", color: "--decode" },
+  { letter: "c", label: "cached", color: "--prefill" },
+  { letter: ".", label: "empty", color: "--line" },
+];
+const GAP = 1;
 
-/** How full the KV cache of each replica is. The server reports the share of blocks in use, not which ones. */
+/** The blocks of each replica's KV cache. Only operators may see which are used; others see how many. */
 export function KvCaches({ caches }: { caches: KvCache[] }) {
   return (
     <section aria-label="KV cache">
-      <h2>KV cache</h2>
-      {caches.map(({ replica, usage, blocks, blockSize }) => {
-        const cells = Math.min(CELLS, Math.max(blocks, 1));
-        const used = Math.round(usage * blocks);
-        const filled = usage > 0 ? Math.max(1, Math.round(usage * cells)) : 0;
-        return (
-          <div key={replica} class="kv">
-            <p>
-              Replica {replica}: {used.toLocaleString("en")} of {blocks.toLocaleString("en")} blocks in use (
-              {percent(usage)}), of {blockSize} tokens each
-            </p>
-            <div class="cells" role="img" aria-label={`${percent(usage)} of the KV cache is in use`}>
-              {Array.from({ length: cells }, (_, index) => (
-                <i key={index} class={index < filled ? "used" : undefined} />
-              ))}
-            </div>
-          </div>
-        );
-      })}
-      <p class="muted">
-        A cell stands for an equal share of the blocks; the filled ones show how many are in use, not where. Cached
-        prefixes that no request uses count as free.
-      </p>
+      <div class="heading">
+        <h2>KV cache</h2>
+        <ul class="phases">
+          {STATES.map(({ letter, label, color }) => (
+            <li key={letter} style={{ "--phase": `var(${color})` }}>
+              {label}
+            </li>
+          ))}
+        </ul>
+      </div>
+      {caches.map(({ replica, usage, blocks, blockSize, states }) => (
+        <div key={replica} class="kv">
+          <p>
+            Replica {replica}: {Math.round(usage * blocks).toLocaleString("en")} of {blocks.toLocaleString("en")} blocks
+            in use ({percent(usage)}), of {blockSize} tokens each
+          </p>
+          {states && <BlockMap states={states} step={Math.ceil((blocks - 1) / states.length)} />}
+        </div>
+      ))}
+      <p class="muted">Cached blocks belong to no request. A prompt that begins with their text takes them over; otherwise they make room.</p>
     </section>
   );
+}
+
+function BlockMap({ states, step }: { states: string; step: number }) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  useEffect(() => draw(canvas.current!, states), [states]);
+  const counts = STATES.map(({ letter, label }) => `${states.split(letter).length - 1} ${label}`).join(", ");
+  return (
+    <>
+      <canvas ref={canvas} class="blocks" role="img" aria-label={`Map of ${states.length} blocks: ${counts}`} />
+      {step > 1 && <p class="muted">Each cell is one of {step} blocks.</p>}
+    </>
+  );
+}
+
+function draw(canvas: HTMLCanvasElement, states: string) {
+  const size = states.length > 1024 ? 7 : 11;
+  const width = canvas.clientWidth;
+  const columns = Math.max(1, Math.floor((width + GAP) / size));
+  const height = Math.ceil(states.length / columns) * size;
+  const scale = window.devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const context = canvas.getContext("2d")!;
+  context.scale(scale, scale);
+  const style = getComputedStyle(canvas);
+  for (const { letter, color } of STATES) {
+    context.fillStyle = style.getPropertyValue(color).trim();
+    for (let index = states.indexOf(letter); index >= 0; index = states.indexOf(letter, index + 1)) {
+      const row = Math.floor(index / columns);
+      context.fillRect((index % columns) * size, row * size, size - GAP, size - GAP);
+    }
+  }
 }

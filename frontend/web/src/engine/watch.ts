@@ -63,6 +63,8 @@ export interface KvCache {
   usage: number;
   blocks: number;
   blockSize: number;
+  /** A letter for every block, or every N-th of a large cache; empty if the server does not tell. */
+  states: string;
 }
 
 /** One point in time. Rates are per second, shares since the server's start; null for what was not observed. */
@@ -121,16 +123,17 @@ export function watchEngine(): () => void {
 
 export async function refresh(): Promise<void> {
   const patch: Partial<Engine> = { problem: "" };
-  const [metrics, status, replicas, recent] = await Promise.allSettled([
+  const [metrics, status, replicas, recent, blocks] = await Promise.allSettled([
     request("metrics", { headers: { Accept: "text/plain" } }).then((response) => response.text()),
     getJson<{ processes: Process[]; trouble: string }>("engine/status"),
     getJson<{ replicas: Replica[] }>("replicas"),
-    readRecent(),
+    forOperators(() => getJson<RecentRequests>("debug/requests")),
+    forOperators(() => getJson<{ replicas: { states: string }[] }>("debug/kv-cache")),
   ]);
   if (metrics.status === "fulfilled") {
     const scrape = new Scrape(metrics.value, Date.now() / 1000);
     patch.points = addPoint(engine.get().points, scrape);
-    patch.caches = caches(scrape);
+    patch.caches = caches(scrape, blocks.status === "fulfilled" ? blocks.value.replicas : []);
   } else patch.problem = describeError(metrics.reason);
   if (status.status === "fulfilled") Object.assign(patch, { processes: status.value.processes, trouble: status.value.trouble });
   else if (!patch.problem) patch.problem = describeError(status.reason);
@@ -142,13 +145,13 @@ export async function refresh(): Promise<void> {
 
 let refusal: { key: string; error: ApiError } | null = null;
 
-/** Read the recent requests; once for a key that may not, because they are for operators. */
-async function readRecent(): Promise<RecentRequests> {
+/** Call what is for operators; not again with a key that may not. */
+async function forOperators<T>(call: () => Promise<T>): Promise<T> {
   const key = apiKey.get();
   if (refusal?.key === key) throw refusal.error;
   refusal = null;
   try {
-    return await getJson<RecentRequests>("debug/requests");
+    return await call();
   } catch (error) {
     if (error instanceof ApiError && error.status === 403) refusal = { key, error };
     throw error;
@@ -185,7 +188,7 @@ function addPoint(points: Point[], scrape: Scrape): Point[] {
   return [...points, point].slice(-MAX_POINTS);
 }
 
-function caches(scrape: Scrape): KvCache[] {
+function caches(scrape: Scrape, described: { states: string }[]): KvCache[] {
   const configs = new Map(scrape.all("cache_config_info").map(({ labels }) => [labels.engine, labels]));
   return scrape.all("kv_cache_usage_perc").map(({ labels, value }) => {
     const config = configs.get(labels.engine);
@@ -194,6 +197,7 @@ function caches(scrape: Scrape): KvCache[] {
       usage: value,
       blocks: Number(config?.num_gpu_blocks ?? 0),
       blockSize: Number(config?.block_size ?? 0),
+      states: described[Number(labels.engine)]?.states ?? "",
     };
   });
 }

@@ -1,0 +1,51 @@
+"""Calls to the cores of all replicas that concern no single request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from ....protocol.errors import EngineError
+from ....protocol.messages import (
+    CallResult,
+    DescribeBlocks,
+    DumpEventLog,
+    ReplicaCall,
+    ResetPrefixCache,
+)
+from .core_connection import CoreConnection
+
+
+class ReplicaCalls:
+    """Calls the cores of all replicas.
+
+    Every method raises EngineError if a core is not up; the other cores have carried out the call.
+    """
+
+    def __init__(self, find_cores: Callable[[], Sequence[CoreConnection]]) -> None:
+        """Use `find_cores` to return the connections; it may raise EngineError."""
+        self._find_cores = find_cores
+
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Clear all prefix caches. Return False if running requests prevent it."""
+        answers = await self._call(lambda call_id: ResetPrefixCache(call_id, reset_running))
+        return all(answer.ok for answer in answers)
+
+    async def dump_event_logs(self) -> list[str]:
+        """Make every core write its last events to a file. Return the paths.
+
+        Raises:
+            EngineError: A core could not write.
+        """
+        answers = await self._call(DumpEventLog)
+        for answer in answers:
+            if not answer.ok:
+                raise EngineError(answer.detail)
+        return [answer.detail for answer in answers]
+
+    async def describe_blocks(self) -> list[str]:
+        """Return the states of the KV-cache blocks of each replica, as `DescribeBlocks` specifies them."""
+        return [answer.detail for answer in await self._call(DescribeBlocks)]
+
+    async def _call(self, make_call: Callable[[int], ReplicaCall]) -> list[CallResult]:
+        return await asyncio.gather(*(core.call(make_call) for core in self._find_cores()))
