@@ -4,7 +4,7 @@ import type { KvCache } from "./watch";
 
 /** The letters of the server's block states, with the custom property of their color. */
 const STATES = [
-  { letter: "s", label: "shared by several requests", color: "--series-1" },
+  { letter: "s", label: "shared by several requests", color: "--series-3" },
   { letter: "u", label: "in use", color: "--decode" },
   { letter: "c", label: "cached", color: "--prefill" },
   { letter: ".", label: "empty", color: "--line" },
