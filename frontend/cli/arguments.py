@@ -1,4 +1,7 @@
-"""The settings of `engine serve`. A flag overrides an environment variable, which overrides a configuration file."""
+"""Parse the settings of `engine serve`.
+
+A flag overrides an environment variable, which overrides a configuration file.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,16 @@ OTHER_VARIABLES: Final = {
     "ENGINE_REQUIRE_NATIVE",
     "ENGINE_URL",
 }
-"""Variables that are not options: of the caches, the build, the tests, the documentation and the examples."""
+"""Variables with the prefix of Engine's options that configure something else, such as caches, the build or tests."""
 
 _SERVICE_LINK: Final = re.compile(
     r".*_SERVICE_HOST=.*|.*_SERVICE_PORT(_\w+)?=\d+|.*_PORT(_\d+_\w+)?=(tcp|udp|sctp)://.*"
     r"|.*_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*"
 )
-"""Variables that Kubernetes sets in every pod for a Service, whose name may be `engine`."""
+"""Variables that Kubernetes sets in every pod for each Service.
+
+They look like options if a Service is named `engine`.
+"""
 
 _NEED_TOKENIZER: Final = (
     "model.tokenizer",
@@ -37,7 +43,7 @@ _NEED_TOKENIZER: Final = (
     "frontend.tool_call_parser",
     "frontend.enable_tokenizer_info",
 )
-"""The options that mean nothing to a server without a tokenizer."""
+"""The options that have no effect without a tokenizer."""
 
 
 def parse_settings(
@@ -46,9 +52,15 @@ def parse_settings(
     *,
     earlier: Iterable[Sequence[str]] = (),
 ) -> Settings:
-    """Return the settings of `engine serve ARGV`. `earlier` are lists of arguments, each overridden by those after it.
+    """Return the settings of `engine serve ARGV`.
 
     Invalid settings print one line and exit with code 2.
+
+    Args:
+        argv: The arguments of the command line.
+        environ: The environment variables.
+        earlier: Arguments of earlier command lines (see `engine upgrade`). Each list overrides the lists before it, and
+            `argv` overrides all of them.
     """
     parser = make_parser()
     try:
@@ -64,18 +76,18 @@ def parse_settings(
 
 
 def settings_of(keywords: Mapping[str, object]) -> Settings:
-    """Return the settings of options that are given as keywords. Raises ConfigError if they are invalid."""
+    """Return the settings for options that are given as keyword arguments. Raises ConfigError if they are invalid."""
     return _checked(_from_mapping(keywords))
 
 
 def read_variables(key: str, environ: Mapping[str, str]) -> Any:
-    """Return what the environment sets the field `key` to; None if it does not."""
+    """Return the value that environment variables give to the field `key`; None if they give none."""
     options = [option for option in OPTIONS if option.key == key]
     return _from_environment(environ, options).get(key)
 
 
 def unread_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of Engine and vLLM that are set but have no effect, with the closest known one."""
+    """Return the variables with Engine's or vLLM's prefix that have no effect, with the most similar known name."""
     known = {name for option in OPTIONS for name in option.variables}
     unread = []
     for name, value in sorted(environ.items()):
@@ -116,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Store(argparse.Action):
-    """Stores the value of an option under its key."""
+    """Stores the value of an option in the namespace, under the option's key."""
 
     def __call__(
         self,
@@ -163,7 +175,7 @@ def _from_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
 
 
 def _normalized(argv: Sequence[str]) -> Iterator[str]:
-    """Yield `argv` with underscores in flags replaced by dashes, without the flags of other servers."""
+    """Yield `argv` with underscores in flags replaced by dashes, and without the accepted flags of other servers."""
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -210,7 +222,7 @@ def _from_file(path: str) -> dict[str, Any]:
 
 
 def _from_mapping(mapping: Mapping[str, object], where: str = "") -> dict[str, Any]:
-    """Return the values of a mapping of options, without leading dashes, to values."""
+    """Return the values of a mapping from option names, without leading dashes, to values."""
     given: dict[str, Any] = {}
     for key, value in mapping.items():
         flag = "--" + str(key).replace("_", "-")
@@ -244,29 +256,37 @@ def _closest(name: str, names: Iterable[str], hint: str) -> str:
 
 
 def _checked(given: dict[str, Any]) -> Settings:
-    """Return the settings by section. Raises ConfigError if they contradict each other."""
+    """Return the settings by section. Raises ConfigError if settings contradict each other."""
     if (
         given.get("launch.enable_auto_tool_choice")
         and given.get("frontend.tool_call_parser") == "none"
     ):
-        raise ConfigError("--enable-auto-tool-choice needs another --tool-call-parser than none")
+        raise ConfigError(
+            "--enable-auto-tool-choice needs a tool-call parser, but --tool-call-parser is "
+            "none; remove one of the two flags"
+        )
     keys = given.get("frontend.api_keys", ())
     admin_key = given.get("frontend.admin_api_key")
     if "" in (*keys, admin_key):
         raise ConfigError(
-            "API keys must not be empty: an empty key would match requests without one"
+            "API keys must not be empty, because an empty key would match requests "
+            "without a key; remove the empty one"
         )
     if admin_key in keys:
         raise ConfigError(
-            "--admin-api-key must differ from every --api-key, because clients have those"
+            "--admin-api-key must differ from every --api-key, because clients know the "
+            "API keys; choose another key"
         )
     if ("frontend.ssl_keyfile" in given) != ("frontend.ssl_certfile" in given):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+        raise ConfigError(
+            "--ssl-keyfile and --ssl-certfile must be given together; add the missing one"
+        )
     if given.get("model.skip_tokenizer_init"):
         for key in _NEED_TOKENIZER:
             if given.get(key) not in (None, "auto", "none", False):
                 raise ConfigError(
-                    f"{flag_of(key)} needs the tokenizer that --skip-tokenizer-init leaves out"
+                    f"{flag_of(key)} needs a tokenizer, which --skip-tokenizer-init "
+                    "disables; remove one of the two flags"
                 )
     settings: Settings = {section: {} for section in SECTIONS}
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""The commands of `engine`, in the order of its help, with the modules that run them."""
+"""The table of the `engine` commands, in the order of `engine --help`, with the module that runs each one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Final, NamedTuple
 
 
 class Command(NamedTuple):
-    """A command and where its code is.
+    """A command of `engine`, and the module that runs it.
 
     Attributes:
-        usage: Its arguments, in short.
+        usage: The arguments as `engine --help` shows them.
         summary: What it does, in a few words.
-        module: The module with the functions `function` and `make_parser`. A relative name is one of this package.
+        module: The module with the functions `function` and `make_parser`. A name with a leading dot is relative to
+            this package.
         function: The function that runs the command with its arguments and returns the exit code.
-        is_program: Whether the module replaces this process, because it needs none of its modules or may not be
-            imported by the frontend.
+        is_program: Whether the module runs as a program that replaces this process. That is so for modules of the core,
+            which the frontend must not import.
         takes_serve_flags: Whether the flags of `engine serve` apply as well.
     """
 
@@ -41,7 +42,7 @@ COMMANDS: Final = {
     ),
     "complete": Command(
         "[PROMPT] [--url URL] [flags]",
-        "continue a text, of standard input too",
+        "continue a text from the command line or standard input",
         ".talk.complete",
         takes_serve_flags=True,
     ),
@@ -67,14 +68,14 @@ COMMANDS: Final = {
     ),
     "transcribe": Command(
         "FILE --model MODEL",
-        "write down what is said in audio files, without a server",
+        "transcribe audio files, without a server",
         "engine.frontend.offline.transcribe",
         is_program=True,
         takes_serve_flags=True,
     ),
     "run-batch": Command(
         "-i FILE -o FILE [--url URL] [flags]",
-        "answer a file of requests, with or without a server",
+        "process a batch file of requests, with or without a server",
         "engine.frontend.offline.run_batch",
         is_program=True,
         takes_serve_flags=True,
@@ -129,7 +130,7 @@ _USAGE_WIDTH: Final = 26
 
 
 def describe_commands() -> str:
-    """Return a line or two for each command, for `engine --help`."""
+    """Return the lines of `engine --help` that describe the commands, one or two for each."""
     lines = ["commands:"]
     for name, command in COMMANDS.items():
         usage = f"  {name} {command.usage}".rstrip()

@@ -1,4 +1,4 @@
-"""Build the configuration that every process reads from the settings and the resolved model."""
+"""Build the `EngineConfig` that every process reads from the settings of the command line and the resolved model."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from .options import cpu_defaults
 DEVICE_FILES = Path("/dev")
 MAX_PORT = 65535
 _SOURCES_AT_ONCE = 4
-"""Sounds or texts that a GPU encodes in one step, by default."""
+"""Default number of sounds or texts that a GPU encodes in one step."""
 _KEPT_SOURCES = 16
-"""The sounds or texts whose outputs stay at least, by default: a window of a sound is read by several requests."""
+"""Default minimum number of cached encoder outputs of sounds or texts. Several requests read one window of a sound."""
 _KEPT_EMBEDDINGS = 4096
-"""The embeddings of images or sounds that the workers keep at least, by default."""
+"""Default minimum number of cached embeddings of images or sounds."""
 _LOADED_LORAS = 8
-"""The LoRA adapters that stay loaded at least, by default."""
+"""Default minimum number of LoRA adapters that stay loaded."""
 _BYTES = {"float32": 4, "int8": 1, "fp8": 1, "fp8_e4m3": 1}
-"""Bytes of a number of the dtypes that do not have 2."""
+"""Dtype -> bytes per number, for the dtypes whose numbers do not have 2 bytes."""
 
 
 def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -> EngineConfig:
@@ -72,8 +72,9 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
     )
     if model.config.is_encoder and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: {model.config.served_names[0]} is an encoder, "
-            "which is not divided into stages; remove it"
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: "
+            f"{model.config.served_names[0]} is an encoder, which cannot be divided into "
+            "stages; remove the flag"
         )
     _check_cpu_offload(cache, scheduler)
     kv_transfer, cache = make_kv_transfer(
@@ -84,8 +85,8 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
         model.config.span_kind is not None or model.config.reads_source
     ):
         raise ConfigError(
-            "--enable-prompt-embeds is not supported with encoder-decoder models, nor with models in which the tokens of an "
-            "image see one another; remove it"
+            "--enable-prompt-embeds is not supported for encoder-decoder models and for "
+            "models in which the tokens of an image attend to each other; remove the flag"
         )
     if frontend.allow_runtime_lora_updating and not model.config.enable_lora:
         raise ConfigError("--allow-runtime-lora-updating needs --enable-lora; give both or neither")
@@ -108,7 +109,7 @@ def make_engine_config(settings: Settings, model: ResolvedModel, run_dir: str) -
 
 
 def _make_store_config(settings: Settings) -> StoreConfig:
-    """Return the configuration of the store, whose path does not depend on the current directory."""
+    """Return the configuration of the store, with an absolute path."""
     store = StoreConfig(**settings["store"])
     if store.path is None:
         return store
@@ -116,7 +117,7 @@ def _make_store_config(settings: Settings) -> StoreConfig:
 
 
 def _with_chat_template(model: ModelConfig, template: str | None) -> ModelConfig:
-    """Add the file of `--chat-template`, if it is a file, to the files that must not change while the server runs."""
+    """Add a `--chat-template` file to the files that must not change while the server runs."""
     with contextlib.suppress(OSError, ValueError):
         if template is not None and Path(template).is_file():
             files = (*model.tokenizer_files, *identify_files([os.path.abspath(template)]))
@@ -128,14 +129,14 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
     """Build the parallel configuration.
 
     Raises:
-        ConfigError: The settings for several machines are incomplete or invalid.
+        ConfigError: The settings contradict each other, or are incomplete or invalid for several machines.
     """
     given = dict(settings["parallel"])
     num_roles = len(given.get("replica_roles", ()))
     if num_roles and given.setdefault("data_parallel_size", num_roles) != num_roles:
         raise ConfigError(
-            f"--replica-roles has {num_roles} replicas, but --data-parallel-size is {given['data_parallel_size']}; "
-            "remove the second"
+            f"--replica-roles names {num_roles} replicas, but --data-parallel-size is "
+            f"{given['data_parallel_size']}; remove --data-parallel-size"
         )
     parallel = ParallelConfig(**given)
     if parallel.divides_experts_among_replicas and parallel.pipeline_parallel_size > 1:
@@ -168,7 +169,7 @@ def make_parallel_config(settings: Settings) -> ParallelConfig:
 
 
 def _as_first_node(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the configuration of node 0, with an address that it can listen on."""
+    """Return the parallel configuration of node 0, with an address that node 0 can listen on."""
     if not parallel.is_distributed:
         return parallel
     if parallel.num_workers % parallel.num_nodes:
@@ -190,7 +191,7 @@ def _resolve(host: str) -> str:
 
 
 def _encoder_outputs(model: ModelConfig) -> int:
-    """Return the most embeddings or outputs that the encoder makes at once: those of a tile, a sound or a text."""
+    """Return the maximum number of outputs that the encoder makes at once: for one tile, one sound or one text."""
     if model.sounds is not None:
         return model.sounds.outputs_per_window
     if model.audio is not None:
@@ -209,7 +210,10 @@ def _encoder_outputs(model: ModelConfig) -> int:
 def make_frontend_config(
     settings: Settings, default_sampling: dict[str, float | int] | None = None
 ) -> FrontendConfig:
-    """Return the frontend's configuration; `default_sampling` is what the model's generation config recommends."""
+    """Return the configuration of the frontend.
+
+    `default_sampling` holds the sampling parameters that the model's generation config recommends.
+    """
     return FrontendConfig(**settings["frontend"], default_sampling=default_sampling or {})
 
 
@@ -223,7 +227,7 @@ def _make_scheduler_config(
     encoder_outputs, max_model_len = _encoder_outputs(model), model.max_model_len
     given: dict[str, Any] = dict(settings["scheduler"], num_micro_batches=num_stages)
     if model.is_encoder:
-        # Every token sees the whole sequence, so it is computed in one step.
+        # The model's attention is bidirectional, so the whole sequence is computed in one step.
         given |= {"enable_chunked_prefill": False, "speculative": None}
     chunks = model.span_kind is not SpanKind.PROMPT
     if not chunks:
@@ -231,20 +235,20 @@ def _make_scheduler_config(
     elif model.span_kind is not None:
         given["disable_chunked_mm_input"] = True
     if encoder_outputs and chunks and (model.reads_source or not has_gpu(device)):
-        # A CPU takes seconds for an image or a sound, in which no request gets a token.
+        # A CPU needs seconds to encode an image or a sound, and no request gets a token meanwhile.
         several = _SOURCES_AT_ONCE if model.reads_source and has_gpu(device) else 1
         given.setdefault("max_num_encoder_input_tokens", several * encoder_outputs)
     if model.reads_source:
-        # Outputs are short, and drafts found in them do not occur in their source.
+        # Transcripts and translations are short, and repetitions in them do not predict what follows.
         given.setdefault("speculative", None)
     given["speculative"] = _speculation(given, device, num_stages, model.download_dir)
     chunked = given.get("enable_chunked_prefill", True)
-    # The time of a CPU step grows with its tokens, so a CPU gets lower limits.
+    # The duration of a CPU step grows with its tokens, so the limits for a CPU are lower.
     limits = SchedulerConfig(**({} if has_gpu(device) else cpu_defaults("scheduler")))
     given.setdefault("max_num_seqs", limits.max_num_seqs)
     needed = max(given["max_num_seqs"], 0 if chunked else max_model_len)
     if encoder_outputs and given.get("disable_chunked_mm_input"):
-        # There must be room for an image beside a token of every other request.
+        # A step must have room for an image's tokens and one token of every other request.
         needed = max(needed, encoder_outputs + given["max_num_seqs"])
     given.setdefault("max_num_batched_tokens", max(limits.max_num_batched_tokens, needed))
     if encoder_outputs:
@@ -282,11 +286,11 @@ def _make_cache_config(
     given = dict(settings["cache"])
     given.pop("kv_transfer", None)
     if model.config.is_encoder or model.config.span_kind is SpanKind.PROMPT:
-        # A token's keys and values depend on the tokens after it.
+        # The keys and values of a prefix depend on the tokens after it, so prefixes cannot be shared.
         given["enable_prefix_caching"] = False
     if model.recurrent is not None and "block_size" not in given:
         dtype = model.config.dtype
-        # Native programs on the CPU keep the inputs of a state in float32.
+        # Native programs on the CPU need the inputs of a recurrent state in float32.
         input_bytes = _BYTES.get(dtype, 2) if has_gpu(device) else 4
         kv_dtype = given.get("kv_cache_dtype", "auto")
         needed = model.recurrent.smallest_block_size(
@@ -294,7 +298,8 @@ def _make_cache_config(
             input_bytes,
             _BYTES.get(dtype if kv_dtype == "auto" else kv_dtype, 2),
         )
-        # A larger block has fewer states that prefixes can end with. The kernels require these multiples.
+        # With larger blocks there are fewer states after which a shared prefix can end. The kernels need these
+        # multiples.
         unit = CacheConfig().block_size
         rounded = 1 << (needed - 1).bit_length() if has_gpu(device) else -(-needed // unit) * unit
         given["block_size"] = max(rounded, unit)
@@ -330,9 +335,9 @@ def _check_cpu_offload(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 def _speculation(
     given: dict[str, Any], device: Device, num_stages: int, download_dir: str | None
 ) -> SpeculativeConfig | None:
-    """Return the given setting, or the default for this device.
+    """Return the settings of speculative decoding: the given ones, or the default for this device.
 
-    By default, speculation is enabled where it is supported, because text without repetition costs nothing extra.
+    By default, speculation is enabled wherever it is supported, because it costs nothing on text without repetitions.
     """
     is_possible = num_stages == 1 and not has_gpu(device)
     if "speculative" not in given:
@@ -340,12 +345,12 @@ def _speculation(
     speculative: SpeculativeConfig | None = given["speculative"]
     if speculative is not None and not is_possible:
         raise ConfigError(
-            "--speculative-config needs --device cpu and --pipeline-parallel-size 1, which is "
-            f"{num_stages}; remove it or change those flags"
+            "--speculative-config needs --device cpu and --pipeline-parallel-size 1 "
+            f"(given: {num_stages}); remove it or change those flags"
         )
     if speculative is None or speculative.model is None:
         return speculative
-    # Importing these takes a while, which other commands should not need.
+    # These imports are slow, and other commands do not need them.
     from ..model_source.source import find_checkpoint
     from ..supervisor.console import Console
 
@@ -384,7 +389,7 @@ def _count_gpus() -> int:
 
 
 def _visible_gpus() -> list[str] | None:
-    """Return the devices in CUDA_VISIBLE_DEVICES up to the first invalid one; None if the variable is not set."""
+    """Return the devices in CUDA_VISIBLE_DEVICES before the first invalid one; None if the variable is not set."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return None

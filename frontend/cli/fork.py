@@ -23,7 +23,10 @@ CLEAN_UP_S = 2.0
 
 
 class ForkFailed(EngineError):
-    """The function raised an EngineError, whose message this error carries, or its process exited without a result."""
+    """The function raised an EngineError, or its process exited without a result.
+
+    The message is the message of that error, or describes how the process exited.
+    """
 
 
 def run_in_fork(function: Callable[[], T], result_type: type[T], signals: StopSignals) -> T:
@@ -101,8 +104,8 @@ def _run_child(function: Callable[[], object], result_fd: int, life_fd: int) -> 
 
 
 def _end_with_parent(life_fd: int) -> None:
-    """Interrupt this process group, so that it cleans up, when the parent closes its end of the pipe."""
-    # Only the main thread may receive the signal, because it may be blocked in a system call.
+    """Interrupt this process group, so that it cleans up and exits, when the parent closes its end of the pipe."""
+    # The main thread must receive the signal, because it may be blocked in a system call.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.read(life_fd, 1)
     os.killpg(0, signal.SIGINT)

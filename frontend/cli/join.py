@@ -1,4 +1,4 @@
-"""`engine worker` and `engine serve --headless`: run only workers on this machine."""
+"""The commands that run only workers on this machine: `engine worker` and `engine serve --headless`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def serve_headless(
     """Run the workers of one node until the engine stops.
 
     Raises:
-        EngineError: The engine failed; the message is node 0's reason.
+        EngineError: The engine failed. The message is the reason that node 0 sent.
     """
     parallel = make_parallel_config(settings)
     _join(_make_place(options, parallel), settings, console, signals)
@@ -48,7 +48,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cluster-key", "--key", metavar="FILE", required=True, help="Key file from engine keygen"
     )
-    parser.add_argument("--model", help="Path of the model on this machine, if it differs")
+    parser.add_argument(
+        "--model", help=("Path of the model on this machine, if it differs from node 0's")
+    )
     return parser
 
 

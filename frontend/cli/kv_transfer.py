@@ -1,4 +1,4 @@
-"""Build the configuration of the KV connectors from the settings."""
+"""Build the configuration of the KV connectors from `--kv-transfer-config`, `--kv-disk` and `--replica-roles`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ...protocol.kv_transfer.disk import DISK_CONNECTOR
 from ...protocol.kv_transfer.multi import MULTI_CONNECTOR, child_configs
 
 HELD_S: Final = 60.0
-"""Seconds for which a prefill replica holds the blocks of a request that no other replica fetches."""
+"""Seconds for which a prefill replica keeps the blocks of a request that no other replica fetches."""
 
 
 def make_kv_transfer(
     given: KVTransferConfig | None, cache: CacheConfig, parallel: ParallelConfig, device: Device
 ) -> tuple[KVTransferConfig | None, CacheConfig]:
-    """Return the configuration of the KV connectors, or None without any, and that of the cache with the disk's.
+    """Return the configuration of the KV connectors (None without any) and that of the cache.
 
-    `given` is what `--kv-transfer-config` says. `--kv-disk` and `--replica-roles` add a connector each.
+    `given` is the value of `--kv-transfer-config`. `--kv-disk` and `--replica-roles` add one connector each. If a disk
+    connector names a directory, the returned cache configuration has it.
 
     Raises:
         ConfigError: The settings contradict each other.
@@ -60,7 +61,7 @@ def make_kv_transfer(
 
 
 def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """Yield the connectors of a configuration, in the order in which they are searched."""
+    """Yield the connectors of a configuration, in the order in which they are searched for blocks."""
     if config.kv_connector == MULTI_CONNECTOR and config.kv_connector_module_path is None:
         try:
             children = child_configs(config)
@@ -73,7 +74,7 @@ def _flatten(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
 
 
 def _with_disk(children: list[KVTransferConfig], cache: CacheConfig) -> CacheConfig:
-    """Return the cache's configuration with the directory that the disk's connector names."""
+    """Return the cache's configuration with the directory that the disk connector's settings name."""
     for child in children:
         if child.kv_connector != DISK_CONNECTOR:
             continue
@@ -122,7 +123,8 @@ def _check_support(children: list[KVTransferConfig], cache: CacheConfig, device:
     names: dict[str, Any] = dict.fromkeys(child.kv_connector for child in children)
     if len(names) < len(children):
         raise ConfigError(
-            f"--kv-transfer-config has a connector twice: {', '.join(child.kv_connector for child in children)}"
+            "--kv-transfer-config names a connector twice: "
+            f"{', '.join(child.kv_connector for child in children)}; remove one of them"
         )
     flag = (
         f"--kv-disk {cache.disk_path}"
@@ -135,5 +137,5 @@ def _check_support(children: list[KVTransferConfig], cache: CacheConfig, device:
         )
     if device is Device.NULL:
         raise ConfigError(
-            f"{flag} needs a KV cache, which --device null has not; remove one of the two flags"
+            f"{flag} needs a KV cache, and --device null has none; remove one of the two flags"
         )

@@ -1,4 +1,4 @@
-"""The options that are not part of the engine's configuration."""
+"""The options of `engine serve` that are not part of the engine's configuration, because they concern one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...protocol.config.parallel import machines
 
 
 class LaunchOptions(msgspec.Struct, frozen=True):
-    """The options that `engine serve` itself uses on this machine."""
+    """The options that only the `engine serve` process of this machine uses."""
 
     config: Annotated[
         str | None,
@@ -22,7 +22,7 @@ class LaunchOptions(msgspec.Struct, frozen=True):
     ] = None
     enable_auto_tool_choice: Annotated[
         bool,
-        option("Accepted for compatibility; calls are parsed without it", group="chat"),
+        option("Accepted for compatibility; tool calls are always parsed", group="chat"),
     ] = False
     node_rank: Annotated[
         int,

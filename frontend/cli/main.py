@@ -1,4 +1,4 @@
-"""The `engine` command."""
+"""The entry point of the `engine` command, which runs one of the commands in `commands.py`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_standard_streams() -> None:
     """Open /dev/null in place of each standard stream that the parent process closed.
 
-    Otherwise the next file or socket would get that descriptor and receive what is printed.
+    Otherwise the next opened file or socket would get the stream's descriptor, and receive the printed text.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -54,7 +54,7 @@ def _open_standard_streams() -> None:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with another program of this package."""
+    """Replace this process with another program of the package `engine`."""
     command = [sys.executable, "-P", "-m", name, *arguments]
     os.execv(command[0], command)
 

@@ -1,4 +1,4 @@
-"""The limit on open files, of which each connection is one."""
+"""The limit on open files. Every connection needs one file descriptor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 def raise_open_file_limit() -> None:
     """Raise the soft limit on open files to the hard limit.
 
-    Each connection is a file, and the usual soft limit of 1024 exists for programs that use select().
+    The usual soft limit of 1024 exists for programs that use select(), and would limit the number of connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

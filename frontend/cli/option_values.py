@@ -1,6 +1,6 @@
-"""Parsers for the texts of options.
+"""Parsers for the values of options, which are named in `OptionSpec.parse`.
 
-Each returns the value, or raises ValueError with the text and the limit if it is invalid.
+Each parser returns the value. For an invalid text it raises ValueError with the text and the limit.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Number = TypeVar("Number", int, float)
 
 
 class PerReplica(float):
-    """A number that is the total for all workers of a replica; the configuration field is per worker."""
+    """A number that is given as the total of a replica's workers, while the configuration field is per worker."""
 
 
 def parse_boolean(text: str) -> bool:
-    """Return the value of true, yes, on, 1, false, no, off or 0, in any case of letters."""
+    """Return the value of true, yes, on, 1, false, no, off or 0, in upper or lower case."""
     value = _BOOLEANS.get(text.lower())
     if value is None:
         raise ValueError(f"must be true or false, got {text!r}")
@@ -84,7 +84,7 @@ def parse_list(text: str) -> list[str]:
 
 
 def parse_object(text: str, type_: Any = dict[str, Any]) -> Any:
-    """Return a JSON object as a value of `type_`."""
+    """Return a JSON object, decoded as `type_`."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -109,9 +109,10 @@ def _kv_events(text: str) -> KVEventsConfig | None:
 
 
 def _kv_transfer(text: str) -> KVTransferConfig:
-    """Return the configuration of a KV connector. Names of vLLM's connectors stand for those that do the same here.
+    """Return the configuration of a KV connector.
 
-    Its fields about memory buffers and ranks are accepted and ignored.
+    The names of vLLM's connectors select Engine's equivalent connector. vLLM's fields about memory buffers and ranks
+    are accepted and ignored.
     """
     fields = _with_own_names(parse_object(text))
     if "kv_connector" not in fields:
@@ -137,9 +138,12 @@ _CONNECTORS: Final = {
     "ExampleConnector": "disk",
     "SharedStorageConnector": "disk",
 }
-"""vLLM's names of connectors that do the same."""
+"""vLLM's name of a connector -> Engine's connector that does the same."""
 
-_USE_DIRECT: Final = "use 'direct' with a kv_port and --cluster-key, which proxies address by the same kv_transfer_params"
+_USE_DIRECT: Final = (
+    "use 'direct' with a kv_port and --cluster-key; routers address it by the same "
+    "kv_transfer_params"
+)
 _USE_DISK: Final = "the package lmcache needs vLLM and CUDA; use 'disk' (--kv-disk DIRECTORY), which keeps blocks across restarts"
 _OTHER_CONNECTORS: Final = {
     "LMCacheConnectorV1": _USE_DISK,
@@ -148,7 +152,7 @@ _OTHER_CONNECTORS: Final = {
     "NixlConnector": f"Engine does not use NIXL; {_USE_DIRECT}",
     "P2pNcclConnector": f"Engine does not move blocks by NCCL; {_USE_DIRECT}",
 }
-"""vLLM's names of connectors whose libraries Engine does not use, with what to do."""
+"""vLLM's name of a connector that has no equivalent in Engine -> what to use instead."""
 
 
 def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
@@ -163,19 +167,19 @@ def _replica_roles(text: str) -> tuple[ReplicaRole, ...]:
 
 
 def _speculative(text: str) -> SpeculativeConfig | None:
-    """Return the settings for speculative decoding, or None if they disable it.
+    """Return the settings of speculative decoding, or None if they disable it.
 
-    `prompt_lookup_max` is accepted and ignored, because the longest match is always used, and so is
-    `draft_tensor_parallel_size`, because each rank has all of a draft model or head.
+    Two fields are accepted and ignored: `prompt_lookup_max`, because the longest match is always used, and
+    `draft_tensor_parallel_size`, because every rank runs the whole draft model or head.
     """
     fields = parse_object(text)
     for ignored in ("prompt_lookup_max", "draft_tensor_parallel_size"):
         fields.pop(ignored, None)
     method = fields.setdefault("method", "draft_model" if "model" in fields else "ngram")
     if isinstance(method, str) and method.endswith("_mtp"):
-        # Older names have the family, such as deepseek_mtp.
+        # vLLM's older method names contain the model family, such as deepseek_mtp.
         method = fields["method"] = ProposerMethod.MTP.value
-    # Checked first, so that the error names the method rather than one of its fields.
+    # This is checked before decoding, so that the error names the method instead of one of its fields.
     if method not in list(ProposerMethod):
         raise ValueError(
             f"method {method!r} is not supported; use one of {', '.join(ProposerMethod)}"
@@ -249,7 +253,7 @@ PARSERS: Final[dict[str, Callable[[str], Any]]] = {
     "replica_roles": _replica_roles,
     "speculative": _speculative,
 }
-"""The parsers of syntaxes that a field's type does not imply, by the name in `OptionSpec.parse`."""
+"""`OptionSpec.parse` -> the parser, for syntaxes that a field's type does not imply."""
 
 
 def _convert(value: object, type_: Any) -> Any:

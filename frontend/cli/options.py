@@ -55,7 +55,7 @@ _TITLES: Final = {
     "parallel": "parallelism",
     "launch": "configuration",
 }
-"""Section -> its heading in help, if it is not the section's name."""
+"""Section -> its heading in help, if that is not the section's name."""
 
 PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--config-format": ("auto", "hf"),
@@ -71,9 +71,11 @@ PEER_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "--tokenizer-mode": ("auto", "hf"),
     "-ngl": ("99", "999", "-1", "all", "auto"),
 }
-"""Flags of other servers that match Engine's behavior -> the values that do. One without values takes none.
+"""Flags of other servers that already describe Engine's behavior -> the values that do.
 
-There is no access log, and a GPU computes all layers.
+A flag without values takes none.
+
+They are accepted and ignored. For example, there is no access log, and a GPU computes all layers.
 """
 
 _MEBI: Final = 1 << 20
@@ -81,7 +83,7 @@ _MEBI: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option, which sets one field of one section.
+    """One option, which sets one field of one configuration section.
 
     Attributes:
         type: The type of the field, without None.
@@ -104,24 +106,24 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The flag, such as `--block-size`."""
+        """The main flag, such as `--block-size`."""
         return self.spec.name or "--" + self.field.removesuffix("_s").replace("_", "-")
 
     @property
     def aliases(self) -> list[str]:
-        """Other names of the flag, which are also accepted."""
+        """The other flags that set the same option."""
         return self.spec.aliases.split()
 
     @property
     def negative_flags(self) -> list[str]:
-        """The flags that switch the option off."""
+        """The flags that disable the option."""
         is_switch = self.type is bool and self.spec.value is None
         names = (self.flag, *self.aliases) if is_switch else ()
         return ["--no-" + name[2:] for name in names]
 
     @property
     def variables(self) -> list[str]:
-        """The environment variables that are read, in order of precedence."""
+        """The environment variables that set the option, in order of precedence."""
         own = "ENGINE_" + self.flag[2:].replace("-", "_").upper()
         return [own, *self.spec.variable.split()]
 
@@ -137,7 +139,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that are accepted; empty if any value of the type is."""
+        """The accepted values; empty if every value of the type is accepted."""
         item: Any = get_args(self.type)[0] if self.is_list else self.type
         if get_origin(item) is Literal:
             return get_args(item)
@@ -154,7 +156,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as help shows it; empty if there is nothing to show."""
+        """The default as help shows it; empty if help shows none."""
         if self.spec.default_text or self.spec.value is not None:
             return self.spec.default_text
         on_cpu = "" if self.spec.on_cpu is None else f"; {self.spec.on_cpu} on a CPU"
@@ -172,7 +174,7 @@ class Option:
         return ""
 
     def parse(self, text: str) -> Any:
-        """Return the value of the field. Raises ValueError, with the text and the limit, if it is invalid."""
+        """Return a text as a value of the field. Raises ValueError, with the text and the limit, if it is invalid."""
         text = self.spec.synonyms.get(text, text)
         if text == self.spec.default_text == "auto":
             return self.default
@@ -198,10 +200,10 @@ class Option:
         """Parse a value and store it in `given` under the key of this option.
 
         Args:
-            given: Key -> value. Items of a list are added to those that are there.
-            name: The flag, which may be an alias or a negative one.
+            given: Key -> value. Values of a list option are appended to the list that is already there.
+            name: The flag as it was given: the main flag, an alias or a negative flag.
             value: A text, or a value of a YAML file.
-            where: What an error names, if it is not the flag.
+            where: The source of the value in error messages, such as a file; if empty, the flag.
         """
         texts = list(_texts(value))
         try:
@@ -243,7 +245,8 @@ def _options() -> Iterator[Option]:
     for section, struct in SECTIONS.items():
         for field in msgspec.structs.fields(struct):
             default = {} if field.default is msgspec.NODEFAULT else field.default
-            # A limit belongs to the number in `Annotated[int, …] | None`; otherwise None is within the annotation.
+            # A limit belongs to the number in `Annotated[int, …] | None`. Msgspec would also apply it to None
+            # otherwise.
             annotated = _without_none(field.type)
             for meta in getattr(annotated, "__metadata__", ()):
                 type_ = _without_none(annotated.__origin__)
@@ -268,7 +271,7 @@ FLAGS: Final = {
 
 
 def flag_of(key: str) -> str:
-    """Return the flag that sets `section.field`."""
+    """Return the main flag that sets `section.field`."""
     return next(option.flag for option in OPTIONS if option.key == key)
 
 

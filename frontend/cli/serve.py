@@ -1,4 +1,4 @@
-"""`engine serve`: parse the command line, start the engine and run it until it is stopped."""
+"""The command `engine serve`: parse the command line, start the engine and run it until it is stopped."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def warn_of_unread_variables(console: Console) -> None:
-    """Write which environment variables look like options, and have no effect."""
+    """Log the environment variables that have the prefix of an option but no effect."""
     if unread := unread_variables(os.environ):
         console.line(f"ignored environment variables: {', '.join(unread)}")
 
 
 def run_supervisor(run: Callable[[Console, StopSignals], None]) -> int:
-    """Call `run` in this process as a supervisor, and return the exit code."""
+    """Call `run` with this process set up as a supervisor, and return the exit code."""
     console = Console()
     name_process("supervisor")
     raise_open_file_limit()
@@ -102,13 +102,13 @@ def serve_model(
     """Serve a model until the first stop signal, or a handover to a successor, has been handled.
 
     Args:
-        arguments: Those of `engine serve`, then those of each `engine upgrade` since.
-        settings: Their values.
-        model: The model that they name.
+        arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
+        settings: The settings that these arguments resulted in.
+        model: The resolved model.
         listener: The listening socket.
-        console: Where progress is shown.
+        console: The output for progress lines.
         signals: The source of stop signals.
-        on_ready: Called when the engine is ready. If it is given, another engine accepts connections until then.
+        on_ready: Called when the engine is ready. If given, another engine accepts connections until then.
 
     Raises:
         StopRequested: A second signal was received.
@@ -152,10 +152,11 @@ def run_until_stopped(
     announce: Callable[[], None],
     listener: Listener | None = None,
 ) -> None:
-    """Start the engine, announce it and handle the first stop signal: drain, or stop at once if it is not ready yet.
+    """Start the engine, announce it, and handle the first stop signal.
 
-    A successor that takes the listening socket over has the same effect as a stop signal, but without a time limit. The
-    listener is closed when the last frontend has exited, so that clients are refused rather than left waiting.
+    A stop signal drains the engine, or stops it at once if it is not ready yet. When a successor takes over the
+    listening socket, the engine drains as well, but without a time limit. The listening socket is closed after the last
+    frontend has exited, so that new clients are refused instead of waiting.
 
     Raises:
         ProcessFailed: A process failed and the engine cannot continue.
@@ -168,7 +169,7 @@ def run_until_stopped(
         try:
             supervisor.watch()
         except HandoverRequested:
-            console.line("another engine accepts connections; finishing those that are open")
+            console.line("another engine accepts new connections; finishing the open ones")
             if listener is not None:
                 listener.hand_over()
             supervisor.retire()
@@ -183,10 +184,10 @@ def run_until_stopped(
 
 
 def resolve_model(settings: Settings, console: Console, signals: StopSignals) -> ResolvedModel:
-    """Resolve the model of the settings to a local checkpoint, and show what it is.
+    """Resolve the model of the settings to a local checkpoint, and print a line that describes it.
 
     Raises:
-        EngineError: There is no such model, or it cannot be served.
+        EngineError: The model does not exist, or it cannot be served.
         StopRequested: A stop signal was received.
     """
 
@@ -195,7 +196,7 @@ def resolve_model(settings: Settings, console: Console, signals: StopSignals) ->
 
         return resolve_model(ModelOptions(**settings["model"]), console)
 
-    # In a child process, because the imports (numpy, huggingface-hub) would stay in this process's memory.
+    # A child process releases the memory of these imports (numpy, huggingface-hub) when it exits.
     model = run_in_fork(resolve, ResolvedModel, signals)
     config = model.config
     console.line(

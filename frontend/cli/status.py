@@ -1,4 +1,4 @@
-"""`engine status`: show a live table of an engine's processes."""
+"""The command `engine status`: show a live table of an engine's processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Print the table once and exit; the default if the output is not a terminal",
     )
-    parser.add_argument("--json", action="store_true", help="Print a line of JSON each time")
+    parser.add_argument(
+        "--json", action="store_true", help="Print one JSON object per line instead of a table"
+    )
     return parser
 
 
@@ -76,7 +78,7 @@ def status(argv: Sequence[str]) -> int:
 
 
 def format_table(answer: dict[str, Any]) -> str:
-    """Return the table with one line per process, and a last line with the engine's problem if there is one."""
+    """Return the table with one line per process, followed by the engine's current problem if it has one."""
     rows = [[title for title, _ in COLUMNS]]
     rows += [[cell.format(**process) for _, cell in COLUMNS] for process in answer["processes"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,8 +1,8 @@
-"""`engine upgrade`: start a server that takes the place of a running one without downtime.
+"""The command `engine upgrade`: replace a running server by a new one without downtime.
 
-The new server gets the listening socket of the old one. By default it loads its model while the old one serves, and
-both have their weights in memory until the last request of the old one has ended. If the memory does not suffice, it
-waits for the old one to exit first; connections that arrive meanwhile wait in the socket.
+The new server takes over the old server's listening socket. By default it loads its model while the old server keeps
+serving. The weights of both are then in memory until the last request of the old server has ended. If memory does not
+suffice, the new server waits until the old one has exited; connections that arrive meanwhile wait in the socket.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .engine_config import has_gpu, make_frontend_config
 from .serve import resolve_model, run_supervisor, serve_model, warn_of_unread_variables
 
 MEMORY_FACTOR: Final = 1.5
-"""Free memory that a second engine needs, in sizes of its weights: packed weights, KV cache and processes."""
+"""Free memory that a second engine needs (packed weights, KV cache, processes), as a multiple of its weights' size."""
 
 
 class Overlap(enum.StrEnum):
-    """True if both servers run at the same time."""
+    """Whether both servers run at the same time."""
 
     AUTO = "auto"
     ON = "on"
@@ -43,24 +43,30 @@ class Overlap(enum.StrEnum):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `engine upgrade`, without the flags of `engine serve`."""
+    """Return the parser for the flags of `engine upgrade` itself, without those of `engine serve`."""
     parser = argparse.ArgumentParser(
         prog="engine upgrade",
-        description="Start a server of this version in place of a running one: it takes over the listening socket, and "
-        "the old one finishes its requests and exits. Without arguments it serves the same model with the same flags.",
+        description=(
+            "Replace a running server by a server of this version. The new server takes over "
+            "the listening socket; the old one finishes its requests and exits. Without "
+            "arguments the new server uses the same model and flags."
+        ),
         usage="engine upgrade [MODEL] [flags]",
-        epilog="MODEL and all flags of engine serve are accepted. They override those of the old server.",
+        epilog=(
+            "MODEL and all flags of engine serve are accepted, and override those of the old "
+            "server."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--pid", type=int, help="Process ID of the old server, if there are several"
+        "--pid", type=int, help="Process ID of the old server, needed if several are running"
     )
     parser.add_argument(
         "--overlap",
         type=Overlap,
         choices=list(Overlap),
         default=Overlap.AUTO,
-        help="Run both servers until the new one is ready (default: auto, if the memory suffices)",
+        help="Run both servers until the new one is ready (default: auto, if memory suffices)",
     )
     parser.add_argument(
         "--detach", action="store_true", help="Continue in the background when the server is ready"
@@ -69,13 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def upgrade(argv: Sequence[str]) -> int:
-    """Take the place of a running server, and serve until a stop signal. Return the exit code, as `engine serve` does.
+    """Replace a running server, and serve until a stop signal. Return the same exit codes as `engine serve`.
 
     With `--detach`, return 0 as soon as the new server is ready, and 1 if it fails before that.
     """
     parser = make_parser()
     parsed, arguments = parser.parse_known_args(argv)
-    # Invalid flags end the command here.
+    # An invalid flag exits here with code 2.
     given = parse_settings(arguments, {})
     on_ready = _continue_in_background() if parsed.detach else _do_nothing
 
@@ -97,7 +103,7 @@ def upgrade(argv: Sequence[str]) -> int:
 
 
 def _url_end(given: Settings) -> str | None:
-    """Return the end of the URL of the old server that the flags name; None if they name none."""
+    """Return the end of the old server's URL that the given host and port flags determine; None if neither is given."""
     frontend = given["frontend"]
     if (uds := frontend.get("uds")) is not None:
         return f"unix://{os.path.abspath(uds)}"
@@ -125,7 +131,8 @@ def _take_over(
     can_share = _can_share_store(settings)
     if overlap is Overlap.ON and not can_share:
         raise ConfigError(
-            "--overlap on: the old server has the file of --store, and its version cannot share it; use --overlap auto"
+            "--overlap on: the old server uses the same --store file, and its version "
+            "cannot share it; use --overlap auto"
         )
     is_together = overlap is Overlap.ON or (
         overlap is Overlap.AUTO and can_share and _has_memory_for_both(settings, model)
@@ -165,7 +172,10 @@ def _can_share_store(settings: Settings) -> bool:
 
 
 def _has_memory_for_both(settings: Settings, model: ResolvedModel) -> bool:
-    """Return whether the weights of both servers fit. A server on a GPU takes nearly all of its memory."""
+    """Return whether the weights of both servers fit in memory.
+
+    On a GPU they never do, because a server takes all of it.
+    """
     if has_gpu(DeviceConfig(**settings["device"]).device):
         return False
     return MEMORY_FACTOR * model.size_bytes < available_bytes()
@@ -189,9 +199,10 @@ def _do_nothing() -> None:
 
 
 def _continue_in_background() -> Callable[[], None]:
-    """Fork. Return in the child only, whose call of the returned function ends the parent with exit code 0.
+    """Fork, and return in the child process only.
 
-    If the child exits before that, the parent exits with the same code.
+    When the child calls the returned function, the parent exits with code 0. If the child exits before that, the parent
+    exits with the child's code.
     """
     is_ready, ready = os.pipe()
     pid = os.fork()

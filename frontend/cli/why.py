@@ -1,4 +1,4 @@
-"""`engine why`: explain what happened to a request of a running server."""
+"""The command `engine why`: explain what happened to a request of a running server."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine why`."""
     parser = argparse.ArgumentParser(
         prog="engine why",
-        description="Explain what happened to a request: how long it waited and for what, and where its time went. "
-        "The server needs --dump-dir.",
+        description=(
+            "Explain what happened to a request: how long it waited, what it waited for, and "
+            "where its time went. The server needs --dump-dir."
+        ),
     )
-    parser.add_argument("id", metavar="ID", help="The answer's x-request-id, or its beginning")
+    parser.add_argument(
+        "id", metavar="ID", help=("The x-request-id of the answer, or the beginning of it")
+    )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
         "--api-key", help="API key; $ENGINE_ADMIN_API_KEY or $ENGINE_API_KEY if not given"
     )
-    parser.add_argument("--json", action="store_true", help="Print the server's answer as JSON")
+    parser.add_argument("--json", action="store_true", help="Print the answer as JSON")
     return parser
 
 
 def why(argv: Sequence[str]) -> int:
-    """Print the timeline of a request. Return 0, or 1 if the server does not have it."""
+    """Print the timeline of a request. Return 0, or 1 if the server does not know the request."""
     parser = make_parser()
     parsed = parser.parse_args(argv)
     try:
@@ -50,14 +54,14 @@ def why(argv: Sequence[str]) -> int:
         print(f"engine: error: {_message_of(error)}", file=sys.stderr)
         return 1
     except (OSError, ValueError, ConfigError) as error:
-        print(f"engine: error: cannot ask {parsed.url}: {error}", file=sys.stderr)
+        print(f"engine: error: cannot reach {parsed.url}: {error}", file=sys.stderr)
         return 1
     print(json.dumps(answer) if parsed.json else "\n".join(answer["timelines"]).rstrip())
     return 0
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:
-    """Return the message of an error in OpenAI's form."""
+    """Return the message of an error response in OpenAI's format."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):

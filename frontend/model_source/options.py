@@ -1,4 +1,4 @@
-"""The user's model options and the resolved model."""
+"""The model options of the command line, and the resolved model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CHECKPOINT_QUANTIZATIONS = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
 }
-"""The `quant_method` that a checkpoint must have, by the value of `--quantization`."""
+"""Value of `--quantization` -> the `quant_method` that the checkpoint must have."""
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's model options; None leaves the choice to the checkpoint."""
+    """The model options of the command line; None leaves the choice to the checkpoint."""
 
     model: Annotated[
         str | None,
@@ -116,7 +116,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         option(
             "File with the vision tower of a GGUF model, or none",
-            default_text="the one beside it",
+            default_text="the file next to the model",
         ),
     ] = ""
     enable_prompt_embeds: Annotated[bool, option("Accept embeddings as prompts of completions")] = (
@@ -131,7 +131,7 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     Attributes:
         default_sampling: Sampling parameters for requests that set none.
         size_bytes: Total size of the weight files.
-        dimensions: None if the checkpoint's config omits them.
+        dimensions: The dimensions of the model; None if the checkpoint's config omits them.
         recurrent: The model's recurrent layers; None if it has none.
     """
 

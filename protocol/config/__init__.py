@@ -70,8 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         run_dir: A directory with mode 0700 for the sockets of this engine.
-        epoch: How often this replica or frontend was started. Only this field differs between processes; each one
-            receives it on its command line.
+        epoch: The number of times that this replica or frontend was started. Only this field differs between processes;
+            each process receives it on its command line.
         takes_over: Whether another engine accepts connections until the frontends of this one are ready.
     """
 
@@ -100,7 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/core{core_index}.workers"
 
     def kv_address(self, core_index: int, rank: int) -> str:
-        """Return the address at which a worker offers blocks to those of other replicas on its machine (ROUTER)."""
+        """Return the address at which a worker offers KV blocks to other replicas on its machine (ROUTER)."""
         return f"ipc://{self.run_dir}/kv{core_index}.{rank}"
 
     def store_address(self) -> str:
@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         return f"ipc://{self.run_dir}/store"
 
     def step_log_path(self, core_index: int) -> str | None:
-        """Return the file of the messages that a core sends to several workers, if all of them can read it."""
+        """Return the file of the messages that a core sends to several workers; None if not all of them can read it."""
         parallel = self.parallel
         if parallel.workers_per_core == 1 or not parallel.shares_machine(core_index):
             return None
@@ -141,7 +141,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         )
 
     def save(self) -> Path:
-        """Write this into its run directory, readable only by the owner. Raises RunDirectoryError if that fails."""
+        """Write the configuration into its run directory, readable only by the owner.
+
+        Raises RunDirectoryError if that fails.
+        """
         path = Path(self.run_dir) / CONFIG_FILE
         try:
             path.touch(mode=0o600)
@@ -152,10 +155,14 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
 
 def load_config(path: str | Path, epoch: int | None = None) -> EngineConfig:
-    """Read what `EngineConfig.save` wrote, for a process of `epoch`. Raises msgspec.DecodeError on anything else."""
+    """Read a configuration that `EngineConfig.save` wrote and set its epoch.
+
+    Raises msgspec.DecodeError if it is invalid.
+    """
     config = msgspec.msgpack.decode(Path(path).read_bytes(), type=EngineConfig)
     if config.version != PROTOCOL_VERSION:
         raise msgspec.ValidationError(
-            f"{path}: configuration version {config.version}, expected {PROTOCOL_VERSION}"
+            f"{path}: configuration version {config.version}, expected "
+            f"{PROTOCOL_VERSION}; restart the server"
         )
     return config if epoch is None else msgspec.structs.replace(config, epoch=epoch)

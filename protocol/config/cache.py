@@ -1,4 +1,4 @@
-"""The KV cache, and the connectors that move its blocks."""
+"""The configuration of the KV cache, of its events, and of the connectors that move its blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8", 
 
 
 class PrefixHash(enum.StrEnum):
-    """The hash that finds blocks of the prefix cache.
+    """The hash function that identifies blocks in the prefix cache.
 
-    `XXH3` is faster, but collisions can be made on purpose, so it is only for servers that trust all of their users.
+    `XXH3` is faster, but an attacker can construct collisions. Use it only if all users of the server are trusted.
     """
 
     SHA256 = "sha256"
@@ -23,13 +23,13 @@ class PrefixHash(enum.StrEnum):
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The address at which events of cached blocks are published.
+    """The publisher of events about cached KV blocks.
 
     Attributes:
-        endpoint: Address that subscribers connect to (ZMQ PUB).
-        replay_endpoint: Address that repeats missed batches (ROUTER).
-        buffer_steps: Number of batches that are kept for it.
-        hwm: Number of messages that wait for a slow subscriber before it loses some.
+        endpoint: The address of the events (ZMQ PUB).
+        replay_endpoint: The address at which subscribers request batches that they missed (ROUTER); None for none.
+        buffer_steps: The number of batches that are kept for these requests.
+        hwm: The number of messages that may wait for a slow subscriber; further ones are dropped.
     """
 
     endpoint: str = "tcp://*:5557"
@@ -40,7 +40,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadFailurePolicy(enum.StrEnum):
-    """The treatment of a request whose blocks a KV connector could not load.
+    """What happens to a request whose blocks a KV connector could not load.
 
     `RECOMPUTE` computes the missing tokens; `FAIL` fails the request.
     """
@@ -50,16 +50,16 @@ class LoadFailurePolicy(enum.StrEnum):
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True):
-    """The KV connector that moves blocks in and out.
+    """The KV connector that loads and stores blocks of the KV cache.
 
     Attributes:
         kv_connector: A registered name, or the name of a class in `kv_connector_module_path`.
         kv_role: `kv_producer` computes blocks for others, `kv_consumer` loads them, `kv_both` does both.
-        kv_connector_extra_config: Settings that only the connector knows.
-        engine_id: The name of this engine for others.
-        kv_ip: The address at which other engines reach the workers, if there is a `kv_port`.
-        kv_port: The port of the first worker; those of the others follow it.
-        transfer_timeout_s: Blocks that wait longer than this to be fetched are released.
+        kv_connector_extra_config: Settings that are passed to the connector unchanged.
+        engine_id: The name by which other engines address this one.
+        kv_ip: The address at which other engines reach the workers. It has no effect without `kv_port`.
+        kv_port: The port of the first worker. The other workers use the ports after it.
+        transfer_timeout_s: Seconds after which blocks that no engine fetched are released.
     """
 
     kv_connector: str
@@ -74,7 +74,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
-    """The blocks of the KV cache, and how much memory they may use."""
+    """The size, element type and memory of the KV cache."""
 
     block_size: Annotated[
         int,
@@ -153,7 +153,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     disk_gib: Annotated[
         float,
         option(
-            "Maximum size of the directory of --kv-disk, in GiB",
+            "Maximum size of the --kv-disk directory, in GiB",
             name="--kv-disk-gib",
             metavar="GIB",
             ge=0.001,
@@ -162,7 +162,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     kv_transfer: Annotated[
         KVTransferConfig | None,
         option(
-            "KV connector that moves blocks in and out: {kv_connector, kv_role, …}",
+            "KV connector that loads and stores blocks: {kv_connector, kv_role, …}",
             name="--kv-transfer-config",
             parse="kv_transfer",
         ),
@@ -170,7 +170,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     prefix_hash: Annotated[
         PrefixHash,
         option(
-            "Hash of prefix blocks; xxh3 is faster, only for trusted users",
+            "Hash function for prefix blocks; xxh3 is faster, only for trusted users",
             "--prefix-caching-hash-algo",
             synonyms={"xxhash": "xxh3"},
         ),

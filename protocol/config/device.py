@@ -1,4 +1,4 @@
-"""The device that the model runs on."""
+"""The configuration of the device that the model runs on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .option import option
 
 
 class Device(enum.StrEnum):
-    """The kind of device. `AUTO` is CUDA if torch finds a GPU, and `NULL` computes nothing."""
+    """The kind of device. `AUTO` is CUDA if torch finds a GPU, else the CPU. `NULL` computes nothing."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -20,7 +20,7 @@ class Device(enum.StrEnum):
 
 
 class CPUBackend(enum.StrEnum):
-    """The kernels of a CPU. `AUTO` is the native ones if they can run the model."""
+    """The implementation of the model's operations on a CPU. `AUTO` is native if that can run the model, else torch."""
 
     AUTO = "auto"
     NATIVE = "native"
@@ -28,9 +28,10 @@ class CPUBackend(enum.StrEnum):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
-    """The device that the model runs on, and how.
+    """The device that the model runs on, its threads and its kernels.
 
-    With `threads` 0, plain torch leaves one core to the other processes. On a CPU, results are always batch-invariant.
+    If `threads` is 0, the torch backend leaves one core to the other processes. Results on a CPU are always
+    batch-invariant.
     """
 
     device: Annotated[
@@ -57,7 +58,7 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     max_cudagraph_capture_size: Annotated[
         int,
         option(
-            "Maximum tokens of a captured CUDA graph; 0: none",
+            "Maximum tokens of a captured CUDA graph; 0 disables graphs",
             "--cuda-graph-max-bs",
             ge=0,
             le=65536,

@@ -1,4 +1,4 @@
-"""The HTTP server, its chat formats and the logs."""
+"""The configuration of the HTTP server, its chat formats and the logs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
             "Origins of web pages that may call the API",
             metavar="ORIGIN",
             parse="origins",
-            default_text="auto: any; on a loopback address only local pages",
+            default_text="auto: any, but on a loopback address only local pages",
         ),
     ] = ("auto",)
     allowed_hosts: Annotated[
@@ -114,7 +114,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         option(
             "Host header values to accept; * accepts any",
             metavar="NAME",
-            default_text="any; only local names on a loopback address without API keys",
+            default_text="any, but on a loopback address without API keys only local names",
         ),
     ] = ()
     max_body_bytes: Annotated[
@@ -177,7 +177,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     stable_prefix: Annotated[
         tuple[str, ...],
         chat(
-            "Lines of system prompts to move behind the conversation",
+            "Lines of system prompts to move after the conversation",
             metavar="RULE",
             default_text="none",
         ),
@@ -187,10 +187,10 @@ class FrontendConfig(msgspec.Struct, frozen=True):
         chat("Whether special tokens in messages are interpreted, escaped or refused"),
     ] = "allow"
     tool_call_parser: Annotated[
-        ToolCallParserOption, chat("Format of tool calls; auto: as the chat template shows")
+        ToolCallParserOption, chat("Format of tool calls; auto: detected from the chat template")
     ] = "auto"
     reasoning_parser: Annotated[
-        ReasoningParserOption, chat("Format of reasoning; auto: as the chat template shows")
+        ReasoningParserOption, chat("Format of reasoning; auto: detected from the chat template")
     ] = "auto"
     allowed_media_domains: Annotated[
         tuple[str, ...],
@@ -217,7 +217,7 @@ class FrontendConfig(msgspec.Struct, frozen=True):
     response_role: Annotated[str, chat("Role of response messages")] = "assistant"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"],
-        logging("Least severe messages to log", "--uvicorn-log-level"),
+        logging("Lowest severity of messages to log", "--uvicorn-log-level"),
     ] = "info"
     log_format: Annotated[
         LogFormat, logging("Format of log lines; json: one object per line, for log collectors")
@@ -262,15 +262,15 @@ class FrontendConfig(msgspec.Struct, frozen=True):
 
     @property
     def max_images(self) -> int:
-        """The maximum number of images in a prompt."""
+        """The maximum number of images in one prompt."""
         return self.limit_mm_per_prompt.get("image", 32)
 
     @property
     def max_sounds(self) -> int:
-        """The maximum number of sounds in a prompt."""
+        """The maximum number of sounds in one prompt."""
         return self.limit_mm_per_prompt.get("audio", 32)
 
     @property
     def max_videos(self) -> int:
-        """The maximum number of videos in a prompt."""
+        """The maximum number of videos in one prompt."""
         return self.limit_mm_per_prompt.get("video", 4)

@@ -1,4 +1,4 @@
-"""The configuration of a model that reads images: a class for each way to cut an image into tiles."""
+"""Image preprocessing settings of a model: one class for each way to resize an image and cut it into tiles."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 
 class SpanKind(enum.Enum):
-    """The kind of spans whose tokens see each other.
+    """The spans of tokens that attend to each other in both directions.
 
-    `IMAGE`: those of an image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
-    window. `PROMPT`: those of the prompt, also outside of the window.
+    `IMAGE`: the tokens of one image, within the layer's window. `IMAGE_IN_WINDOWS`: the same, but only in layers with a
+    sliding window. `PROMPT`: all tokens of the prompt, also beyond the window.
     """
 
     IMAGE = "image"
@@ -21,21 +21,22 @@ class SpanKind(enum.Enum):
 
 
 class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The attributes that all image processors have.
+    """The settings that all image processors share.
 
     Attributes:
-        token_id: The token whose embeddings an image's replace.
-        output_size: The size of an embedding, with the parts that are added after the decoder's first layers.
-        num_outputs: The embeddings of a tile, or the most of an image whose number depends on its size.
-        resample: The filter, by Pillow's number.
-        mark: The text that stands for an image in prompts; empty for that of `token_id`.
-        start: The text before an image, or before each of several tiles of the same kind.
-        end: The text after it.
-        after_images: The text after the last image of a prompt, which no other text precedes.
+        token_id: The placeholder token. The embeddings of an image replace the embeddings of this token.
+        output_size: The number of elements of an embedding, including the parts that are added after the decoder's
+            first layers (DeepStack).
+        num_outputs: The number of embeddings per tile; the maximum per image if it depends on the image's size.
+        resample: The resampling filter, as a value of Pillow's `Resampling`.
+        mark: The text that stands for an image in prompts; if empty, the text of `token_id`.
+        start: The text before an image, or before each tile if all tiles are alike.
+        end: The text after an image or tile with `start`.
+        after_images: The text after the last image. Prompts with it have all of their images at the beginning.
         prompt_end: The text at the end of a prompt with images.
-        scale: The factor on values from 0 to 255.
-        mean: The mean of each channel, which is subtracted from these products.
-        std: The divisor of each channel after that.
+        scale: The factor that pixel values (0 to 255) are multiplied by.
+        mean: The mean of each channel, which is subtracted from the scaled values.
+        std: The standard deviation of each channel, by which the differences are divided.
     """
 
     token_id: int
@@ -53,22 +54,22 @@ class ImageProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SquareProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="square"):
-    """Resizes an image to a tile of `side` pixels."""
+    """Resizes an image to one tile of `side` x `side` pixels."""
 
     side: int
 
 
 class CropProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="crop"):
-    """Resizes the shorter side to `shortest_edge` pixels, and takes a tile of `side` pixels from the middle."""
+    """Resizes the shorter side to `shortest_edge` pixels, and crops `side` x `side` pixels from the middle."""
 
     side: int
     shortest_edge: int
 
 
 class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid"):
-    """Resizes an image to a multiple of a tile in both directions, splits it, and adds a small copy of the whole.
+    """Resizes both sides of an image to multiples of a tile's side, splits it, and adds a small copy of it.
 
-    `longest_edge` is the longer side before that, in pixels. Images are only split if it `splits` them.
+    Before that, the longer side is resized to `longest_edge` pixels. If `splits` is false, only the small copy is used.
     """
 
     side: int
@@ -77,11 +78,11 @@ class GridProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="grid")
 
 
 class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canvas"):
-    """Resizes an image to the grid of tiles whose shape is most like its own, splits it, and adds the whole.
+    """Splits an image into a grid of tiles with a similar aspect ratio, and adds a small copy of the whole image.
 
-    The grid has `min_tiles` to `max_tiles` tiles. With `least_scale` it is instead that which shrinks the image least,
-    or enlarges it least. Images are only split if it `splits` them. Tiles have numbered names that begin with
-    `tile_label`, the whole that of `whole_label`, and each of them ends with `tile_end`.
+    The grid has `min_tiles` to `max_tiles` tiles of `side` x `side` pixels. If `least_scale` is true, the grid is
+    chosen for the smallest change of scale instead. If `splits` is false, only the small copy is used. In the prompt, a
+    tile follows `tile_label` and its number, the whole image follows `whole_label`, and each is followed by `tile_end`.
     """
 
     side: int
@@ -95,10 +96,10 @@ class CanvasProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="canv
 
 
 class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan_scan"):
-    """Resizes an image to a tile of `side` pixels, and with `scans` also up to `max_crops` parts of a long one.
+    """Resizes an image to one tile of `side` x `side` pixels, and if `scans` is true adds up to `max_crops` crops.
 
-    An image is long if its longer side is `min_ratio` times the other. Both sides of a part have at least
-    `min_crop_side` pixels.
+    Only images whose longer side is at least `min_ratio` times the shorter one are cropped. Both sides of a crop have
+    at least `min_crop_side` pixels.
     """
 
     side: int
@@ -109,10 +110,10 @@ class PanScanProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pan
 
 
 class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
-    """Shrinks an image until it fits into `max_width` x `max_height`, and resizes it to multiples of `side_factor`.
+    """Shrinks an image into `max_width` x `max_height` pixels, and rounds its sides to multiples of `side_factor`.
 
-    Each square of `output_side` pixels, or of `side_factor` if that is 0, makes one embedding. `row_end` is the text
-    between rows of these.
+    Each square of `output_side` pixels (`side_factor` if that is 0) makes one embedding. `row_end` is the text after
+    each row of embeddings but the last.
     """
 
     max_width: int
@@ -123,21 +124,22 @@ class FitProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="fit"):
 
 
 class BudgetProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="budget"):
-    """Resizes an image to multiples of `side_factor`, so that it has almost `num_outputs` squares of that side.
+    """Resizes an image so that it has almost `num_outputs` squares of `side_factor` x `side_factor` pixels.
 
-    Each of these squares makes one embedding.
+    Each square makes one embedding.
     """
 
     side_factor: int
 
 
 class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="thumbnail"):
-    """Resizes an image to multiples of `unit` pixels, with `min_outputs` to `max_outputs` squares of these.
+    """Resizes a small image, or splits a large one into tiles and adds a copy of the whole.
 
-    Each square makes one embedding. An image with more than `tolerance` times `max_outputs` squares, whose sides are
-    rounded but have at least `patch_size` pixels, is resized to a grid of `min_tiles` to `max_tiles` tiles of `side`
-    pixels, whose shape is most like its own, and split. With `adds_whole` the whole follows the tiles, after
-    `before_whole`.
+    A small image is resized so that its sides are multiples of `unit` pixels and it has `min_outputs` to `max_outputs`
+    squares of `unit` x `unit` pixels. Each square makes one embedding. An image is large if it has more than
+    `tolerance` times `max_outputs` squares after both sides are rounded (to at least `patch_size` pixels). A large
+    image is split into the grid of `min_tiles` to `max_tiles` tiles of `side` x `side` pixels whose aspect ratio is
+    closest to its own. If `adds_whole` is true, the text `before_whole` and the whole image follow the tiles.
     """
 
     unit: int
@@ -153,10 +155,10 @@ class ThumbnailProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="t
 
 
 class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
-    """Shrinks an image to at most `max_patches` patches, and adds black at the right and at the bottom.
+    """Shrinks an image to at most `max_patches` patches, and pads it with black at the right and at the bottom.
 
-    Both sides become multiples of `unit` pixels, whose squares make one embedding each, and have at most `max_side`
-    patches of `patch_size` pixels before.
+    Each side has at most `max_side` patches of `patch_size` pixels before the padding, and is a multiple of `unit`
+    pixels after it. Each square of `unit` x `unit` pixels makes one embedding.
     """
 
     unit: int
@@ -166,12 +168,12 @@ class PadProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="pad"):
 
 
 class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyres"):
-    """Enlarges an image to the best of `grids`, adds black margins, splits it into tiles, and adds the whole.
+    """Enlarges an image to the best of `grids`, pads it with black, splits it into tiles, and adds the whole image.
 
-    Grids are columns and rows of tiles of `side` pixels, which have `num_patches` embeddings in each direction. The
-    embeddings of margins are left out, and each row ends with a stored one. With `max_tiles` they are reduced until
-    they are about as many as those of so many tiles. With `pads_several` images of a prompt with several are not split,
-    but get margins of the mean color.
+    A grid is a number of columns and rows of tiles. A tile has `side` x `side` pixels and `num_patches` x `num_patches`
+    embeddings. The embeddings of the padding are dropped, and each row ends with a learned embedding. If `max_tiles` is
+    not 0, the embeddings are downsampled to about the number that this many tiles have. If `pads_several` is true, the
+    images of a prompt with several images are not split: they are padded to squares with the mean color.
     """
 
     side: int
@@ -182,11 +184,11 @@ class AnyresProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="anyr
 
 
 class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles"):
-    """Puts an image on the canvas of up to `max_tiles` tiles that shrinks it least, splits that, and adds the whole.
+    """Splits an image into up to `max_tiles` tiles, so that it shrinks as little as possible, and adds the whole.
 
-    The image is at the top left. Tiles have `side` pixels in each direction. If the processor `fills` canvases, images
-    are enlarged as far as possible. Tiles of a row are separated by `column_end`, and each row ends with `row_end`.
-    `mark` comes before the whole image.
+    The image is placed at the top left of the grid's canvas. Tiles have `side` x `side` pixels. If `fills` is true,
+    images are enlarged as far as the canvas allows. In the prompt, `column_end` separates the tiles of a row, `row_end`
+    ends each row, and `mark` precedes the whole image.
     """
 
     side: int
@@ -197,10 +199,11 @@ class TilesProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="tiles
 
 
 class ResizeProcessor(ImageProcessorConfig, frozen=True, kw_only=True, tag="resize"):
-    """Resizes an image to multiples of `unit` pixels, of which it has `min_pixels` to `max_pixels`.
+    """Resizes an image so that its sides are multiples of `unit` and it has `min_pixels` to `max_pixels` pixels.
 
-    Each square of `unit` pixels is an embedding. Images with a side of fewer pixels are first enlarged to that if it
-    `grows` them: the other side is rounded down ("floor", GLM) or to the nearest number ("round", PaddleOCR-VL).
+    Each square of `unit` x `unit` pixels makes one embedding. If `grows` is not None, an image with a side below `unit`
+    pixels is first enlarged until that side has `unit` pixels; the other side is then rounded down ("floor", GLM) or to
+    the nearest integer ("round", PaddleOCR-VL).
     """
 
     unit: int

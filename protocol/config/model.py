@@ -1,4 +1,4 @@
-"""The model that an engine serves."""
+"""The configuration of the model that an engine serves: its files, its lengths, and how it reads and produces data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from .videos import AnyVideoProcessor
 
 
 class LoadFormat(enum.StrEnum):
-    """Format of the weights: `AUTO` reads the checkpoint; `DUMMY` reads only its config and uses random weights."""
+    """The source of the weights.
+
+    `AUTO` reads the checkpoint. `DUMMY` reads only the checkpoint's config, and uses random weights.
+    """
 
     AUTO = "auto"
     DUMMY = "dummy"
 
 
 class ModelImpl(enum.StrEnum):
-    """The code that computes the model: Engine's own layers, transformers' module, or the first of them that can."""
+    """The code that computes the model.
+
+    `ENGINE`: Engine's own layers. `TRANSFORMERS`: the module of transformers. `AUTO`: the first of them that supports
+    the model.
+    """
 
     AUTO = "auto"
     ENGINE = "engine"
@@ -29,7 +36,7 @@ class ModelImpl(enum.StrEnum):
 
 
 class DenseActivation(enum.StrEnum):
-    """The activation of a dense layer."""
+    """The activation function of a dense layer."""
 
     IDENTITY = "identity"
     TANH = "tanh"
@@ -38,9 +45,9 @@ class DenseActivation(enum.StrEnum):
 
 
 class DenseConfig(msgspec.Struct, frozen=True):
-    """A product with a pooled vector, of sentence-transformers' module Dense.
+    """A dense layer that is applied to a pooled vector (sentence-transformers' module `Dense`).
 
-    `path` is the file with its weights, and `module` their name in it.
+    `path` is the file with its weights, and `module` their name in the file.
     """
 
     path: str
@@ -52,16 +59,16 @@ class DenseConfig(msgspec.Struct, frozen=True):
 
 
 class PoolerConfig(msgspec.Struct, frozen=True):
-    """The pooling that makes embeddings of the model's hidden states.
+    """The way in which a text's hidden states become one embedding.
 
     Attributes:
-        kind: The pooling that the model was trained with.
-        normalize: Whether embeddings have length 1.
-        hidden_size: The number of elements of a vector, after the dense layers.
-        dense: What a pooled vector is multiplied by, in this order.
-        prompts: Texts that are put before inputs, by name.
-        default_prompt: The name of the prompt that inputs get by default; "" for none.
-        lengths: The lengths that clients may truncate a vector to; empty for any.
+        kind: The pooling operation that the model was trained with.
+        normalize: Whether embeddings are scaled to L2 norm 1.
+        hidden_size: The number of elements of an embedding, after the dense layers.
+        dense: The dense layers that are applied to the pooled vector, in this order.
+        prompts: Name -> text that is put before an input.
+        default_prompt: The name of the prompt for requests that name none; "" for no prompt.
+        lengths: The lengths to which clients may truncate an embedding (`dimensions`); empty if any is permitted.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -74,7 +81,7 @@ class PoolerConfig(msgspec.Struct, frozen=True):
 
 
 class Activation(enum.StrEnum):
-    """The function from the scores of a classification head to the numbers that clients get."""
+    """The function that is applied to the scores of a classification head before clients receive them."""
 
     SIGMOID = "sigmoid"
     SOFTMAX = "softmax"
@@ -89,39 +96,42 @@ class ClassifierConfig(msgspec.Struct, frozen=True):
 
 
 class SpeechKind(enum.StrEnum):
-    """The decoder's prompt that a speech model expects: Whisper's tokens for language and task, or a start token."""
+    """The kind of a speech model, which determines the decoder's prompt.
+
+    Whisper's prompt has tokens for language and task; Moonshine's is a single start token.
+    """
 
     WHISPER = "whisper"
     MOONSHINE = "moonshine"
 
 
 class AudioProcessorConfig(msgspec.Struct, frozen=True):
-    """The configuration of a model that reads sounds. A token id of -1 means that the model has no such token.
+    """The audio preprocessing and decoder prompt of a speech model. Token id -1: the model has no such token.
 
     Attributes:
-        kind: The decoder's prompt.
-        num_mel_bins: The log-mel features of a frame; 0 if the encoder reads samples.
+        kind: The kind of the decoder's prompt.
+        num_mel_bins: The number of log-mel features per frame; 0 if the encoder reads samples.
         sampling_rate: Samples per second.
-        hop_length: Samples from one frame to the next.
-        fft_length: Samples that a frame reads.
-        chunk_seconds: The maximum length of a sound. Whisper's are always filled up to this length.
-        strides: The factors by which the encoder's convolutions shorten a sequence of frames or samples.
-        kernels: The inputs that each of these convolutions reads.
-        paddings: The zeros that each of them adds on both sides.
-        max_source_positions: The maximum number of the encoder's outputs.
+        hop_length: Samples from the start of a frame to the start of the next.
+        fft_length: Samples per frame, which is the size of its Fourier transform.
+        chunk_seconds: The maximum length of one encoder input in seconds. Whisper's inputs are padded to this length.
+        strides: The stride of each of the encoder's convolutions over frames or samples.
+        kernels: The kernel size of each convolution.
+        paddings: The number of zeros that each convolution adds on both sides.
+        max_source_positions: The maximum number of encoder outputs.
         start_token_id: The first token of the decoder's prompt.
-        language_token_ids: The token of each language by its code; empty if the model has only one language.
-        transcribe_token_id: The token of the task to write what is said.
-        translate_token_id: The token of the task to translate it to English.
+        language_token_ids: Language code -> token; empty if the model has only one language.
+        transcribe_token_id: The token of the task "transcribe".
+        translate_token_id: The token of the task "translate", which produces English text.
         no_timestamps_token_id: The token that asks for text without timestamps. The first timestamp follows it.
-        previous_token_id: The token that begins the text before this sound.
-        no_speech_token_id: The token whose probability after `start_token_id` is that of silence.
-        time_precision: Seconds between a timestamp and the next one.
-        max_initial_timestamp: The maximum first timestamp, as its distance to the one of 0 s; -1 without a limit.
+        previous_token_id: The token before the text of the previous chunk or of the client's prompt.
+        no_speech_token_id: The token whose probability after `start_token_id` is the probability of silence.
+        time_precision: Seconds between two successive timestamp tokens.
+        max_initial_timestamp: The maximum first timestamp in units of `time_precision`; -1 for no limit.
         suppressed_token_ids: Tokens that are never sampled.
-        begin_suppressed_token_ids: Tokens that are not sampled first.
-        alignment_heads: The (layer, head) of cross attention that follow the time of words.
-        max_tokens_per_second: The maximum length of a text in tokens per second of its sound; 0 without a limit.
+        begin_suppressed_token_ids: Tokens that are never sampled as the first token.
+        alignment_heads: The cross-attention heads, as (layer, head), whose weights show when each word is spoken.
+        max_tokens_per_second: The maximum number of text tokens per second of sound; 0 for no limit.
     """
 
     kind: SpeechKind
@@ -149,18 +159,18 @@ class AudioProcessorConfig(msgspec.Struct, frozen=True):
     max_tokens_per_second: float = 0.0
 
     def num_outputs(self, num_frames: int) -> int:
-        """Return the number of the encoder's outputs for so many frames or samples."""
+        """Return the number of encoder outputs for `num_frames` frames (samples if `num_mel_bins` is 0)."""
         for stride, kernel, padding in zip(self.strides, self.kernels, self.paddings, strict=True):
             num_frames = max(0, (num_frames + 2 * padding - kernel) // stride + 1)
         return num_frames
 
 
 class SourceTextConfig(msgspec.Struct, frozen=True):
-    """The configuration of an encoder-decoder model of text.
+    """The settings of a text-to-text encoder-decoder model, such as T5.
 
     Attributes:
         start_token_ids: The decoder's prompt.
-        max_tokens: The maximum length of a source in tokens.
+        max_tokens: The maximum length of the encoder's input in tokens.
     """
 
     start_token_ids: tuple[int, ...]
@@ -168,38 +178,38 @@ class SourceTextConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """The model that is served.
+    """The model that an engine serves.
 
     Attributes:
         path: The resolved checkpoint, a directory or a `.gguf` file.
         tokenizer_path: A directory with a tokenizer.json: the checkpoint's own, the one of `--tokenizer`, or the
             conversion of a GGUF file's. Empty with `--skip-tokenizer-init`.
-        max_model_len: The maximum of prompt plus output tokens.
-        eos_token_ids: The tokenizer's end token, then those of the generation config.
-        dtype: The type of weights that are not quantized.
+        max_model_len: The maximum number of prompt and output tokens of a request.
+        eos_token_ids: The tokens that end an answer: the tokenizer's EOS token, then those of the generation config.
+        dtype: The element type of activations and of weights that are not quantized.
         quantization: "int8" or "int4" quantizes the weights at load.
-        model_impl: What computes the model.
+        model_impl: The code that computes the model.
         trust_remote_code: Whether Python code of the checkpoint may run, with `ModelImpl.TRANSFORMERS`.
         hf_overrides: Fields that replace those of the checkpoint's own configuration.
-        weight_files: The files that were on disk when the server started.
-        tokenizer_files: The same for the tokenizer and the chat templates.
-        is_encoder: Whether the model's attention is bidirectional. It embeds text but cannot generate any.
-        has_head: Whether the checkpoint has an output projection, without which the model only embeds.
-        pooler: How the model embeds text, or what its classification head reads.
-        classifier: The model's classification head, if it has one. It then classifies text and does nothing else.
+        weight_files: The identities of the weight files at startup, to detect files that change later.
+        tokenizer_files: The same for the files of the tokenizer and the chat templates.
+        is_encoder: Whether the model's attention is bidirectional. Such a model embeds text but cannot generate it.
+        has_head: Whether the checkpoint has an output projection. A model without one can only embed.
+        pooler: How hidden states are pooled into an embedding or into the input of the classification head.
+        classifier: The model's classification head, if it has one. Such a model only classifies.
         enable_lora: Whether requests may use LoRA adapters.
-        loras: The LoRA adapters that are served from the start.
+        loras: The LoRA adapters that are served from startup on.
         download_dir: Where downloads from the hub are kept; None for the default.
         max_lora_rank: The highest rank of an adapter.
         hidden_size: The size of the model's embeddings, or 0 if its config has none.
-        enable_prompt_embeds: Whether prompts may be embeddings.
+        enable_prompt_embeds: Whether clients may send prompts as embeddings.
         images: How the model reads images; None if it reads none.
         videos: How the model reads videos; None if it reads none.
-        span_kind: Which tokens of a prompt see those behind them.
+        span_kind: The spans of a prompt in which tokens attend to later tokens; None for causal attention only.
         mmproj: The file with the vision tower of a GGUF model; empty if it has none.
-        audio: How a speech model reads sounds; None for other models.
-        sounds: How a model for conversations reads sounds; None if it reads none.
-        source_text: How the model reads its source; None unless it is an encoder-decoder model of text.
+        audio: How a speech model (transcription) reads sounds; None for other models.
+        sounds: How a chat model reads sounds; None if it reads none.
+        source_text: How a text-to-text encoder-decoder model reads its input; None for other models.
     """
 
     model: str
@@ -239,7 +249,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def reads_source(self) -> bool:
-        """True if the model's decoder reads a sound or a source text by cross attention."""
+        """True if the model's decoder reads a sound or a source text by cross-attention."""
         return self.audio is not None or self.source_text is not None
 
     @property
@@ -249,7 +259,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def vector_size(self) -> int:
-        """The number of elements of a pooled vector: the scores of the classes, or an embedding."""
+        """The number of elements of a pooled result: one per class for a classifier, else the embedding size."""
         return self.pooler.hidden_size if self.classifier is None else len(self.classifier.labels)
 
     @property
@@ -260,12 +270,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def max_pooled_tokens(self) -> int:
-        """The maximum length of a text that is pooled. A decoder's slots keep room for a generated token."""
+        """The maximum length of a pooled text in tokens.
+
+        For a decoder it is one less than `max_model_len`, because a slot keeps room for a generated token.
+        """
         return self.max_model_len - (not self.is_encoder)
 
     @property
     def has_tokenizer(self) -> bool:
-        """True unless the server runs without a tokenizer."""
+        """True unless the server runs with `--skip-tokenizer-init`."""
         return self.tokenizer_path != ""
 
     def verified_tokenizer_path(self) -> str:

@@ -1,4 +1,4 @@
-"""Annotations that make fields of a configuration options of the command line."""
+"""The annotation that turns a configuration field into an option of the command line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class OptionSpec(msgspec.Struct, frozen=True):
         aliases: More flags for it, separated by spaces: short ones, and the names that other servers use.
         name: The flag, if it is not the field's name with dashes and without the unit `_s`.
         group: The heading in help, if it is not that of the section.
-        metavar: Stands for the value in help.
+        metavar: The placeholder for the value in help.
         default_text: Replaces the default in help where the field's own default would mislead.
         on_cpu: The default on a machine without a GPU.
-        choices: The permitted values of a text; those of an enum or a Literal come from the type.
-        synonyms: Other spellings of values -> the value.
+        choices: The permitted values of a string field. An enum or a Literal needs none here.
+        synonyms: Accepted spelling -> the value that it stands for.
         parse: The name of a parser in `frontend/cli/option_values.py` for a syntax that the type does not imply.
-        value: What the flag sets. It then takes no value.
+        value: The value that the flag sets. A flag with it takes no argument.
         variable: Environment variables that are read if the option's own is not set, separated by spaces.
     """
 

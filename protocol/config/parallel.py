@@ -1,4 +1,4 @@
-"""The processes of one engine, and the machines that they run on."""
+"""The number of processes of one engine, and the machines that they run on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ machines = partial(option, group="several machines")
 
 
 class ExecutorBackend(enum.StrEnum):
-    """The launcher of the workers: the supervisor of each node, or torchrun and the like."""
+    """The program that starts the workers: each node's supervisor (`mp`), or a launcher such as torchrun."""
 
     MP = "mp"
     EXTERNAL_LAUNCHER = "external_launcher"
 
 
 class ReplicaRole(enum.StrEnum):
-    """The task of a replica: computing long prompts, generating tokens, or both."""
+    """The work that a replica does: computing long prompts (`prefill`), generating tokens (`decode`), or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -31,9 +31,10 @@ class ReplicaRole(enum.StrEnum):
 class ParallelConfig(msgspec.Struct, frozen=True):
     """The number of processes of each kind, and their machines.
 
-    A replica is one core with P x T workers; the workers of a stage have consecutive ranks. Ranks count the workers of
-    all replicas, and each of `nnodes` nodes has equally many consecutive ones. Cores and frontends are on node 0, which
-    the others reach at `master_addr`. With an external launcher each worker joins by itself, as a node of its own.
+    A replica is one core with P x T workers (P pipeline stages of T tensor-parallel workers). The workers of a stage
+    have consecutive ranks. Ranks count the workers of all replicas, and each of `nnodes` nodes has equally many
+    consecutive ones. Cores and frontends are on node 0, which the other nodes reach at `master_addr`. With an external
+    launcher each worker joins separately, as a node of its own.
     """
 
     tensor_parallel_size: Annotated[
@@ -59,13 +60,13 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     replica_roles: Annotated[
         tuple[ReplicaRole, ...],
         option(
-            "Replicas of each role, such as prefill=1,decode=3; sets their number",
+            "Replicas per role, such as prefill=1,decode=3; sets their number",
             parse="replica_roles",
             metavar="ROLE=N,…",
         ),
     ] = ()
     remote_prefill_tokens: Annotated[
-        int, option("Uncached prompt tokens from which a prefill replica computes them", ge=1)
+        int, option("Uncached prompt tokens from which a prefill replica computes the prompt", ge=1)
     ] = 256
     api_server_count: Annotated[
         int, option("Frontend processes that share the port", ge=1, le=256)
@@ -122,16 +123,16 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_local_workers(self) -> int:
-        """The number of workers on the machine of the cores and frontends."""
+        """The number of workers on node 0, where the cores and frontends run."""
         return 0 if self.is_external else self.workers_per_node
 
     def node_of(self, worker: int) -> int:
-        """Return the node of a worker, counted through all replicas."""
+        """Return the node of a worker, which is numbered across all replicas."""
         return worker // self.workers_per_node
 
     @property
     def divides_experts_among_replicas(self) -> bool:
-        """True if the workers of all replicas divide the experts of each layer, so that they are one group."""
+        """True if the workers of all replicas divide the experts of each layer, which makes them one group."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def group_of(self, core_index: int) -> int:
@@ -139,7 +140,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         return 0 if self.divides_experts_among_replicas else core_index
 
     def spans_nodes(self, core_index: int) -> bool:
-        """Return whether the workers of a replica's group are on several machines, or may be."""
+        """Return whether the workers of the core's group may be on several machines."""
         if self.divides_experts_among_replicas:
             return self.is_distributed
         first = core_index * self.workers_per_core
@@ -154,11 +155,14 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def node_address(self) -> str:
-        """The address at which nodes join (ROUTER). The next ports are for the cores, then for torch.distributed."""
+        """The address at which nodes join (ROUTER).
+
+        The next ports are for the cores; the ports after them are for torch.distributed.
+        """
         return self.master_address(0)
 
     def master_address(self, offset: int) -> str:
-        """Return a TCP address of node 0."""
+        """Return the TCP address of node 0 at `offset` ports after `--master-port`."""
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
         return f"tcp://{host}:{self.master_port + offset}"
 
@@ -169,7 +173,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def output_rank(self) -> int:
-        """The rank of the worker that answers each step: the first of the last stage."""
+        """The rank of the worker that returns each step's results: the first of the last stage."""
         return self.workers_per_core - self.tensor_parallel_size
 
     @property

@@ -1,4 +1,4 @@
-"""The limits after which processes are restarted, or given up."""
+"""The limits after which a process counts as hung, and after which the engine stops restarting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler of each replica."""
+"""The configuration of each replica's scheduler: its queue, its limits per step, and speculative decoding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class SchedulingPolicy(enum.StrEnum):
 
 
 class PreemptionMode(enum.StrEnum):
-    """The treatment of a preempted request's blocks with CPU KV offload.
+    """What happens to the KV blocks of a preempted request if there is CPU KV offload.
 
-    They are dropped, copied to CPU memory at once, or copied when their GPU memory is needed.
+    They are dropped (`recompute`), copied to CPU memory at once (`swap`), or copied when their memory is needed
+    (`auto`).
     """
 
     RECOMPUTE = "recompute"
@@ -31,7 +32,7 @@ class PreemptionMode(enum.StrEnum):
 
 
 class ProposerMethod(enum.StrEnum):
-    """The way in which draft tokens are proposed."""
+    """The method that proposes draft tokens."""
 
     NGRAM = "ngram"
     SUFFIX = "suffix"
@@ -42,17 +43,17 @@ class ProposerMethod(enum.StrEnum):
 
     @property
     def runs_model(self) -> bool:
-        """True if a model or a part of one proposes, which writes keys and values."""
+        """True if the proposer runs a model or a layer, which writes its own KV entries."""
         return self.reads_hidden_states or self.has_own_checkpoint
 
     @property
     def reads_hidden_states(self) -> bool:
-        """True if the proposals are made of the hidden states of the model."""
+        """True if the proposer reads the hidden states of the model."""
         return self in (ProposerMethod.EAGLE, ProposerMethod.EAGLE3, ProposerMethod.MTP)
 
     @property
     def has_own_checkpoint(self) -> bool:
-        """True if the proposer has a checkpoint beside that of the model."""
+        """True if the proposer has a checkpoint of its own."""
         return self in _METHODS_WITH_CHECKPOINT
 
 
@@ -64,23 +65,26 @@ _METHODS_WITH_CHECKPOINT: Final = (
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The proposer of tokens for the model to verify.
+    """Speculative decoding: the method that proposes draft tokens, and its limits.
 
     `ngram` proposes the tokens that followed an earlier occurrence of the last `prompt_lookup_min` or more tokens.
-    `suffix` lets all such occurrences vote, those in recent answers to other requests as well. `draft_model` runs a
-    smaller model with the same vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a
-    layer that reads the model's hidden states: of a checkpoint of its own, or the layer for the prediction of further
-    tokens in the model's.
+    `suffix` counts the tokens that followed all such occurrences, also in recent answers to other requests, and
+    proposes the most frequent (SuffixDecoding, arXiv 2411.04975). `draft_model` runs a smaller model with the same
+    vocabulary. `eagle` (arXiv 2401.15077), `eagle3` (arXiv 2503.01840) and `mtp` run a layer that reads the model's
+    hidden states. EAGLE heads have a checkpoint of their own; for `mtp` the model's checkpoint contains the layer.
 
     Attributes:
-        num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler lowers it by request.
-        adaptive: Whether each request's number of drafts follows from acceptance and costs; else it is the maximum.
-        prompt_lookup_min: The tokens that must match.
+        num_speculative_tokens: The maximum number of proposed tokens per step. The scheduler may use fewer for a
+            request.
+        adaptive: Whether the number of drafts of each request follows its acceptance rate and the cost of verification.
+            If false, it is always the maximum.
+        prompt_lookup_min: The minimum number of tokens that must match.
         model: The directory or file of the draft model or the EAGLE head.
-        suffix_decoding_max_tree_depth: The tokens up to which a longer match counts more.
-        suffix_decoding_max_cached_requests: The answers that are kept; 0 searches only the request's own tokens.
+        suffix_decoding_max_tree_depth: The length in tokens above which a longer match counts no more.
+        suffix_decoding_max_cached_requests: The number of earlier answers that are searched; 0 searches only the
+            request's own tokens.
         suffix_decoding_max_spec_factor: The maximum number of proposed tokens for each matched token.
-        suffix_decoding_min_token_prob: The share of the occurrences that a proposed token must have.
+        suffix_decoding_min_token_prob: The minimum share of the occurrences after which a proposed token must follow.
     """
 
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)]
@@ -95,7 +99,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """The number of positions after the computed ones for which the proposer writes KV entries."""
+        """The number of positions after the computed ones at which the proposer writes KV entries."""
         return self.num_speculative_tokens if self.method.runs_model else 0
 
 
@@ -108,13 +112,13 @@ DEFAULT_SPECULATION: Final = SpeculativeConfig(
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """The limits of one step and of the queue.
+    """The limits of a scheduler step and of the waiting queue.
 
     Attributes:
-        max_num_encoder_input_tokens: Embeddings that are computed per step; 0 means `max_num_batched_tokens`.
-        encoder_cache_size: Embeddings that are kept; 0 means `max_num_batched_tokens`.
+        max_num_encoder_input_tokens: Maximum encoder embeddings computed per step; 0 means `max_num_batched_tokens`.
+        encoder_cache_size: Maximum encoder embeddings kept; 0 means `max_num_batched_tokens`.
         disable_chunked_mm_input: Whether all positions of an encoder input are computed in one step.
-        num_micro_batches: Groups of decoding requests that take turns, one for each stage of a pipeline.
+        num_micro_batches: Number of groups of decoding requests that take turns, one for each pipeline stage.
     """
 
     policy: Annotated[
@@ -222,7 +226,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     speculative: Annotated[
         SpeculativeConfig | None,
         option(
-            "Draft tokens ahead without changing output; 0 tokens disables",
+            "Propose draft tokens without changing output; 0 tokens disables",
             name="--speculative-config",
             parse="speculative",
             default_text=f"{DEFAULT_SPECULATION.num_speculative_tokens} tokens from repeated text; off on a GPU or with -pp",
@@ -239,22 +243,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     @property
     def encoder_budget(self) -> int:
-        """The number of embeddings that are computed per step."""
+        """The maximum number of encoder embeddings computed per step."""
         return self.max_num_encoder_input_tokens or self.max_num_batched_tokens
 
     @property
     def encoder_cache_capacity(self) -> int:
-        """The number of embeddings that are kept."""
+        """The maximum number of encoder embeddings kept in the encoder cache."""
         return self.encoder_cache_size or self.max_num_batched_tokens
 
     @property
     def max_steps_in_flight(self) -> int:
-        """One step for each stage, and one more that is ready when the first stage is free."""
+        """The maximum number of steps in flight.
+
+        There is one for each stage, and with asynchronous scheduling one that is ready when the first stage becomes
+        free.
+        """
         return self.num_micro_batches + self.async_scheduling
 
     @property
     def max_uncertain_tokens(self) -> int:
-        """The maximum number of tokens of one request in flight, if steps verify drafts; else 0."""
+        """The maximum number of one request's tokens in flight that may be rejected; 0 without speculative decoding."""
         if self.speculative is None:
             return 0
         num_steps = max(self.max_steps_in_flight, _MIN_STEPS_FORESEEN)

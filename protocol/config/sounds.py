@@ -1,4 +1,4 @@
-"""The configuration of a model for conversations that reads sounds."""
+"""The audio preprocessing settings of a chat model that reads sounds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import msgspec
 
 
 class SoundProcessorConfig(msgspec.Struct, frozen=True):
-    """The division of sounds into windows of log-mel features, whose embeddings are in place of tokens.
+    """The division of a sound into windows of log-mel features, which an encoder turns into embeddings.
 
     Attributes:
-        token_id: The token whose embeddings a sound's replace.
-        num_mel_bins: The features of a frame.
-        window_frames: The frames of a window.
-        max_windows: The maximum windows of a sound; 0 without a limit.
-        frames_per_output: The frames of an embedding.
-        is_filled: Whether the last window is filled with silence, which then has embeddings as well.
+        token_id: The placeholder token. The embeddings of a sound replace the embeddings of this token.
+        num_mel_bins: The number of log-mel features per frame.
+        window_frames: The number of frames per window.
+        max_windows: The maximum number of windows per sound; 0 for no limit.
+        frames_per_output: The number of frames per embedding.
+        is_filled: Whether the last window is padded with silence, which is also encoded.
     """
 
     token_id: int
@@ -26,5 +26,5 @@ class SoundProcessorConfig(msgspec.Struct, frozen=True):
 
     @property
     def outputs_per_window(self) -> int:
-        """The embeddings of a whole window."""
+        """The number of embeddings of a full window."""
         return self.window_frames // self.frames_per_output

@@ -9,13 +9,13 @@ import msgspec
 from .option import option
 
 MEMORY_BYTES: Final = 64 * 1024 * 1024
-"""The size of a store in memory, unless an option sets it."""
+"""The default maximum size of a store in memory, in bytes."""
 DISK_BYTES: Final = 4 * 1024 * 1024 * 1024
-"""The size of a store in a file, unless an option sets it."""
+"""The default maximum size of a store in a file, in bytes."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True):
-    """The database of stored objects and of the requests that outlive their clients and processes."""
+    """The database of stored objects, and of requests that continue after their client or their process is gone."""
 
     path: Annotated[
         str | None,
@@ -45,12 +45,12 @@ class StoreConfig(msgspec.Struct, frozen=True):
 
     resume_grace_s: Annotated[
         float,
-        option("Seconds that a request goes on after its client is gone", ge=0, le=86400),
+        option("Seconds that a request continues after its client disconnects", ge=0, le=86400),
     ] = 0.0
 
     @property
     def keeps_requests(self) -> bool:
-        """True if requests and their tokens are recorded."""
+        """True if requests and their tokens are recorded, so that they survive crashes."""
         return self.path is not None or self.resume_grace_s > 0
 
     @property

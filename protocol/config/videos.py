@@ -1,4 +1,4 @@
-"""The configuration of a model that reads videos."""
+"""Video preprocessing settings of a model: which frames are read, and how they become embeddings."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import msgspec
 
 
 class VideoProcessorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The attributes that all video processors have.
+    """The settings that all video processors share.
 
     Attributes:
-        token_id: The token whose embeddings a video's replace.
-        frames_per_patch: The frames that are encoded together.
-        fps: The frames per second that are read of a file.
-        min_frames: The minimum number of these, unless the file has fewer.
-        max_frames: The maximum number of frames.
-        num_frames: The number of frames that are read of a file; 0 if it depends on the length.
-        sampling: Which frames of a file are read: multiples of their distance, rounded down ("steps" of whole patches,
-            or "floors"), from the first to the last ("ends"), those at or after equal steps of time ("seconds"), those
-            whose number of a second depends on the length of the file ("dynamic", GLM-4.6V), from the first to the last
-            but without the first and the last second of long files ("inner", SmolVLM2), or the middles of parts of
-            equal length ("middles", InternVL).
-        max_seconds: The length of a file in seconds from which on "seconds" are farther apart.
-        mark: The text that stands for a video in prompts; empty for that of `mark_id`.
+        token_id: The placeholder token. The embeddings of a video replace the embeddings of this token.
+        frames_per_patch: The number of successive frames that are encoded together.
+        fps: The number of frames that are read per second of a file.
+        min_frames: The minimum number of frames that are read, unless the file has fewer.
+        max_frames: The maximum number of frames that are read.
+        num_frames: The fixed number of frames that are read; 0 if it depends on the file's length.
+        sampling: The choice of frames. "steps" and "floors": multiples of a fixed distance, rounded down ("steps": a
+            whole number of patches). "ends": evenly from the first to the last frame. "seconds": the first frame at or
+            after each of equal steps of time. "dynamic" (GLM-4.6V): a rate that depends on the length of the file.
+            "inner" (SmolVLM2): as "ends", but without the first and the last second of long files. "middles"
+            (InternVL): the middle frame of each of several equal parts.
+        max_seconds: The length of a file in seconds above which the steps of "seconds" become longer.
+        mark: The text that stands for a video in prompts; if empty, the text of `mark_id`.
         mark_id: The token that stands for a video in prompts; None for `token_id`.
-        resample: The filter, by Pillow's number.
-        scale: The factor on values from 0 to 255.
-        mean: The mean of each channel, which is subtracted from these products.
-        std: The divisor of each channel after that.
+        resample: The resampling filter, as a value of Pillow's `Resampling`.
+        scale: The factor that pixel values (0 to 255) are multiplied by.
+        mean: The mean of each channel, which is subtracted from the scaled values.
+        std: The standard deviation of each channel, by which the differences are divided.
     """
 
     token_id: int
@@ -51,16 +51,16 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
     """Resizes frames to multiples of `unit` pixels; `frames_per_patch` of them become one grid of embeddings.
 
     Attributes:
-        unit: The side of the square of pixels that is an embedding.
+        unit: The side in pixels of the square that makes one embedding.
         min_pixels: The minimum number of pixels of a frame, or of all frames with `limits_whole`.
-        max_pixels: The maximum of the same.
-        limits_whole: Whether the limits are for all frames together.
-        steps_per_second: How far apart the grids of a second are in rotary positions; 0 for one step a grid.
-        times: The time in seconds that is beside each grid as text: the mean of its frames before it ("mean"), or that
-            of the first one after it, as a number ("whole", GLM-4.1V) or with a fraction ("first"); None if grids
-            follow one another.
-        start_token_id: The token before each grid that has a time.
-        end_token_id: The token after it.
+        max_pixels: The maximum number of pixels, counted as for `min_pixels`.
+        limits_whole: Whether `min_pixels` and `max_pixels` apply to all frames together.
+        steps_per_second: The number of temporal rotary positions per second of video; 0 for one position per grid.
+        times: The text with each grid's time in seconds. "mean": before the grid, the mean time of its frames. "whole"
+            (GLM-4.1V) and "first": after the grid, the time of its first frame as an integer or with a fraction. None:
+            no text.
+        start_token_id: The token before each grid, if `times` is not None.
+        end_token_id: The token after each grid, if `times` is not None.
     """
 
     unit: int
@@ -74,23 +74,23 @@ class VideoProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="grids
 
     @property
     def max_outputs(self) -> int:
-        """The most embeddings that are made at once."""
+        """The maximum number of embeddings that are computed at once."""
         return self.max_pixels // self.unit**2
 
 
 class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frames"):
-    """Resizes each frame to a square of `side` pixels, which is read by itself.
+    """Resizes each frame to `side` x `side` pixels and encodes it separately.
 
     Attributes:
-        side: The side of this square.
-        longest_edge: The longer side in pixels to which frames are resized before that; 0 for none.
-        num_outputs: The embeddings of a frame.
-        is_pooled: Whether they are fewer than those of an image, and the last frame has another one behind it
-            (LLaVA-OneVision).
-        labels: The text before each frame: its time, after a sentence about the whole video ("times", SmolVLM2), or
-            its number ("numbers", InternVL); None if frames follow one another.
-        start: The text before each frame, behind its label.
-        end: The text after it.
+        side: The width and height of a resized frame in pixels.
+        longest_edge: The length in pixels to which a frame's longer side is resized first; 0 to skip this.
+        num_outputs: The number of embeddings per frame.
+        is_pooled: Whether a frame's embeddings are pooled to fewer than an image has, with one more embedding after the
+            last frame (LLaVA-OneVision).
+        labels: The text before each frame. "times" (SmolVLM2): its time, and a sentence about the video before the
+            first frame. "numbers" (InternVL): its number. None: no text.
+        start: The text between a frame's label and the frame.
+        end: The text after each frame.
     """
 
     side: int
@@ -103,7 +103,7 @@ class FrameProcessor(VideoProcessorConfig, frozen=True, kw_only=True, tag="frame
 
     @property
     def max_outputs(self) -> int:
-        """The most embeddings that are made at once."""
+        """The maximum number of embeddings that are computed at once."""
         return self.num_outputs + self.is_pooled
 
 

@@ -1,1 +1,1 @@
-"""`engine bench`: measure any server with OpenAI's API."""
+"""The command `engine bench`: measure the throughput and latencies of any server with OpenAI's API."""

@@ -1,4 +1,4 @@
-"""The times at which requests are sent."""
+"""The times at which a benchmark sends its requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ....protocol.errors import ConfigError
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the seconds after the begin at which `count` requests are sent, in ascending order.
+    """Return the times at which `count` requests are sent, in seconds after the start, in ascending order.
 
-    The gaps are drawn from a gamma distribution with the shape `burstiness` and the mean 1 / `rate`. A burstiness of 1
-    is a Poisson process; less gives bursts, more makes the gaps alike. An infinite rate sends all at once.
+    The gaps are drawn from a gamma distribution with shape `burstiness` and mean 1 / `rate`. A burstiness of 1 is a
+    Poisson process; a lower one gives bursts, a higher one more regular gaps. With an infinite rate all requests are
+    sent at once.
 
     Raises:
         ConfigError: The rate or the burstiness is not above 0.

@@ -15,7 +15,7 @@ import msgspec
 from .datasets import Prompt, Session, Turn
 
 TIMEOUT_S: Final = 6 * 3600.0
-"""Maximum seconds of a request."""
+"""Maximum seconds that a request may take."""
 _READ_BYTES: Final = 1 << 20
 _QUOTED: Final = 200
 
@@ -54,17 +54,17 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass
 class Answer:
-    """The record of one request. Times are seconds of `time.perf_counter`.
+    """The record of one request. Times are values of `time.perf_counter`, in seconds.
 
     Attributes:
-        start: When it was sent.
-        end: When its answer ended.
+        start: When the request was sent.
+        end: When the answer ended.
         chunk_times: When each piece of text arrived.
         output_tokens: Generated tokens; the number of pieces if the server does not report them.
         prompt_tokens: Tokens of the prompt; 0 if the server does not report them.
-        cached_tokens: Those found in a prefix cache.
+        cached_tokens: Prompt tokens that the server found in a prefix cache.
         text: The generated text.
-        error: Why it failed, or None.
+        error: Why the request failed, or None.
     """
 
     start: float = 0.0
@@ -80,7 +80,7 @@ class Answer:
         """Record a line of the stream.
 
         Raises:
-            msgspec.MsgspecError: The line is no event.
+            msgspec.MsgspecError: The line is not a valid event.
         """
         event = _decode_event(line)
         if event.error is not None:
@@ -101,14 +101,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The destination of requests, and the fields that all of them share.
+    """The server and endpoint that requests are sent to, and the fields that all requests have.
 
     Attributes:
         url: The server's URL without `/v1`, or `unix:` and the path of its socket.
         model: The model's name.
         is_chat: Use chat completions rather than completions.
-        api_key: Sent with each request, if it is not None.
-        fields: Further fields of each request.
+        api_key: The API key that is sent with each request, or None.
+        fields: Further fields of the body of each request.
     """
 
     url: str
@@ -119,19 +119,19 @@ class Endpoint:
 
     @property
     def full_url(self) -> str:
-        """The URL of the requests."""
+        """The URL that requests are posted to."""
         base = "http://localhost" if self.url.startswith("unix:") else self.url
         return base + ("/v1/chat/completions" if self.is_chat else "/v1/completions")
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yield a client without a limit of connections."""
+        """Yield an HTTP client without a limit on its number of connections."""
         connector: aiohttp.BaseConnector
         if self.url.startswith("unix:"):
             connector = aiohttp.UnixConnector(self.url.removeprefix("unix:"), force_close=True)
         else:
-            # A connection for each request: llama-server closes one after a streamed answer without saying so. The
-            # handshakes of TLS would take longer than most first tokens.
+            # llama-server closes a connection after a streamed answer without announcing it, so each request opens a
+            # new one. With TLS the handshakes would take longer than most first tokens, so connections are reused.
             force_close = not self.url.startswith("https:")
             connector = aiohttp.TCPConnector(limit=0, force_close=force_close)
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
@@ -144,7 +144,7 @@ class Endpoint:
             yield client
 
     def body(self, prompt: Prompt | list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
-        """Return a request with a prompt, or with messages if this is a chat."""
+        """Return the body of a request for a prompt (messages if this is a chat)."""
         return {
             "model": self.model,
             "messages" if self.is_chat else "prompt": prompt,
@@ -156,7 +156,7 @@ class Endpoint:
 
 
 async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
-    """Send one request and return what was recorded. Failures are recorded, too."""
+    """Send one request and return the record of its answer. Failures are recorded in the answer, not raised."""
     answer = Answer(start=time.perf_counter())
     try:
         async with client.post(url, json=body) as response:
@@ -173,7 +173,7 @@ async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> 
         answer.error = repr(error)
     answer.end = time.perf_counter()
     if answer.error is None and not answer.chunk_times:
-        answer.error = "no text came"
+        answer.error = "the server sent no text"
     answer.output_tokens = answer.output_tokens or len(answer.chunk_times)
     return answer
 
@@ -189,14 +189,15 @@ async def run_sessions(
     """Send the requests of all sessions.
 
     Args:
-        endpoint: Where to.
-        sessions: What. The requests of a session follow one another, each with the answers before it.
-        starts: Seconds after the begin at which each session starts, in ascending order; all at once by default.
-        max_concurrency: Maximum sessions at once. A session that has to wait starts late.
+        endpoint: The destination of the requests.
+        sessions: The sessions. The requests of a session are sent one after another, each with all earlier answers.
+        starts: The time at which each session starts, in seconds from now, in ascending order; by default all start at
+            once.
+        max_concurrency: Maximum sessions at once. A session above the limit starts when another one ends.
         on_answer: Called after each request.
 
     Returns:
-        The answers, in the order in which they ended, and the seconds that all of them took.
+        The answers, in the order in which they ended, and the total duration in seconds.
     """
     answers: list[Answer] = []
     places = asyncio.Semaphore(max_concurrency or len(sessions))
@@ -225,7 +226,7 @@ async def run_sessions(
 
 
 class _History:
-    """The conversation of a session so far: messages of a chat, or one text."""
+    """The conversation of a session so far: a list of messages for a chat, otherwise one text."""
 
     def __init__(self, is_chat: bool, session: Session) -> None:
         self._is_chat = is_chat
@@ -235,7 +236,7 @@ class _History:
         self._is_single = len(session.turns) == 1 and system is None
 
     def prompt(self, turn: Turn) -> Any:
-        """Add a turn, and return the prompt with all before it."""
+        """Add the prompt of a turn, and return the whole conversation as the prompt of the next request."""
         if not self._is_chat and self._is_single:
             return turn.prompt
         assert isinstance(turn.prompt, str)
@@ -246,6 +247,6 @@ class _History:
         return self._text
 
     def add_answer(self, text: str) -> None:
-        """Add the answer to the last turn."""
+        """Add the answer to the last turn's prompt."""
         self._messages.append({"role": "assistant", "content": text})
         self._text += text

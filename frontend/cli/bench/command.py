@@ -1,4 +1,4 @@
-"""`engine bench`: measure any server with OpenAI's API."""
+"""The command `engine bench` and its subcommands: serve, throughput, latency and compare."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine bench",
         usage="engine bench serve|throughput|latency|compare ...",
-        description="Measure any server with OpenAI's API. engine bench COMMAND --help shows the flags of each.",
+        description=(
+            "Measure any server with OpenAI's API. engine bench COMMAND --help shows the "
+            "flags of a command."
+        ),
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -81,7 +84,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[math.inf],
         metavar="R",
-        help="Requests per second, a measurement for each (default: inf, all at once)",
+        help=(
+            "Requests per second; several values are measured one after another (default: "
+            "inf, all at once)"
+        ),
     )
     parser.add_argument(
         "--max-concurrency",
@@ -89,7 +95,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[None],
         metavar="N",
-        help="Maximum requests at once, a measurement for each (default: no limit)",
+        help=(
+            "Maximum requests at once; several values are measured one after another "
+            "(default: no limit)"
+        ),
     )
     _add_load_arguments(parser)
     add_dataset_arguments(parser)
@@ -152,7 +161,7 @@ def _measure(
         rate=rate,
         burstiness=parsed.burstiness,
         max_concurrency=max_concurrency,
-        # Each point has requests of its own, which the points before have not cached.
+        # Each measurement has its own prompts, so that none are cached from the measurement before.
         seed_offset=index,
     )
     return figures
@@ -199,7 +208,7 @@ def _throughput(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     workload = Workload(parsed)
     with open_target(parsed.parser, parsed, arguments) as target:
         figures = _measure(target, workload, parsed, 0, rate=math.inf, max_concurrency=None)
-    # The names of `vllm bench throughput`.
+    # The keys are those of `vllm bench throughput`.
     result = {
         "elapsed_time": figures["duration"],
         "num_requests": figures["completed"],
@@ -224,11 +233,11 @@ def _throughput(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     for flag, default, summary in (
-        ("--batch-size", 8, "Requests at once"),
-        ("--input-len", 32, "Prompt tokens of each"),
-        ("--output-len", 128, "Generated tokens of each"),
-        ("--num-iters", 10, "Batches that are measured"),
-        ("--num-iters-warmup", 2, "Batches before these"),
+        ("--batch-size", 8, "Requests sent at once"),
+        ("--input-len", 32, "Prompt tokens of each request"),
+        ("--output-len", 128, "Generated tokens of each request"),
+        ("--num-iters", 10, "Measured batches"),
+        ("--num-iters-warmup", 2, "Batches before the first measurement"),
         ("--seed", 0, "Seed of the prompts"),
     ):
         parser.add_argument(
@@ -292,10 +301,17 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="Model of each server, in their order, or of all (default: the first that each lists)",
+        help=(
+            "Model of each server, or one for all servers (default: the first model that "
+            "each server lists)"
+        ),
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="Measurements of each (default: 3)"
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help=("Measurements of each server (default: 3)"),
     )
     parser.add_argument(
         "--request-rate",
@@ -373,23 +389,26 @@ _COMMANDS: Final[
         _serve,
     ),
     "throughput": (
-        "measure the throughput of requests that come all at once",
+        "measure the throughput of requests that are sent all at once",
         "[MODEL] [--url URL] [flags]",
-        "Measure the throughput of a server that gets all requests at once." + _STARTED,
+        "Measure the throughput of a server that receives all requests at once." + _STARTED,
         _add_throughput_arguments,
         _throughput,
     ),
     "latency": (
         "measure how long a batch of requests takes",
         "[MODEL] [--url URL] [flags]",
-        "Measure how long a batch of equal requests takes." + _STARTED,
+        "Measure how long a batch of requests of equal length takes." + _STARTED,
         _add_latency_arguments,
         _latency,
     ),
     "compare": (
         "measure several servers in alternation",
         "URL URL... [flags]",
-        "Measure servers in alternation with the same requests, and compare the medians of the rounds.",
+        (
+            "Measure several servers in alternation with the same requests, and compare the "
+            "medians of the rounds."
+        ),
         _add_compare_arguments,
         _compare,
     ),

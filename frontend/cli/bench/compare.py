@@ -1,4 +1,4 @@
-"""Compare servers: the same requests in alternation, medians of the rounds, and ratios to the first server."""
+"""Compare servers: send them the same requests in alternation, and compute medians and ratios to the first server."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def compare_servers(
     max_concurrency: int | None,
     num_warmups: int,
 ) -> Figures:
-    """Measure the servers in turn, `rounds` times. Every second round has the opposite order.
+    """Measure the servers in turn, `rounds` times. The order is reversed in every second round.
 
-    Each round has requests of its own, which are the same for all servers.
+    All servers get the same requests within a round. Each round has different requests.
 
     Args:
-        urls: The servers.
-        models: A model for each server, or one for all, or none for the first that each lists.
-        api_key: Sent to all servers.
+        urls: The URLs of the servers.
+        models: A model for each server, one model for all servers, or none for the first model that each server lists.
+        api_key: The API key that is sent to all servers, or None.
         workload: The requests of a round.
-        rounds: How often each server is measured.
+        rounds: The number of times that each server is measured.
         rate: Sessions that start per second.
         burstiness: See `arrival_times`.
         max_concurrency: Maximum sessions at once.
-        num_warmups: Requests to each server that are not measured.
+        num_warmups: The number of requests to each server before the measurements.
 
     Returns:
-        `servers`, each with `url`, `model`, all `rounds` and their `median`, and the `ratios` of each server to the
-        first by figure.
+        `servers`, each with `url`, `model`, all `rounds` and their `median`, and `ratios`: for each figure, the values
+        of all servers divided by that of the first.
 
     Raises:
         EngineError: A server cannot be reached, or the workload is invalid.
@@ -85,7 +85,7 @@ def compare_servers(
 
 
 def median_of(rounds: Sequence[Figures]) -> Figures:
-    """Return the median of each figure over all rounds. A figure that no round has is None."""
+    """Return the median of each figure over all rounds; None for a figure that no round has."""
     medians: Figures = {"date": rounds[0]["date"]}
     for key, value in rounds[0].items():
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -95,7 +95,7 @@ def median_of(rounds: Sequence[Figures]) -> Figures:
 
 
 def ratios_of(medians: Sequence[Figures]) -> dict[str, list[float | None]]:
-    """Return each figure of each server, divided by that of the first server."""
+    """Return each figure of each server, divided by the first server's."""
     first = medians[0]
     return {
         key: [
@@ -108,7 +108,7 @@ def ratios_of(medians: Sequence[Figures]) -> dict[str, list[float | None]]:
 
 
 def format_comparison(result: Figures) -> str:
-    """Return a table with a row for each figure, and the medians and ratios of each server."""
+    """Return a table with a row for each figure, and a column with the median and ratio of each server."""
     servers = result["servers"]
     rows = [["", *(server["url"] for server in servers)]]
     for key, ratios in result["ratios"].items():

@@ -1,4 +1,4 @@
-"""Requests to measure with: random ones, those of a file, ones with shared prefixes, and conversations of agents.
+"""The requests of a benchmark: random, from a file, with shared prefixes, or conversations of agents.
 
 Everything is drawn with a seed, so that two servers, or two runs, get the same requests. Options have the names that
 `vllm bench serve` gives them.
@@ -18,16 +18,16 @@ import msgspec
 from ....protocol.errors import ConfigError
 
 Prompt: TypeAlias = str | list[int]
-"""A text, or token ids, whose number is exact with every tokenizer."""
+"""A text, or token ids. Token ids give the exact number of prompt tokens with every tokenizer."""
 
 FIRST_ORDINARY_ID: Final = 1000
-"""Ids from here up are ordinary words in nearly every vocabulary."""
+"""In nearly every vocabulary, all ids from this one up are ordinary tokens and not special ones."""
 CHARACTERS_A_TOKEN: Final = 4
-"""A usual length of tokens, where the tokenizer is not known."""
+"""Typical number of characters per token, used where the tokenizer is not known."""
 _SHORTEST_TOKENS: Final = 4
 _MOST_PROMPT_TOKENS: Final = 1024
 _MOST_TOTAL_TOKENS: Final = 2048
-"""Limits of the conversations that are taken from a ShareGPT file, which are those of vLLM."""
+"""Maximum prompt plus answer tokens of conversations from a ShareGPT file, as in vLLM."""
 
 _COMMON: Final = (
     "time year people way day man thing woman life child world school state family student group "
@@ -42,7 +42,7 @@ _WORDS: Final = tuple(_COMMON.split())
 
 
 class DatasetName(enum.StrEnum):
-    """The datasets."""
+    """The kinds of requests that `--dataset-name` offers."""
 
     RANDOM = "random"
     SHAREGPT = "sharegpt"
@@ -51,14 +51,14 @@ class DatasetName(enum.StrEnum):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A request: what it adds to the conversation, and the maximum tokens of its answer."""
+    """A request of a session: the text that it adds to the conversation, and the maximum tokens of its answer."""
 
     prompt: Prompt
     max_tokens: int
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A conversation. Each request has those before it, and their answers, in front of its own prompt."""
+    """A conversation. The prompt of each request begins with all earlier prompts and answers."""
 
     turns: list[Turn]
     system: str | None = None
@@ -70,41 +70,45 @@ Ratio: TypeAlias = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of all datasets. Lengths are in tokens. The texts are the help lines."""
+    """The options of all datasets. Lengths are in tokens. The strings in the annotations are the help lines."""
 
-    dataset_name: Annotated[DatasetName, "Requests to send"] = DatasetName.RANDOM
+    dataset_name: Annotated[DatasetName, "Number of requests"] = DatasetName.RANDOM
     dataset_path: Annotated[
-        str | None, "File of sharegpt or agent: ShareGPT's JSON, or JSON lines with messages"
+        str | None, "File for sharegpt or agent: ShareGPT's JSON, or JSON lines with messages"
     ] = None
-    num_prompts: Annotated[Positive, "Requests; with agent, conversations"] = 100
-    random_input_len: Annotated[Positive, "Prompt tokens of random"] = 1024
-    random_output_len: Annotated[Positive, "Generated tokens of random"] = 128
-    random_range_ratio: Annotated[Ratio, "Lengths of random vary by this share"] = 0.0
-    random_prefix_len: Annotated[Count, "Tokens that all prompts of random begin with"] = 0
-    random_vocab_size: Annotated[Positive, "Token ids of random are below this"] = 30_000
+    num_prompts: Annotated[Positive, "Number of requests; for agent, of conversations"] = 100
+    random_input_len: Annotated[Positive, "random: prompt tokens"] = 1024
+    random_output_len: Annotated[Positive, "random: generated tokens"] = 128
+    random_range_ratio: Annotated[Ratio, "random: lengths vary by up to this fraction"] = 0.0
+    random_prefix_len: Annotated[Count, "random: tokens of a prefix shared by all prompts"] = 0
+    random_vocab_size: Annotated[Positive, "random: token ids are below this"] = 30_000
     sharegpt_output_len: Annotated[
-        Positive | None, "Generated tokens of sharegpt (default: as recorded)"
+        Positive | None, "sharegpt: generated tokens (default: as recorded)"
     ] = None
-    prefix_repetition_prefix_len: Annotated[Count, "Tokens of a shared prefix"] = 256
-    prefix_repetition_suffix_len: Annotated[Positive, "Tokens behind a shared prefix"] = 256
-    prefix_repetition_num_prefixes: Annotated[Positive, "Different shared prefixes"] = 10
-    prefix_repetition_output_len: Annotated[Positive, "Generated tokens behind a shared prefix"] = (
-        128
-    )
-    agent_turns: Annotated[Positive, "Requests of a conversation of agent"] = 8
-    agent_system_len: Annotated[Count, "Tokens of the system prompt of agent, shared by all"] = 1024
-    agent_input_len: Annotated[Positive, "Tokens that each request of agent adds"] = 256
-    agent_output_len: Annotated[Positive, "Generated tokens of a request of agent"] = 64
-    seed: Annotated[int, "Seed of the requests and of their times"] = 0
+    prefix_repetition_prefix_len: Annotated[
+        Count, ("prefix_repetition: tokens of a shared prefix")
+    ] = 256
+    prefix_repetition_suffix_len: Annotated[
+        Positive, ("prefix_repetition: tokens after the prefix")
+    ] = 256
+    prefix_repetition_num_prefixes: Annotated[
+        Positive, ("prefix_repetition: number of different prefixes")
+    ] = 10
+    prefix_repetition_output_len: Annotated[Positive, "prefix_repetition: generated tokens"] = 128
+    agent_turns: Annotated[Positive, "agent: requests per conversation"] = 8
+    agent_system_len: Annotated[Count, "agent: tokens of the system prompt, shared by all"] = 1024
+    agent_input_len: Annotated[Positive, "agent: tokens that each request adds"] = 256
+    agent_output_len: Annotated[Positive, "agent: generated tokens per request"] = 64
+    seed: Annotated[int, "Seed of the requests and their arrival times"] = 0
 
     @property
     def is_synthetic(self) -> bool:
-        """Return whether the texts mean nothing, so that the end of an answer is arbitrary."""
+        """True if the texts are random, so that answers have no natural end."""
         return self.dataset_name is not DatasetName.SHAREGPT and self.dataset_path is None
 
     @property
     def needs_messages(self) -> bool:
-        """Return whether the conversations are those of chats."""
+        """True if the requests are chats."""
         return self.dataset_name is DatasetName.AGENT
 
 
@@ -114,7 +118,7 @@ def make_sessions(options: DatasetOptions, count: int, *, as_text: bool) -> list
     Args:
         options: The options of the dataset.
         count: The number of sessions.
-        as_text: Prompts are texts rather than token ids, for chats. Their numbers of tokens are approximate.
+        as_text: Whether prompts are texts instead of token ids, as chats need. Their token counts are approximate.
 
     Raises:
         ConfigError: The file cannot be used, or has too few conversations.
@@ -141,8 +145,8 @@ def _random(
 ) -> list[Session]:
     if options.random_vocab_size <= FIRST_ORDINARY_ID:
         raise ConfigError(
-            f"--random-vocab-size {options.random_vocab_size}: must be above {FIRST_ORDINARY_ID}, because the ids below it "
-            "may be special tokens"
+            f"--random-vocab-size {options.random_vocab_size}: must be above "
+            f"{FIRST_ORDINARY_ID}, because ids up to it may be special tokens"
         )
 
     def vary(length: int) -> int:
@@ -184,7 +188,7 @@ def _shared_prefixes(
 
 
 def _agents(options: DatasetOptions, count: int, rng: random.Random) -> list[Session]:
-    """Return conversations as agents have them: a long shared system prompt, then many short answers to long inputs."""
+    """Return conversations like those of agents: a long shared system prompt, then short answers to long inputs."""
 
     def draw(length: int) -> str:
         return " ".join(rng.choices(_WORDS, k=length))
@@ -216,7 +220,7 @@ def _from_file(options: DatasetOptions, count: int, rng: random.Random) -> list[
         if turns and (is_agent or _is_usable(turns[0])):
             sessions.append(Session(turns, system if is_agent else None))
     if not sessions:
-        raise ConfigError(f"--dataset-path {path}: has no conversation that can be used")
+        raise ConfigError(f"--dataset-path {path}: contains no usable conversation")
     rng.shuffle(sessions)
     return [sessions[index % len(sessions)] for index in range(count)]
 
@@ -232,10 +236,10 @@ def _is_usable(turn: Turn) -> bool:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[str | None, list[tuple[str, str]]]]:
-    """Yield the system prompt and the pairs of question and answer of each conversation of a file.
+    """Yield the system prompt and the (question, answer) pairs of each conversation of a file.
 
-    The file has ShareGPT's form, a list of objects with `conversations`, or a line of JSON for each conversation with
-    `messages` in OpenAI's form.
+    The file has ShareGPT's format, a list of objects with `conversations`, or has one JSON object per line with
+    `messages` in OpenAI's format.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -249,7 +253,7 @@ def read_conversations(path: Path) -> Iterator[tuple[str | None, list[tuple[str,
     except OSError as error:
         raise ConfigError(f"--dataset-path {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"--dataset-path {path}: not JSON: {error}") from None
+        raise ConfigError(f"--dataset-path {path}: invalid JSON: {error}") from None
     for entry in entries:
         if not isinstance(entry, dict):
             raise ConfigError(f"--dataset-path {path}: a conversation must be an object")
@@ -257,7 +261,7 @@ def read_conversations(path: Path) -> Iterator[tuple[str | None, list[tuple[str,
 
 
 def _split_conversation(entry: dict[str, Any]) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the system prompt, and what each answer of the assistant answers, with that answer."""
+    """Return the system prompt, and for each answer of the assistant the text before it and the answer."""
     said = [
         (str(m.get("from") or m.get("role")), m.get("value") or m.get("content") or "")
         for m in entry.get("conversations") or entry.get("messages") or ()
@@ -275,6 +279,6 @@ def _split_conversation(entry: dict[str, Any]) -> tuple[str | None, list[tuple[s
                 pairs.append(("\n".join(asked), text))
             asked = []
         else:
-            # The results of tools are input, too.
+            # Results of tools count as input, as messages of the user do.
             asked.append(text)
     return system, pairs

@@ -26,7 +26,7 @@ LATENCIES: Final = {
 
 
 def latencies_of(answer: Answer) -> dict[str, float]:
-    """Return the latencies of one request in milliseconds. It has no `tpot` if it has only one token."""
+    """Return the latencies of one request in milliseconds. An answer with only one token has no `tpot`."""
     first = answer.chunk_times[0] - answer.start
     whole = answer.chunk_times[-1] - answer.start
     found = {"ttft": first * 1e3, "e2el": whole * 1e3}
@@ -45,9 +45,9 @@ def summarize(
     """Return the figures of a measurement.
 
     Args:
-        answers: The answers of all requests, failed ones included.
-        duration_s: The seconds that all of them took.
-        goodput: Limits in milliseconds, by the names of latencies. Requests within all of them count as good.
+        answers: The answers of all requests, including failed ones.
+        duration_s: The duration of the measurement in seconds.
+        goodput: Name of a latency -> its limit in milliseconds. Requests within all limits count as good.
         percentiles: The percentiles of each latency, from 0 to 100.
     """
     good = [answer for answer in answers if answer.error is None]

@@ -1,4 +1,4 @@
-"""Measure one point: warm up, send the requests, and compute the figures."""
+"""Measure a server once: warm up, send the requests, and compute the figures."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .options import Workload
 from .progress import progress_bar
 
 _WARM_UP_SEED: Final = 1 << 20
-"""Far from the seeds of rounds, so that the warm-up caches no random prefix that is measured."""
+"""This seed is far from the seeds of the rounds, so that the warm-up caches no prefix that is measured."""
 
 
 def endpoint_of(target: Target, workload: Workload) -> Endpoint:
-    """Return the endpoint that a workload uses on a server, and permit as many connections as possible."""
+    """Return the endpoint of a server that a workload uses, and raise this process's limit on connections."""
     raise_open_file_limit()
     server = target.server
     return Endpoint(server.url, target.model, workload.is_chat, server.api_key, workload.fields)
 
 
 def warm_up(endpoint: Endpoint, workload: Workload, count: int) -> None:
-    """Send `count` sessions that are not measured, all at once.
+    """Send `count` sessions at once, without measuring them.
 
     Raises:
-        EngineError: One failed, so measuring makes no sense.
+        EngineError: A request failed, so that a measurement would be pointless.
     """
     if not count:
         return
@@ -58,14 +58,14 @@ def measure(
     Args:
         endpoint: The server.
         workload: The requests.
-        label: What the progress bar shows.
+        label: The text of the progress bar.
         rate: Sessions that start per second.
         burstiness: See `arrival_times`.
         max_concurrency: Maximum sessions at once.
         seed_offset: See `Workload.sessions`.
 
     Returns:
-        The figures, with what was measured, and the answers.
+        The figures, which also describe the measurement, and the answers.
 
     Raises:
         ConfigError: The workload, the rate or the burstiness is invalid.

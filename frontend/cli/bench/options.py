@@ -1,4 +1,4 @@
-"""The arguments that the commands of `engine bench` share, and what they mean."""
+"""The arguments that the subcommands of `engine bench` share, and the workload that they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .datasets import DatasetName, DatasetOptions, Session, make_sessions
 
 
 class Backend(enum.StrEnum):
-    """The endpoint that gets the requests: completions or chat completions."""
+    """The endpoint that receives the requests: completions or chat completions."""
 
     COMPLETIONS = "openai"
     CHAT = "openai-chat"
@@ -46,7 +46,7 @@ def dataset_options(parsed: argparse.Namespace, **defaults: object) -> DatasetOp
 
     Args:
         parsed: The parsed arguments.
-        defaults: Values of fields that are not given.
+        defaults: Defaults for fields of DatasetOptions.
 
     Raises:
         ConfigError: A value is invalid.
@@ -63,7 +63,7 @@ def dataset_options(parsed: argparse.Namespace, **defaults: object) -> DatasetOp
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how requests are sent."""
+    """Add the arguments that control how requests are sent."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--backend",
@@ -74,8 +74,10 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="Continue at end tokens, which other servers than inference servers reject (default: unless there is a "
-        "--dataset-path)",
+        help=(
+            "Continue after end tokens; only inference servers accept this (default: on "
+            "without --dataset-path)"
+        ),
     )
     group.add_argument(
         "--temperature",
@@ -87,25 +89,30 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_result_arguments(parser: argparse.ArgumentParser, *, has_plot: bool = True) -> None:
-    """Add the arguments that say where results go."""
+    """Add the arguments for the output of results."""
     group = parser.add_argument_group("results")
     group.add_argument(
-        "--json", action="store_true", help="Print JSON, a line for each result, rather than text"
+        "--json", action="store_true", help="Print one JSON object per result instead of text"
     )
-    group.add_argument("--result-filename", metavar="FILE", help="Write the JSON to this file, too")
+    group.add_argument("--result-filename", metavar="FILE", help="Also write the JSON to this file")
     if has_plot:
-        group.add_argument("--plot", metavar="FILE", help="Draw the results into this SVG file")
+        group.add_argument(
+            "--plot", metavar="FILE", help=("Draw the results as an SVG plot in this file")
+        )
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which figures are computed."""
+    """Add the arguments that select the computed figures."""
     group = parser.add_argument_group("figures")
     group.add_argument(
         "--goodput",
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="Count requests within all these limits, such as ttft:200 tpot:50 e2el:3000",
+        help=(
+            "Count requests within all of these limits in milliseconds, such as ttft:200 "
+            "tpot:50 e2el:3000"
+        ),
     )
     group.add_argument(
         "--metric-percentiles",
@@ -116,11 +123,11 @@ def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Workload:
-    """Which requests are sent, and how they are measured.
+    """The requests of a measurement, and how they are sent.
 
     Args:
-        parsed: Arguments of the functions above.
-        defaults: Values of fields of DatasetOptions that are not given.
+        parsed: The parsed arguments that the functions above have added.
+        defaults: Defaults for fields of DatasetOptions.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -145,11 +152,11 @@ class Workload:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether chat completions are measured."""
+        """True if chat completions are measured."""
         return self.backend is Backend.CHAT
 
     def sessions(self, count: int, seed_offset: int = 0) -> list[Session]:
-        """Return `count` sessions. Other offsets give other ones, which share no prefix with these.
+        """Return `count` sessions. Different offsets give different sessions without shared prefixes.
 
         Raises:
             ConfigError: The file of the dataset cannot be used.
@@ -162,7 +169,7 @@ def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
     """Return the limits of `--goodput`, such as `ttft:200`, in milliseconds.
 
     Raises:
-        ConfigError: A limit has another form.
+        ConfigError: A limit does not have this form.
     """
     parsed = {}
     for limit in limits:

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for what takes more than a second; nothing if stderr is no terminal."""
+"""A progress bar on stderr for tasks of more than a second. It is not shown if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that moves the bar by one of `total`."""
+    """Yield a function that advances the bar by one of `total` units."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""Show results: as text, as JSON and as an SVG plot."""
+"""Print the results of benchmarks as text or JSON, and draw them as SVG."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def format_figures(title: str, figures: Figures) -> str:
 
 
 def _of(key: str, name: str) -> str:
-    """Return `Median` of `median_ttft_ms`, and `P99` of `p99_ttft_ms`."""
+    """Return the statistic in a key: `Median` for `median_ttft_ms`, `P99` for `p99_ttft_ms`."""
     return key.removesuffix(f"_{name}_ms").capitalize()
 
 
@@ -57,7 +57,7 @@ def _line(name: str, value: Any, form: str) -> str:
 
 
 def write_results(results: Sequence[Figures], *, as_json: bool, file_name: str | None) -> None:
-    """Write the JSON, a line for each result, to stdout if `as_json`, and to a file if it has a name.
+    """Write the results as JSON lines: to stdout if `as_json`, and to the file `file_name` if it is not None.
 
     Raises:
         EngineError: The file cannot be written.
@@ -74,7 +74,7 @@ def write_plot(file_name: str, points: Sequence[tuple[str, Figures]]) -> None:
 
     Args:
         file_name: The SVG file.
-        points: The name of each measurement, and its figures.
+        points: Name of each measurement -> its figures.
 
     Raises:
         EngineError: The file cannot be written.

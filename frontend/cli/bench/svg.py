@@ -1,4 +1,4 @@
-"""Draws bar charts as SVG."""
+"""Draw bar charts as SVG, for the plots of `engine bench` and the documentation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from xml.sax.saxutils import escape
 WIDTH: Final = 820
 BAR: Final = 14
 _LABELS: Final = 110
-"""Least width of the names of the points."""
+"""Minimum width of the labels of the points, in pixels."""
 _VALUES: Final = 150
-"""Width that is left for the values behind the bars."""
+"""Width that is left for the values next to the bars, in pixels."""
 _LEGEND: Final = 150
-"""Least width of a name in the legend, with its color."""
+"""Minimum width of a legend entry, in pixels."""
 _CHARACTER: Final = 8
-"""Width of a character, at most."""
+"""Maximum width of a character, in pixels."""
 COLORS: Final = ("#3949ab", "#90a4ae", "#7986cb", "#b0bec5", "#cfd8dc", "#e0e0e0")
 STYLE: Final = (
     "text{font:13px system-ui,sans-serif;fill:#222}.t{font-weight:bold}.s{font-size:11px;fill:#666}"
@@ -23,11 +23,11 @@ STYLE: Final = (
 
 
 def draw(*charts: dict[str, Any]) -> str:
-    """Return charts as SVG, one below the other. A chart is a group of horizontal bars for each point.
+    """Return an SVG with charts below each other. A chart has a group of horizontal bars for each point.
 
     Args:
-        charts: Each has a `title`, a `unit`, names of `points`, and `series` with a `name` and `values`, one
-            for each point, which may be None; `machine` and `date` may be empty.
+        charts: Each has a `title`, a `unit`, the names of its `points`, and `series`. A series has a `name` and
+            `values`, one for each point; a value may be None. `machine` and `date` may be empty.
     """
     parts: list[str] = []
     y = 0
@@ -40,7 +40,7 @@ def draw(*charts: dict[str, Any]) -> str:
 
 
 def _draw_chart(chart: dict[str, Any], parts: list[str], top: int) -> int:
-    """Append the parts of a chart that begins at `top`, and return where it ends."""
+    """Append the elements of a chart whose top is at `top`, and return its bottom."""
     values = (value for series in chart["series"] for value in series["values"])
     most = max((value for value in values if value), default=1.0)
     labels = max(_LABELS, *(_CHARACTER * len(name) for name in chart["points"]))

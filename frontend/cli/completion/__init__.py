@@ -1,1 +1,1 @@
-"""`engine completion`: scripts with which shells complete the commands and flags of `engine`."""
+"""The command `engine completion`: print scripts with which shells complete the commands and flags of `engine`."""

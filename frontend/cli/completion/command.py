@@ -1,4 +1,4 @@
-"""`engine completion`: print a script with which a shell completes the commands and flags of `engine`."""
+"""The command `engine completion`: print a script with which a shell completes commands and flags of `engine`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Print the script and return 0."""
     shell = make_parser().parse_args(argv).shell
-    # The modules of all commands are loaded only now.
+    # A late import, because it imports the modules of all commands.
     from .shells import SCRIPTS
     from .tree import read_commands
 

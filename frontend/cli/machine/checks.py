@@ -1,4 +1,4 @@
-"""Checks of this machine's settings that make servers slow or make them fail."""
+"""The checks of `engine doctor`: settings of this machine that make servers slow or make them fail."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Check(msgspec.Struct):
 
     Attributes:
         name: What was checked.
-        is_good: Whether nothing has to be done.
-        value: What was found.
-        advice: What to do; "" if nothing.
+        is_good: Whether the setting is good.
+        value: The setting that was found.
+        advice: What to change; empty if nothing.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Check(msgspec.Struct):
 
 
 def run_checks(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Yield the results of all checks that this machine has something to check for.
+    """Yield the results of all checks that apply to this machine.
 
     Args:
-        root: The directory of the files in /proc, /sys and /dev.
+        root: The directory that contains /proc, /sys and /dev.
         environ: The environment of the server.
     """
     checks: tuple[Callable[[Path, Mapping[str, str]], Check | None], ...] = (
@@ -65,7 +65,10 @@ def _descriptors(root: Path, environ: Mapping[str, str]) -> Check:
     value = f"{hard} (soft limit {soft}, which engine serve raises)"
     if hard == resource.RLIM_INFINITY or hard >= MIN_DESCRIPTORS:
         return Check("open files", True, value)
-    advice = f"each connection is a file; raise the hard limit (ulimit -Hn) to {MIN_DESCRIPTORS}"
+    advice = (
+        "each connection needs a descriptor; raise the hard limit (ulimit -Hn) to "
+        f"{MIN_DESCRIPTORS}"
+    )
     return Check("open files", False, value, advice)
 
 
@@ -81,7 +84,10 @@ def _shared_memory(root: Path, environ: Mapping[str, str]) -> Check | None:
 
 
 def _control_group(root: Path, environ: Mapping[str, str]) -> Check | None:
-    """Check the CPU limit of a container. The kernel stops all threads for the rest of a period when it is used up."""
+    """Check the CPU limit of a container.
+
+    When the threads have used up a period's time, the kernel stops all of them until the next period.
+    """
     try:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -91,7 +97,7 @@ def _control_group(root: Path, environ: Mapping[str, str]) -> Check | None:
     cores = int(quota) / int(period)
     if cores == int(cores):
         return Check("CPU limit", True, f"{cores:g} cores")
-    advice = "only whole cores are used; set the limit of the container to a whole number"
+    advice = "only whole cores are used; set the CPU limit of the container to a whole number"
     return Check("CPU limit", False, f"{cores:g} cores", advice)
 
 
@@ -99,7 +105,10 @@ def _huge_pages(root: Path, environ: Mapping[str, str]) -> Check | None:
     chosen = _chosen(root / "sys/kernel/mm/transparent_hugepage/enabled")
     if chosen is None:
         return None
-    advice = "weights are read faster with large pages: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    advice = (
+        "large pages make reading weights faster; run echo madvise > "
+        "/sys/kernel/mm/transparent_hugepage/enabled"
+    )
     return _good_unless("huge pages", chosen, ("never",), advice)
 
 
@@ -108,12 +117,15 @@ def _governor(root: Path, environ: Mapping[str, str]) -> Check | None:
         governor = (root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text()
     except OSError:
         return None
-    advice = "the processor is slow between steps: cpupower frequency-set -g performance"
+    advice = (
+        "the processor lowers its frequency between steps; run cpupower frequency-set -g "
+        "performance"
+    )
     return _good_unless("CPU governor", governor.strip(), ("powersave", "conservative"), advice)
 
 
 def _spinning(root: Path, environ: Mapping[str, str]) -> Check | None:
-    """Check for OpenMP threads that spin while they wait, and so slow down the threads of the native kernels."""
+    """Check for OpenMP threads that spin while they wait, because they slow down the native kernels' threads."""
     spins = {
         "OMP_WAIT_POLICY": ("active", "ACTIVE"),
         "KMP_BLOCKTIME": ("infinite", "INFINITE"),
@@ -122,7 +134,10 @@ def _spinning(root: Path, environ: Mapping[str, str]) -> Check | None:
     for name, values in spins.items():
         if environ.get(name) in values:
             return Check(
-                "OpenMP", False, f"{name}={environ[name]}", f"unset {name}: its threads spin"
+                "OpenMP",
+                False,
+                f"{name}={environ[name]}",
+                f"unset {name}, because it makes idle OpenMP threads spin",
             )
     return None
 
@@ -132,7 +147,7 @@ def _omp_threads(root: Path, environ: Mapping[str, str]) -> Check | None:
     cores = os.cpu_count() or 1
     if not text.isdigit() or int(text) <= cores:
         return None
-    advice = f"there are only {cores} processors; unset it"
+    advice = f"unset it, because there are only {cores} processors"
     return Check("OMP_NUM_THREADS", False, text, advice)
 
 
@@ -141,7 +156,10 @@ def _variables(root: Path, environ: Mapping[str, str]) -> Check | None:
     if not unread:
         return None
     return Check(
-        "environment", False, ", ".join(unread), "these variables have no effect; unset them"
+        "environment",
+        False,
+        ", ".join(unread),
+        "unset these variables, because they have no effect",
     )
 
 
@@ -153,7 +171,9 @@ def _cache(root: Path, environ: Mapping[str, str]) -> Check:
     if not os.access(existing, os.W_OK):
         return Check("cache", False, value, "not writable; set ENGINE_CACHE to a directory that is")
     if free < MIN_CACHE_BYTES:
-        return Check("cache", False, value, "little space for models; see engine models")
+        return Check(
+            "cache", False, value, "too little space for models; engine models rm removes some"
+        )
     return Check("cache", True, value)
 
 
@@ -163,7 +183,7 @@ def _good_unless(name: str, value: str, bad: tuple[str, ...], advice: str) -> Ch
 
 
 def _chosen(path: Path) -> str | None:
-    """Return the chosen value of a file such as `always [madvise] never`."""
+    """Return the selected value (in brackets) of a file such as `always [madvise] never`."""
     try:
         _, _, rest = path.read_text().partition("[")
     except OSError:

@@ -1,4 +1,4 @@
-"""`engine doctor`: what this machine can serve, how fast, and what is misconfigured."""
+"""The command `engine doctor`: show what this machine can serve, how fast, and what is misconfigured."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from .caches import find_cached
 from .checks import Check, run_checks
 
 KV_SHARE: Final = 0.2
-"""Share of the memory that is left for the KV cache and for processes."""
+"""Share of the memory that is reserved for the KV cache and for processes."""
 BITS: Final = {"4-bit": 4.5, "8-bit": 8.5, "bfloat16": 16.0}
-"""Bits of a weight with its scales, for the usual quantizations."""
+"""Bits per weight of the usual quantizations, including their scales."""
 PROBE_TIMEOUT_S: Final = 300.0
 
 
 class FittingModel(msgspec.Struct):
-    """A model on this machine.
+    """A model on this machine, and whether it can be served.
 
     Attributes:
         name: Its name.
         weight_bytes: Size of its weights.
         fits: Whether they fit in the memory that is free now.
-        tokens_s: Expected tokens per second of one stream: each token reads all weights, at the measured bandwidth.
-            Mixtures of experts read only some of them, and drafts give several tokens for one reading, so both are
-            faster.
+        tokens_s: Expected tokens per second of one stream, assuming that each token reads all weights at the measured
+            memory bandwidth. Mixture-of-experts models and speculative decoding are faster than that.
     """
 
     name: str
@@ -47,7 +46,7 @@ class FittingModel(msgspec.Struct):
 
 
 class Diagnosis(msgspec.Struct):
-    """The findings of `engine doctor`. Sizes are in bytes, the bandwidth in bytes per second."""
+    """The findings of `engine doctor`. Sizes are in bytes, and the bandwidth is in bytes per second."""
 
     version: str
     system: str
@@ -69,18 +68,21 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine doctor`."""
     parser = argparse.ArgumentParser(
         prog="engine doctor",
-        description="Describe this machine: its kernels, a short measurement of its memory, which models fit and how fast "
-        "they will be, and settings that make servers slow. Exits with 1 if there is something to repair.",
+        description=(
+            "Describe this machine: its kernels, its memory bandwidth, which models fit and "
+            "how fast they will be, and settings that make servers slow. Exits with 1 if "
+            "there is something to fix."
+        ),
     )
     parser.add_argument(
-        "models", metavar="MODEL", nargs="*", help="Files or directories of models to estimate, too"
+        "models", metavar="MODEL", nargs="*", help="Further model files or directories to estimate"
     )
     parser.add_argument("--json", action="store_true", help="Print JSON")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the diagnosis. Return 0 if nothing has to be repaired, otherwise 1."""
+    """Print the diagnosis. Return 0 if all settings are good, otherwise 1."""
     parsed = make_parser().parse_args(argv)
     try:
         diagnosis = diagnose(parsed.models)
@@ -98,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def diagnose(paths: Sequence[str]) -> Diagnosis:
-    """Return what is found on this machine.
+    """Return the diagnosis of this machine.
 
     Args:
         paths: Models that are not in a cache.
@@ -109,7 +111,7 @@ def diagnose(paths: Sequence[str]) -> Diagnosis:
     sizes = {model.name: model.weight_bytes for model in find_cached() if model.weight_bytes}
     sizes |= {path: _size_of(Path(path)) for path in paths}
     machine = _describe_machine()
-    # A GPU's own memory has to hold everything.
+    # On a GPU, weights and KV cache must fit in the GPU's own memory.
     gpus = machine["gpus"]
     room = sum(gpu["free_bytes"] for gpu in gpus) if gpus else available_bytes()
     bandwidth = gpus[0]["bandwidth"] if gpus else machine["bandwidth"]
@@ -136,14 +138,14 @@ def diagnose(paths: Sequence[str]) -> Diagnosis:
 
 
 def _describe_machine() -> dict[str, Any]:
-    """Run the workers' program, because only workers may load torch."""
+    """Return the description that a worker program gives of the machine. Only workers may import torch."""
     command = [sys.executable, "-P", "-m", "engine.workers.describe"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise EngineError(f"the probe did not end within {PROBE_TIMEOUT_S:g} s") from None
+        raise EngineError(f"the probe did not finish within {PROBE_TIMEOUT_S:g} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise EngineError(f"the probe exited with code {done.returncode}: {last}")
@@ -152,15 +154,15 @@ def _describe_machine() -> dict[str, Any]:
 
 
 def _size_of(path: Path) -> int:
-    """Return the size of a model's weights: of a file, or of those in a directory.
+    """Return the size of a model's weights in bytes: of a file, or of all weight files in a directory.
 
     Raises:
-        EngineError: There are none.
+        EngineError: There are no weights.
     """
     files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
     if not files or not path.exists():
         raise EngineError(
-            f"{path}: neither a file nor a directory with .safetensors or .gguf files"
+            f"{path}: is neither a file nor a directory with .safetensors or .gguf files"
         )
     return sum(file.stat().st_size for file in files)
 
@@ -176,7 +178,7 @@ def _processor_name() -> str:
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """Return one screen of text."""
+    """Return the diagnosis as text for one screen."""
     d = diagnosis
     kernels = d.instruction_set or "none"
     rows = [

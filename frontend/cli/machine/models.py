@@ -1,4 +1,4 @@
-"""`engine models`: list the models in the caches of this machine, and remove some."""
+"""The command `engine models`: list the models in the caches of this machine, and remove some."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine models",
         usage="engine models [--json] | engine models rm NAME... [--yes]",
-        description="List the models in the caches of this machine: that of the Hugging Face client, that of Engine, "
-        "and installed packages.",
+        description=(
+            "List the models in the caches of this machine: the Hugging Face client's, "
+            "Engine's own, and installed packages."
+        ),
     )
-    parser.add_argument("--json", action="store_true", help="Print a line of JSON for each")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object per model")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     remove = commands.add_parser("rm", help="remove models", description="Remove models.")
     remove.add_argument(
-        "names", metavar="NAME", nargs="+", help="Names as engine models prints them"
+        "names", metavar="NAME", nargs="+", help="Names of models, as engine models prints them"
     )
-    remove.add_argument("-y", "--yes", action="store_true", help="Do not ask")
+    remove.add_argument(
+        "-y", "--yes", action="store_true", help=("Remove without asking for confirmation")
+    )
     return parser
 
 
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def format_models(models: Sequence[CachedModel]) -> str:
-    """Return a table of the models, with the sum of their sizes."""
+    """Return a table of the models and their total size."""
     rows = [("NAME", "CACHE", "SIZE", "LAST READ")]
     for model in models:
         age = max(0.0, time.time() - model.used_at) // _DAY_S
@@ -74,7 +78,9 @@ def _remove(models: list[CachedModel], names: Sequence[str], is_sure: bool) -> N
     if not is_sure:
         print(format_models(chosen))
         if not sys.stdin.isatty():
-            raise ConfigError("nothing was removed, because nobody can be asked; pass --yes")
+            raise ConfigError(
+                "nothing was removed, because this is no terminal on which to ask; pass --yes"
+            )
         if input("Remove? [y/N] ").strip().lower() not in ("y", "yes"):
             return
     for model in chosen:

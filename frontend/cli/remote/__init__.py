@@ -1,1 +1,1 @@
-"""Servers that commands use: running ones at a URL, and ones that a command starts for itself."""
+"""The servers that commands such as `engine chat` use: one at a URL, or one that the command starts for itself."""

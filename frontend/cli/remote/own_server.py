@@ -1,4 +1,4 @@
-"""A server that a command starts for itself, at a Unix socket, and stops when it ends."""
+"""A server that a command starts for itself on a Unix socket, and stops when the command ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ READY_POLL_S: Final = 0.1
 
 @contextmanager
 def own_server(flags: Sequence[str]) -> Iterator[RemoteServer]:
-    """Run `engine serve FLAGS`, whose progress is shown on stderr, and yield it when it is ready.
+    """Run `engine serve FLAGS`, with its progress on stderr, and yield the server when it is ready.
 
-    It logs no statistics, which would appear amid the output of the command.
-
-    Ctrl-C does not reach the server, so it can end an answer without ending the server. Invalid flags exit with code 2.
+    The server logs no statistics, because they would appear within the output of the command. Ctrl-C does not reach the
+    server, so that it can end an answer without ending the server. Invalid flags exit with code 2.
 
     Raises:
-        EngineError: It does not start.
+        EngineError: The server does not start.
     """
     api_keys = parse_settings(flags)["frontend"].get("api_keys")
     with tempfile.TemporaryDirectory(prefix="engine-own-") as directory, _signals_that_exit():
@@ -54,7 +53,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], server: RemoteServer) ->
             server.read_text("/readyz")
             return
         except ServerError as error:
-            # There is no socket yet, or no model behind it.
+            # The socket does not exist yet, or the model is still loading.
             if error.status not in (None, 503):
                 raise
         time.sleep(READY_POLL_S)

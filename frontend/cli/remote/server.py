@@ -1,4 +1,4 @@
-"""A server with OpenAI's API: its URL, its API key and requests to it."""
+"""A client of a server with OpenAI's API: its URL, its API key and requests to it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Json: TypeAlias = dict[str, Any]
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 600.0
-"""Maximum seconds without a byte from the server."""
+"""Maximum seconds of silence from the server."""
 _UNIX: Final = "unix:"
 _QUOTED: Final = 300
-"""Maximum characters of an answer that an error quotes."""
+"""Maximum number of characters of an answer that an error message quotes."""
 
 
 class ServerError(EngineError):
@@ -57,11 +57,11 @@ class RemoteServer:
     """A server with OpenAI's API.
 
     Args:
-        url: Its URL, with or without `/v1` at the end, or `unix:` and the path of its socket.
-        api_key: Sent with each request, if it is not None.
+        url: The URL of the server, with or without `/v1` at the end, or `unix:` and the path of a socket.
+        api_key: The API key that is sent with each request, or None.
 
     Raises:
-        ServerError: The URL is neither of HTTP or HTTPS nor of a Unix socket.
+        ServerError: The URL does not begin with http://, https:// or unix:.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -72,14 +72,14 @@ class RemoteServer:
         ):
             raise ServerError(f"--url {url}: must be like {DEFAULT_URL} or https://HOST/v1")
         self.api_key = api_key
-        # The server of this machine cannot be reached through a proxy.
+        # Loopback addresses of this machine cannot be reached through a proxy.
         proxies: dict[str, str] | None = {} if _is_local(parts.hostname) else None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
 
     def open(
         self, path: str, body: Json | None = None, timeout_s: float = TIMEOUT_S
     ) -> http.client.HTTPResponse:
-        """Send a request, with POST if there is a body, and return the answer, whose body is yet to be read.
+        """Send a request, with POST if there is a body, and return the response before its body is read.
 
         Raises:
             ServerError: The server cannot be reached, or answers with an error.
@@ -104,7 +104,7 @@ class RemoteServer:
             ) from None
 
     def read_text(self, path: str, timeout_s: float = TIMEOUT_S) -> str:
-        """Return the body of the answer to a GET request.
+        """Send a GET request and return the body of the response.
 
         Raises:
             ServerError: The server cannot be reached, or answers with an error.
@@ -112,10 +112,11 @@ class RemoteServer:
         return self._read(self.open(path, timeout_s=timeout_s)).decode(errors="replace")
 
     def call(self, path: str, body: Json | None = None, timeout_s: float = TIMEOUT_S) -> Json:
-        """Send a request and return the JSON object of the answer.
+        """Send a request and return the JSON object of the response.
 
         Raises:
-            ServerError: The server cannot be reached, or answers with an error or something else.
+            ServerError: The server cannot be reached, or answers with an error or with something else than a JSON
+                object.
         """
         content = self._read(self.open(path, body, timeout_s))
         try:
@@ -123,7 +124,7 @@ class RemoteServer:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServerError(f"{self.url}{path} does not answer with a JSON object")
+            raise ServerError(f"{self.url}{path} did not answer with a JSON object; check --url")
         return answer
 
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
@@ -159,7 +160,7 @@ class RemoteServer:
         self, path: str, data: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> http.client.HTTPResponse:
         connection = UnixConnection(self.url.removeprefix(_UNIX), timeout_s)
-        # The answer owns the socket from then on, and closes it.
+        # From then on the response owns the socket, and closes it.
         headers = {**headers, "connection": "close"}
         connection.request("GET" if data is None else "POST", path, data, headers)
         response = connection.getresponse()
@@ -186,7 +187,7 @@ class RemoteServer:
 
 
 def find_api_key(given: str | None) -> str | None:
-    """Return the API key of a client: the given one, or that of `OPENAI_API_KEY` or `ENGINE_API_KEY`.
+    """Return the API key of a client: `given`, else the value of `OPENAI_API_KEY` or `ENGINE_API_KEY`, else None.
 
     Raises:
         ConfigError: `ENGINE_API_KEY` is invalid.
@@ -197,7 +198,7 @@ def find_api_key(given: str | None) -> str | None:
 
 
 def find_operator_key(given: str | None) -> str | None:
-    """Return the API key of an operator: the given one, or that of `ENGINE_ADMIN_API_KEY` or `ENGINE_API_KEY`.
+    """Return an operator's API key: `given`, else that of `ENGINE_ADMIN_API_KEY` or `ENGINE_API_KEY`, else None.
 
     Raises:
         ConfigError: One of the variables is invalid.
@@ -217,7 +218,7 @@ def _is_local(host: str | None) -> bool:
 
 
 def _message_of(error: object) -> str | None:
-    """Return the message of an error in OpenAI's form, or one that is only text."""
+    """Return the message of an error response, in OpenAI's format or as plain text."""
     if isinstance(error, dict):
         error = error.get("message")
     return error if isinstance(error, str) and error else None

@@ -1,4 +1,4 @@
-"""The arguments that choose a server and a model: a running server, or one of the command's own."""
+"""The arguments that choose the server and model of a command: a running server, or one that the command starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .server import DEFAULT_URL, RemoteServer, find_api_key
 
 
 class Target(NamedTuple):
-    """A server, and the name of the model to ask on it."""
+    """A server, and the name of the model to use on it."""
 
     server: RemoteServer
     model: str
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--url` and `--api-key`. The model and flags of `engine serve` are what the parser does not have."""
+    """Add `--url` and `--api-key`. The model and the flags of `engine serve` are left unparsed."""
     parser.add_argument(
         "--url",
         "--base-url",
@@ -39,8 +39,8 @@ def open_target(
 
     Args:
         parser: The parser of the command.
-        parsed: What it has parsed, with `add_target_arguments`.
-        arguments: What it has not: a model, which `--url` serves or a server is started for, and flags of that.
+        parsed: The parsed arguments, including those of `add_target_arguments`.
+        arguments: The unparsed arguments: a model, and flags of `engine serve` if a server is to be started.
 
     Raises:
         EngineError: The server cannot be reached, or does not start.

@@ -1,1 +1,1 @@
-"""`engine chat` and `engine complete`: talk to a model from the terminal."""
+"""The commands `engine chat` and `engine complete`: talk to a model on the terminal."""

@@ -1,4 +1,4 @@
-"""The answer to a message: its text as it arrives, and its figures."""
+"""The answer to a chat message: its text as it arrives, and its token count and speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Piece(NamedTuple):
-    """A part of the text. `is_reasoning` marks what the model thinks before it answers."""
+    """A piece of the answer's text. `is_reasoning` marks the reasoning before the actual answer."""
 
     text: str
     is_reasoning: bool = False
@@ -19,10 +19,10 @@ class Answer:
 
     Attributes:
         text: The answer so far, without the reasoning.
-        num_tokens: The number of its tokens, or None if the server has not reported it.
+        num_tokens: The number of generated tokens, or None if the server has not reported it.
         finish_reason: Why the answer ended, or None.
-        first_s: Seconds until the first text, or None if there was none.
-        total_s: Seconds until the end.
+        first_s: Seconds until the first text arrived, or None if there was none.
+        total_s: Seconds until the answer ended.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Answer:
         self.total_s = time.monotonic() - self._begun
 
     def _pieces(self, delta: dict[str, Any]) -> Iterator[Piece]:
-        # Servers name this field differently.
+        # Servers use different names for the field with reasoning.
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         content = delta.get("content")
         if self.first_s is None and (reasoning or content):
@@ -57,7 +57,7 @@ class Answer:
             yield Piece(content)
 
     def figures(self) -> str:
-        """Return the number of tokens and the speed, for a line below the answer."""
+        """Return the line below the answer: the number of tokens and the speed."""
         parts = []
         if self.num_tokens is not None:
             parts.append(f"{self.num_tokens} tokens")
@@ -67,5 +67,5 @@ class Answer:
             if self.num_tokens is not None and self.num_tokens > 1 and decoding_s > 0:
                 parts.append(f"then {(self.num_tokens - 1) / decoding_s:.1f} tokens/s")
         if self.finish_reason == "length":
-            parts.append("ended at the limit of tokens")
+            parts.append("stopped at the token limit")
         return ", ".join(parts)

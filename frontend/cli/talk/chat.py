@@ -1,4 +1,4 @@
-"""`engine chat`: chat with a model on the terminal, with or without a running server."""
+"""The command `engine chat`: chat with a model on the terminal, with or without a running server."""
 
 from __future__ import annotations
 
@@ -38,14 +38,18 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE_OR_URL",
-        help="Image for the first message; repeatable",
+        help="Image for the first message; may be repeated",
     )
     parser.add_argument(
-        "--load", type=Path, metavar="FILE", help="Continue a conversation that /save has written"
+        "--load", type=Path, metavar="FILE", help="Continue a conversation that /save wrote"
     )
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="Ask this, print the answer and exit")
     parser.add_argument(
-        "--plain", action="store_true", help="Print answers as they are, without rendering Markdown"
+        "-q", "--quick", metavar="TEXT", help=("Send this message, print the answer and exit")
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help=("Print answers as plain text, without rendering Markdown"),
     )
     add_sampling_arguments(parser)
     return parser
@@ -91,7 +95,7 @@ class _Chat:
         """Answer messages until the input ends.
 
         Raises:
-            EngineError: The input is no terminal, and a message was not answered.
+            EngineError: A message was not answered, and the input is not a terminal.
         """
         with self._input.editing(SLASH_COMMANDS):
             self._note(f"{self._target.model} at {self._target.server.url}; /help lists commands")
@@ -144,7 +148,7 @@ class _Chat:
         except ServerError:
             self._conversation.retract_question()
             raise
-        # What was said before the user stopped it is part of the conversation.
+        # The text before the interruption stays in the conversation.
         if answer.text or is_whole:
             self._conversation.answer(answer.text)
         else:
@@ -154,7 +158,7 @@ class _Chat:
         return is_whole
 
     def _note(self, text: str) -> None:
-        """Show a line that is not part of an answer, on a terminal only."""
+        """Print a line that is not part of an answer; only on a terminal."""
         if self._input.on_terminal and text:
             print(f"\x1b[2m{text}\x1b[0m")
 
@@ -162,7 +166,7 @@ class _Chat:
 def _choose_view(plain: bool) -> Callable[[], View]:
     if plain or not sys.stdout.isatty():
         return PlainView
-    # Late imports keep the start of everything else fast.
+    # Late imports keep other commands fast.
     from rich.console import Console as Terminal
 
     from .markdown_view import MarkdownView

@@ -1,4 +1,4 @@
-"""`engine complete`: continue a text, with or without a running server."""
+"""The command `engine complete`: continue a text, with or without a running server."""
 
 from __future__ import annotations
 
@@ -19,20 +19,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine complete",
         usage="engine complete [PROMPT] [--url URL] [--model MODEL] [flags]",
-        description="Continue a text, that of standard input if none is given. With --url, any server with OpenAI's "
-        "API continues it. With --model and no --url, a server is started, and flags of engine serve may follow.",
+        description=(
+            "Continue a text, from standard input if none is given. With --url, any server "
+            "with OpenAI's API continues it. With --model and no --url, a server is started, "
+            "and flags of engine serve may follow."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", default="-", help="Text; - is standard input"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        default="-",
+        help=("Text to continue; - is standard input"),
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="Model to serve, or name of a model of --url"
+        "--model", metavar="MODEL", help="Model to serve, or the name of a model at --url"
     )
     add_target_arguments(parser)
-    parser.add_argument("--echo", action="store_true", help="Print the prompt, too")
     parser.add_argument(
-        "--json", action="store_true", help="Print the server's whole answer as JSON, at its end"
+        "--echo", action="store_true", help=("Print the prompt before its continuation")
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help=("Print the server's whole answer as JSON when it has ended"),
     )
     add_sampling_arguments(parser)
     return parser

@@ -1,4 +1,4 @@
-"""A conversation: its messages in OpenAI's form, and the images for the next one."""
+"""A conversation of `engine chat`: its messages in OpenAI's format, and the images for the next message."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Message: TypeAlias = dict[str, Any]
 
 
 class Conversation:
-    """The messages so far.
+    """The messages of a chat so far.
 
     Attributes:
         system: The system prompt, or None.
-        messages: Messages of the user and of the assistant, in OpenAI's form.
-        images: URLs of the images that the next message of the user will have.
+        messages: Messages of the user and of the assistant, in OpenAI's format.
+        images: URLs of the images that will be sent with the next message of the user.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Conversation:
         return [*system, *self.messages]
 
     def ask(self, text: str) -> None:
-        """Add a message of the user, with the images that wait for it."""
+        """Add a message of the user, with the images that were added for it."""
         content: str | list[Message] = text
         if self.images:
             content = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
@@ -46,12 +46,12 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def retract_question(self) -> None:
-        """Remove the last message of the user, which was not answered. Its images are lost."""
+        """Remove the last message of the user, which was not answered, and its images."""
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
     def retract_answer(self) -> bool:
-        """Remove the last answer, so that its question can be answered again. Return False if there is none."""
+        """Remove the last answer, so that its question can be asked again. Return False if there is no answer."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return False
         self.messages.pop()
@@ -63,7 +63,7 @@ class Conversation:
         self.images = []
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON, as a request has them.
+        """Write the messages as JSON, in the format of a chat completion request.
 
         Raises:
             EngineError: The file cannot be written.
@@ -75,7 +75,7 @@ class Conversation:
             raise EngineError(f"cannot write {path}: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
-        """Continue the conversation that `save` has written.
+        """Replace the conversation by one that `save` wrote.
 
         Raises:
             EngineError: The file cannot be read, or has no list of messages.
@@ -85,11 +85,11 @@ class Conversation:
         except OSError as error:
             raise EngineError(f"cannot read {path}: {error.strerror}") from None
         except ValueError as error:
-            raise EngineError(f"{path} is not JSON: {error}") from None
+            raise EngineError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) and "role" in message for message in messages
         ):
-            raise EngineError(f"{path} must have a list of messages, as /save writes it")
+            raise EngineError(f"{path} must contain a list of messages, as /save writes it")
         if messages and messages[0]["role"] == "system":
             self.system = messages.pop(0)["content"]
         self.messages = messages
@@ -107,7 +107,7 @@ def image_url(source: str) -> str:
     kind, _ = mimetypes.guess_type(path)
     if kind is None or not kind.startswith("image/"):
         raise EngineError(
-            f"{path} is not an image by its name; use a .png, .jpg, .gif or .webp file"
+            f"{path} does not have the extension of an image; use a .png, .jpg, .gif or .webp file"
         )
     try:
         content = path.read_bytes()

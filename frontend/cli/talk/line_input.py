@@ -1,4 +1,4 @@
-"""Read messages from the terminal with line editing and a history, or from a pipe."""
+"""Read the user's messages: from the terminal with line editing and a history, or from a pipe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ....protocol.cache_directory import cache_directory
 PROMPT: Final = ">>> "
 CONTINUED: Final = "... "
 QUOTES: Final = '"""'
-"""Begins and ends a message of several lines."""
+"""The line that begins and ends a message of several lines."""
 HISTORY_LINES: Final = 1000
 
 
 class EndOfInput(Exception):
-    """Raised when there is no further message."""
+    """Raised when there are no more messages."""
 
 
 class LineInput:
@@ -31,10 +31,10 @@ class LineInput:
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def read_message(self) -> str:
-        """Return the next message: a line, or the lines between two lines that begin and end with three quotes.
+        """Return the next message: one line, or the lines between two lines of three quotes.
 
         Raises:
-            EndOfInput: There is none.
+            EndOfInput: There are no more messages.
             KeyboardInterrupt: The user pressed Ctrl-C.
         """
         line = self._read_line(PROMPT)
@@ -55,10 +55,10 @@ class LineInput:
 
     @contextmanager
     def editing(self, commands: Iterable[str]) -> Iterator[None]:
-        """Edit lines with readline if this is a terminal: history of earlier sessions, and Tab completes commands.
+        """Enable readline on a terminal: a history of earlier sessions, and Tab to complete commands.
 
         Args:
-            commands: The names of the commands, with their slash.
+            commands: The names of the commands, including their slash.
         """
         try:
             import readline
@@ -71,7 +71,7 @@ class LineInput:
         path = cache_directory("chat") / "history"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Messages may be confidential.
+            # Messages may be confidential, so only the owner may read the history.
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
             readline.read_history_file(path)
         readline.set_history_length(HISTORY_LINES)
@@ -92,7 +92,7 @@ class LineInput:
 
 
 def complete_line(line: str, word: str, commands: Iterable[str]) -> list[str]:
-    """Return what may stand in place of the last word of a line: commands, or files behind a command."""
+    """Return the possible completions of the last word of a line: commands, or file names after a command."""
     if not line.startswith("/"):
         return []
     if " " not in line:

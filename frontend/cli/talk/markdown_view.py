@@ -15,14 +15,14 @@ from .answer import Piece
 
 REFRESHES_PER_S = 12
 _BLANK_ROWS = 2
-"""Rows of the terminal that an unfinished block leaves free, so that it never scrolls."""
+"""Terminal rows that an unfinished block leaves free, so that the screen does not scroll while it is redrawn."""
 
 
 class MarkdownView:
     """Renders Markdown on a terminal.
 
-    A block (a paragraph, a list, a table, some code) is redrawn in place while it grows, and printed for good once the
-    next one begins. So the cost of a redraw does not grow with the answer, and answers may be longer than the screen.
+    A block (a paragraph, list, table or code block) is redrawn in place while it grows, and is final once the next
+    block begins. So the cost of redrawing does not grow with the answer, and an answer may be longer than the screen.
     """
 
     def __init__(self, console: Console) -> None:
@@ -46,7 +46,7 @@ class MarkdownView:
         self._print(text)
 
     def show(self, piece: Piece) -> None:
-        """Show the next piece."""
+        """Render the next piece of the answer."""
         if piece.is_reasoning != self._is_reasoning:
             finished, self._text = self._text, ""
             self._print(finished)
@@ -70,7 +70,7 @@ class MarkdownView:
 
 
 class _Tail:
-    """The last lines of a renderable, as many as the terminal has room for."""
+    """The last lines of a renderable that fit on the terminal."""
 
     def __init__(self, content: Markdown | Text) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""The commands within a chat, which begin with a slash."""
+"""The commands within `engine chat`, which begin with a slash."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Quit(Exception):
 
 
 class Retry(Exception):
-    """Raised by the command that has the last message answered again."""
+    """Raised by the command that asks for another answer to the last message."""
 
 
 class SlashCommand(NamedTuple):
-    """A command: its arguments, what it does, and the function that does it and returns a line for the user."""
+    """A command of a chat: its arguments, its help, and the function that runs it and returns a line for the user."""
 
     usage: str
     summary: str
@@ -29,16 +29,16 @@ class SlashCommand(NamedTuple):
 
 
 def run_command(conversation: Conversation, line: str) -> str:
-    """Run a line that begins with a slash, and return what to show.
+    """Run a line that begins with a slash, and return the text to show.
 
     Raises:
-        EngineError: There is no such command, or it failed.
-        Quit: The chat ends.
-        Retry: The last message is to be answered again.
+        EngineError: The command does not exist, or it failed.
+        Quit: The user ended the chat.
+        Retry: The user wants another answer to the last message.
     """
     name, _, argument = line.strip().partition(" ")
     if name not in SLASH_COMMANDS:
-        raise EngineError(f"unknown command {name}; /help lists all")
+        raise EngineError(f"unknown command {name}; /help lists all commands")
     return SLASH_COMMANDS[name].run(conversation, argument.strip())
 
 
@@ -69,14 +69,14 @@ def _image(conversation: Conversation, argument: str) -> str:
     except ValueError as error:
         raise EngineError(f"/image {argument}: {error}") from None
     if not sources:
-        raise EngineError("/image needs a file or a URL")
+        raise EngineError("/image needs the path or URL of an image")
     conversation.images += [image_url(source) for source in sources]
-    return f"{len(conversation.images)} image(s) will go with the next message"
+    return f"{len(conversation.images)} image(s) will be sent with the next message"
 
 
 def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
-        raise EngineError("/save needs a file")
+        raise EngineError("/save needs a file name")
     path = Path(argument).expanduser()
     conversation.save(path)
     return f"saved {len(conversation.messages)} messages to {path}"
@@ -89,7 +89,7 @@ def _clear(conversation: Conversation, argument: str) -> str:
 
 def _retry(conversation: Conversation, argument: str) -> str:
     if not conversation.retract_answer():
-        raise EngineError("there is no answer yet to retry")
+        raise EngineError("there is no answer to replace yet")
     raise Retry
 
 
@@ -103,6 +103,6 @@ SLASH_COMMANDS: Final = {
     "/image": SlashCommand("FILE_OR_URL...", "adds images to the next message", _image),
     "/save": SlashCommand("FILE", "writes the messages as JSON, for --load", _save),
     "/clear": SlashCommand("", "starts a new conversation", _clear),
-    "/retry": SlashCommand("", "answers the last message again", _retry),
+    "/retry": SlashCommand("", "asks the last message again", _retry),
     "/quit": SlashCommand("", "ends the chat", _quit),
 }

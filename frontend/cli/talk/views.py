@@ -1,4 +1,4 @@
-"""How an answer is shown while it arrives, and the plain text that programs read."""
+"""The output of an answer while it arrives, as plain text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .answer import Piece
 
 
 class View(Protocol):
-    """Shows the pieces of one answer. Leaving its context ends the answer with a line of its own."""
+    """Shows the pieces of one answer. On exit from its context, the answer ends with a newline."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -21,7 +21,7 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, piece: Piece) -> None:
-        """Show the next piece."""
+        """Show the next piece of the answer."""
 
 
 class PlainView:
@@ -35,7 +35,7 @@ class PlainView:
         sys.stdout.flush()
 
     def show(self, piece: Piece) -> None:
-        """Write the next piece."""
+        """Write the next piece of the answer."""
         if not piece.is_reasoning:
             sys.stdout.write(piece.text)
             sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""`engine top`: what a running server does, live."""
+"""The command `engine top`: a live view of a running server."""

@@ -1,4 +1,4 @@
-"""The series of a server's /metrics, and the figures that follow from two readings of them."""
+"""Read the series of a server's /metrics, and compute rates and latencies from two readings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIXES: Final = ("engine:", "vllm:")
-"""The prefixes of the names of series: that of Engine, and that of servers with the metrics of vLLM."""
+"""The prefixes of metric names: Engine's, and that of vLLM and of servers with the same metrics."""
 
 LATENCIES: Final = {
     "ttft": "time_to_first_token_seconds",
@@ -21,13 +21,13 @@ LATENCIES: Final = {
 
 
 class Sample(msgspec.Struct):
-    """One reading. All series are sums over the replicas.
+    """One reading of /metrics. All values are sums over the replicas.
 
     Attributes:
-        at: Seconds of `time.monotonic`.
-        values: Gauges and counters by name.
-        num_series: How many replicas have each of them.
-        buckets: The cumulative counts of each histogram by its upper bounds in seconds.
+        at: The time of the reading, in seconds of `time.monotonic`.
+        values: Name of a gauge or counter -> its value.
+        num_series: Name -> the number of replicas that have it.
+        buckets: Name of a histogram -> the upper bounds in seconds of its buckets -> their cumulative counts.
     """
 
     at: float
@@ -37,14 +37,14 @@ class Sample(msgspec.Struct):
 
 
 class Rates(msgspec.Struct):
-    """The figures between two readings. None means that nothing was counted.
+    """The figures between two readings. None means that there was nothing to count.
 
     Attributes:
         generated_tokens_s: Generated tokens per second.
         prompt_tokens_s: Prompt tokens per second.
-        requests_s: Requests that ended per second.
-        running: Sequences in the running batch.
-        waiting: Sequences that wait.
+        requests_s: Finished requests per second.
+        running: Number of running requests.
+        waiting: Number of waiting requests.
         kv_use: Share of the KV-cache blocks in use, 0 to 1.
         hit_rate: Share of the prompt tokens found in the prefix cache.
         accepted: Share of the draft tokens that were accepted.
@@ -63,7 +63,7 @@ class Rates(msgspec.Struct):
 
 
 def read_sample(text: str, at: float | None = None) -> Sample:
-    """Return the reading that /metrics answers with.
+    """Parse the text of /metrics.
 
     Raises:
         ValueError: The text has no series of an inference server.
@@ -82,7 +82,7 @@ def read_sample(text: str, at: float | None = None) -> Sample:
                 sample.values[short] = sample.values.get(short, 0.0) + value
                 sample.num_series[short] = sample.num_series.get(short, 0) + 1
     if "num_requests_running" not in sample.values:
-        raise ValueError("/metrics has no series of an inference server")
+        raise ValueError("/metrics has no series of an inference server; check the URL")
     return sample
 
 
@@ -94,12 +94,12 @@ def _without_prefix(name: str) -> str | None:
 
 
 def rates_between(before: Sample, after: Sample, since: Sample) -> Rates:
-    """Return what happened between two readings.
+    """Return the rates between two readings.
 
     Args:
         before: The reading before the last one.
         after: The last reading.
-        since: An earlier reading. Shares and latencies are those since then, because they need many requests.
+        since: An earlier reading. Shares and latencies are computed since then, because they need many requests.
     """
     seconds = max(after.at - before.at, 1e-9)
 
@@ -126,7 +126,7 @@ def rates_between(before: Sample, after: Sample, since: Sample) -> Rates:
 
 
 def _increase(before: Sample, after: Sample, name: str) -> float:
-    """Return by how much a counter has grown. It begins again at 0 when the server restarts."""
+    """Return the increase of a counter. A counter starts at 0 again when the server restarts."""
     now, then = after.values.get(name, 0.0), before.values.get(name, 0.0)
     return now - then if now >= then else now
 
@@ -151,8 +151,8 @@ def quantile(counts: dict[float, float], fraction: float) -> float | None:
     """Return a quantile of a histogram, interpolated within its bucket as Prometheus does; None if it is empty.
 
     Args:
-        counts: Cumulative counts by upper bound.
-        fraction: 0 to 1.
+        counts: Upper bound of a bucket -> its cumulative count.
+        fraction: The quantile, from 0 to 1.
     """
     bounds = sorted(counts)
     if not bounds or not counts[bounds[-1]]:

@@ -1,4 +1,4 @@
-"""Small graphs of text."""
+"""Small bar graphs made of text characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Iterable[float], most: float | None = None) -> str:
-    """Return a bar for each value, between 0 and `most`, by default the largest of them."""
+    """Return a bar for each value, scaled from 0 to `most` (by default the largest value)."""
     values = list(values)
     top = max(values, default=0.0) if most is None else most
     if top <= 0:

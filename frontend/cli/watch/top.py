@@ -1,4 +1,4 @@
-"""`engine top`: a live table of a running server's throughput, queues, cache and latencies."""
+"""The command `engine top`: a live table of a running server's throughput, queues, cache and latencies."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 10.0
 WINDOW: Final = 30
-"""Readings over which shares and latencies are computed, and at least as many as a graph shows."""
+"""Number of readings over which shares and latencies are computed."""
 GRAPH: Final = 60
-"""Readings that a graph shows."""
+"""Number of readings that a graph shows."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `engine top`."""
     parser = argparse.ArgumentParser(
         prog="engine top",
-        description="Show what a running server does: tokens per second, requests, use of the KV cache, share of cached "
-        "prompt tokens and latencies. Servers with the series of vLLM are shown, too.",
+        description=(
+            "Show the load of a running server: tokens per second, requests, use of the KV "
+            "cache, share of cached prompt tokens and latencies. It also works with servers "
+            "that have vLLM's metrics."
+        ),
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)"
@@ -51,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--once", action="store_true", help="Read for one interval, print the table and exit"
     )
-    parser.add_argument("--json", action="store_true", help="Print a line of JSON for each reading")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object per reading")
     return parser
 
 
@@ -80,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Watch:
-    """Reads a server again and again, and keeps what graphs need."""
+    """Polls a server, and keeps the readings that graphs need."""
 
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
@@ -92,11 +95,11 @@ class _Watch:
         self._samples: deque[Sample] = deque([self._read()], maxlen=WINDOW)
 
     def read(self) -> Rates:
-        """Return what happened since the last reading.
+        """Read the metrics, and return the rates since the last reading.
 
         Raises:
             EngineError: The server does not answer.
-            ValueError: It has no metrics of an inference server.
+            ValueError: The server has no metrics of an inference server.
         """
         from .samples import rates_between
 
@@ -112,7 +115,7 @@ class _Watch:
         try:
             self.processes = self.server.call("/engine/status", timeout_s=TIMEOUT_S)["processes"]
         except (ServerError, KeyError) as error:
-            # Other servers have no processes to show.
+            # Only Engine has a status route, so there are no processes to show for other servers.
             if isinstance(error, ServerError) and error.status in (None, 401, 403):
                 raise
             self.processes = []
@@ -151,7 +154,7 @@ def _draw_live(watch: _Watch, interval_s: float) -> None:
 
 
 def _render(watch: _Watch, rates: Rates) -> Group:
-    """Return the screen: figures with graphs, latencies, and the processes."""
+    """Return the contents of the screen: figures with graphs, latencies, and the processes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

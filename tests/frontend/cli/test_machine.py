@@ -92,4 +92,4 @@ def test_models_are_listed_and_removed(
     capsys.readouterr()
     assert listed() == {"converted tokenizers": 0}
     assert models(["rm", "absent", "--yes"]) == 1
-    assert "absent is in no cache" in capsys.readouterr().err
+    assert "absent is not in any cache" in capsys.readouterr().err

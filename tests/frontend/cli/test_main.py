@@ -194,11 +194,11 @@ def test_values_and_the_spellings_of_the_peers(
         (["--xyzzy"], ["--xyzzy", "engine serve --help"]),
         (
             ["--enable-auto-tool-choice", "--tool-call-parser=none"],
-            ["needs another --tool-call-parser"],
+            ["needs a tool-call parser", "--tool-call-parser is none"],
         ),
         (
             ["--skip-tokenizer-init", "--reasoning-parser", "qwen3"],
-            ["--reasoning-parser needs the tokenizer", "--skip-tokenizer-init"],
+            ["--reasoning-parser needs a tokenizer", "--skip-tokenizer-init"],
         ),
         (["--enable-dbo"], ["unknown flag --enable-dbo"]),
         (["--speculative_config={}"], ["--speculative-config", "num_speculative_tokens"]),

@@ -54,7 +54,7 @@ def test_image_of_a_file_becomes_a_data_url(tmp_path: Path) -> None:
     path.write_bytes(b"\x89PNG")
     assert image_url(str(path)) == "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode()
     assert image_url("https://h/x.png") == "https://h/x.png"
-    with pytest.raises(EngineError, match="not an image by its name"):
+    with pytest.raises(EngineError, match="does not have the extension of an image"):
         image_url(str(tmp_path / "notes.txt"))
     with pytest.raises(EngineError, match="No such file"):
         image_url(str(tmp_path / "absent.png"))
@@ -118,7 +118,7 @@ def test_answer_separates_reasoning_and_counts_tokens() -> None:
     assert list(answer.read(events)) == [Piece("hm", True), Piece("Yes")]
     assert answer.text == "Yes"
     assert answer.figures().startswith("2 tokens, first after ")
-    assert answer.figures().endswith("ended at the limit of tokens")
+    assert answer.figures().endswith("stopped at the token limit")
 
 
 def test_only_the_last_block_of_markdown_is_unfinished() -> None:
