@@ -22,7 +22,7 @@ def main() -> int:
     name = f"frontend {client_index}"
     name_process(name)
     uds = config.frontend.uds
-    # A socket that is taken over belongs to the other engine for some time.
+    # A socket that was taken over from another engine still belongs to that engine for some time.
     sockets = [] if uds is None or config.takes_over else [uds]
     exit_with_parent(config.run_dir, sockets)
     configure_logging(name, config.frontend.log_level, config.frontend.log_format)
@@ -30,7 +30,7 @@ def main() -> int:
     reporter = StatusReporter(context, config, name)
     reporter.report(Stage.STARTING)
 
-    # Garbage collections take a tenth of the time of the imports, and free nothing. The server enables them when it is
+    # Garbage collections would take a tenth of the import time and free nothing. The server enables them when it is
     # ready.
     gc.disable()
 

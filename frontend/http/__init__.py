@@ -1,1 +1,1 @@
-"""HTTP connections, access control and error bodies."""
+"""The HTTP server of a frontend: connections, time limits, access control and error bodies."""

@@ -16,7 +16,7 @@ from ...protocol.config import FrontendConfig
 from .errors import APIError, echo
 
 WEB_PATHS: Final = ("/", "/web/app.js", "/web/app.css", "/web/icon.svg")
-"""Routes of the web page. It has no contents of its own and asks for the API key."""
+"""Routes of the web page, which need no API key: the page contains no data and asks the user for the key."""
 
 OPEN_PATHS: Final = frozenset(
     {
@@ -45,37 +45,37 @@ OPERATOR_PATHS: Final = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
-"""Routes for operators, in addition to those below `REPLICA_COMMANDS` and `TIMELINES`."""
+"""Operator routes, in addition to those below `REPLICA_COMMANDS` and `TIMELINES`."""
 REPLICA_COMMANDS: Final = "/replicas/"
 TIMELINES: Final = "/debug/requests/"
 
 OLLAMA_PATHS: Final = "/api/"
-"""Beginning of the routes whose clients, such as curl in Ollama's documentation, often name no content type."""
+"""Prefix of Ollama's routes. Its clients, such as curl in Ollama's documentation, often send no content type."""
 
 FORM_PATHS: Final = ("/audio/transcriptions", "/audio/translations", "/files")
-"""Ends of the routes whose bodies are forms with a file."""
+"""Suffixes of the routes whose request bodies are forms with a file."""
 
 LOCAL_PAGES: Final = r"https?://(localhost|[\w-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
-"""Pattern of the origins of web pages that this machine serves."""
+"""Pattern of the origins of web pages that a server on this machine provides."""
 
 ADMIN_TENANT: Final = "admin"
 """The tenant of requests with the key of `--admin-api-key`."""
 OWNER_CHARACTERS: Final = 32
-"""Length of the name of an owner of stored objects."""
+"""Length of an owner's name in the store, in hexadecimal digits."""
 
 _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Access:
-    """Decides from a request's head whether the request is allowed.
+    """Decides from the headers of a request whether it is allowed.
 
     With several API keys, each key is a tenant: the state's `tenant` is "key 1" for the first. `cache_owner` differs
-    between keys unless they share the prefix cache. `owner` names the key itself, whatever its place among the keys,
-    because what it owns in the store may outlive the server; without keys it is "".
+    between keys unless they share the prefix cache. `owner` identifies the key in the store. It is derived from the key
+    and not from the key's position, because stored objects outlive the server; without keys it is "".
 
-    Any web page can make a browser send requests to this server. So a body must have the content type JSON, which a
-    page may send only if the server allows its origin. Requests of Ollama's API that no browser sent may have any
-    content type. Routes for operators allow no origin but that of the server's own web page.
+    Any web page can make a browser send requests to this server. So a body must have the content type JSON, which
+    browsers send for a page only if the server allows the page's origin. Requests of Ollama's API that no browser sent
+    may have any content type. Operator routes allow only the origin of the server's own web page.
 
     A server on a loopback address without keys also rejects other host names in the Host header. Otherwise a page could
     make its own host name resolve to that address (DNS rebinding).
@@ -92,7 +92,7 @@ class Access:
             self._hosts = frozenset(host.lower() for host in (*config.allowed_hosts, config.host))
 
     def check(self, scope: Scope) -> None:
-        """Authorize a request and set the tenant and cache owner in its state.
+        """Authorize a request, and set the tenant, the owner and the cache owner in its state.
 
         Raises:
             APIError: The request is not allowed (401, 403) or has the wrong content type (415).
@@ -112,7 +112,10 @@ class Access:
                 _check_media_type(headers, is_form=path.endswith(FORM_PATHS))
 
     def _check_host(self, header: bytes | None) -> None:
-        """Raise APIError 403 for an unknown host name. IP addresses pass, because no page can redirect them."""
+        """Raise APIError 403 for an unknown host name.
+
+        IP addresses are allowed, because DNS rebinding needs a host name.
+        """
         if self._hosts is None or header is None:
             return
         host = _host_name(header.decode("latin-1"))
@@ -127,8 +130,8 @@ class Access:
     def _is_own_page(self, headers: dict[bytes, bytes]) -> bool:
         """Return whether a request comes from this server's own web page.
 
-        Its origin is then that of the URL. A page whose host name was made to resolve to this server (DNS rebinding)
-        looks the same, but has no API key, and its host name is no address.
+        The Origin header of such a request names the same host as its Host header. The same holds for a page with DNS
+        rebinding, but that page has no API key, and its host is a name and not an address.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         name = _host_name(host)
@@ -145,7 +148,7 @@ class Access:
         if not self._keys and not (self._admin_key is not None and is_for_operators):
             return
         digest = _digest(key)
-        # Compare every key in constant time, so that the response time reveals nothing about the keys.
+        # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         is_admin = self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
         if not is_admin and not any(matches):
@@ -162,7 +165,7 @@ class Access:
                 + (
                     "send the key of --admin-api-key"
                     if self._admin_key
-                    else "a server with several API keys needs --admin-api-key KEY for it"
+                    else "a server with several API keys needs --admin-api-key KEY for them"
                 )
             )
         state = scope["state"]
@@ -176,9 +179,9 @@ class Access:
 
 
 class Origins(CORSMiddleware):
-    """Allows web pages from the allowed origins to call the server, except its routes for operators.
+    """ASGI middleware that allows web pages from the allowed origins to call the server, except its operator routes.
 
-    `auto` allows every origin, or only pages of this machine if the server listens on a loopback address.
+    `auto` allows every origin; if the server listens on a loopback address, only pages from this machine.
     """
 
     def __init__(self, app: ASGIApp, config: FrontendConfig, *, is_loopback: bool) -> None:
@@ -195,12 +198,12 @@ class Origins(CORSMiddleware):
         self._root_path = config.root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, with CORS headers unless the route is for operators."""
+        """Answer a request, with CORS headers unless it is for an operator route."""
         normalize_path(scope, self._root_path)
         path = get_route_path(scope)
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         if path.endswith(FORM_PATHS) and origin and not self.is_allowed_origin(origin):
-            # A page may send a form without asking first.
+            # Browsers send forms without a preflight request, so the origin must be checked here.
             error = _forbidden(f"Web pages of {echo(origin)} may not call this server")
             await error.response()(scope, receive, send)
         elif is_operator_path(path):
@@ -210,13 +213,13 @@ class Origins(CORSMiddleware):
 
 
 def normalize_path(scope: Scope, root_path: str) -> None:
-    """Remove a slash at the end of the path, because clients often join paths carelessly."""
+    """Remove a slash at the end of the path, because clients often add one by mistake."""
     scope["root_path"] = root_path
     scope["path"] = scope["path"].removesuffix("/") or "/"
 
 
 def is_operator_path(path: str) -> bool:
-    """Return whether the route changes what the server does for everyone."""
+    """Return whether the route changes the server's behavior for all clients."""
     return path in OPERATOR_PATHS or path.startswith((REPLICA_COMMANDS, TIMELINES))
 
 
@@ -225,12 +228,18 @@ def _forbidden(message: str) -> APIError:
 
 
 def _is_of_browser(headers: dict[bytes, bytes]) -> bool:
-    """Return whether a browser may have sent a request for a page: it adds one of these headers to every POST."""
+    """Return whether a browser may have sent a request for a web page.
+
+    Browsers add one of these headers to every POST.
+    """
     return b"origin" in headers or b"sec-fetch-site" in headers
 
 
 def _check_media_type(headers: dict[bytes, bytes], *, is_form: bool) -> None:
-    """Raise APIError 415 for a body that is not JSON, or no form. A page needs permission to send JSON elsewhere."""
+    """Raise APIError 415 for a body that is not JSON (a form if `is_form`).
+
+    Browsers let pages send JSON only with permission.
+    """
     if b"transfer-encoding" not in headers and int(headers.get(b"content-length", b"0")) == 0:
         return
     given = headers.get(b"content-type", b"").decode("latin-1")
@@ -258,7 +267,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key_of(headers: dict[bytes, bytes]) -> bytes:
-    """Return the API key of a request. Anthropic's clients send it in a header of its own."""
+    """Return the API key of a request. Anthropic's clients send it in a header of their own."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()

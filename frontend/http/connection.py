@@ -16,16 +16,16 @@ from .descriptors import DescriptorReserve
 from .errors import APIError, unavailable
 
 MIN_BYTES_PER_S: Final = 1000
-"""Requests that arrive at least this fast may take longer than the time limit."""
+"""Requests that arrive at least this fast may take longer than the time limit, in bytes per second."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Maximum bytes of a request's head, and also of its trailers and chunk extensions."""
 
 PIECE_BYTES: Final = 16 * 1024
-"""Received data is parsed in pieces of this size, so at most one piece is parsed beyond `MAX_HEAD_BYTES`."""
+"""Received data is parsed in pieces of this many bytes, so that at most one piece beyond `MAX_HEAD_BYTES` is parsed."""
 
 PROBE_S: Final = 1.0
-"""Maximum seconds for sending or reading on a connection that is reserved for probes."""
+"""Maximum seconds to send or read on a connection that is reserved for probes."""
 
 _REASONS: Final = {
     400: "Bad Request",
@@ -39,7 +39,7 @@ _TOO_LONG: Final = f"the {{part}} of a request must have at most {MAX_HEAD_BYTES
 
 
 class _RequestRefused(Exception):
-    """Ends the parsing of a request whose head is not acceptable."""
+    """Raised in a parser callback to reject a request with an HTTP status and a message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,13 +50,14 @@ class Connection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with limits on the size of heads and trailers, and on time.
 
     A client that neither completes its request nor reads its response for `slow_client_s` seconds is disconnected. Its
-    requests are aborted, as after any disconnect.
+    requests are aborted, as after every disconnect.
 
-    A stream writes here without a coroutine for each chunk; the request's state holds the connection. `is_paused` is
-    true while the client does not read. `on_writable` is called when it reads again or the connection ends.
+    Streamed responses write to the connection directly, because a coroutine for each chunk would be slow. They find it
+    in the request's state. `is_paused` is true while the client does not read. `on_writable` is called when the client
+    reads again or the connection ends.
     """
 
-    # Every token reads these attributes. Slots are faster than the dict that holds uvicorn's many attributes.
+    # Every token reads these attributes. Slots are faster than the dict that holds uvicorn's many other attributes.
     __slots__ = ("has_chunks", "is_paused", "on_writable", "transport")
 
     def __init__(
@@ -102,7 +103,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, within the limit for heads and trailers."""
-        # on_message_begin resets this count: data with a request's first byte may belong to the request before.
+        # on_message_begin resets this count, because data with the first byte of a request may start in the previous
+        # request.
         self._num_received += len(data)
         try:
             for start in range(0, len(data), PIECE_BYTES):
@@ -124,7 +126,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start the timer of a new request."""
-        # Here and not in data_received, because a client may send nothing but an empty line.
+        # The timer starts here and not in data_received, because a client may send nothing but empty lines.
         self._unset_keepalive_if_required()
         super().on_message_begin()
         self.scope["state"]["connection"] = self
@@ -133,10 +135,10 @@ class Connection(HttpToolsProtocol):
         self._expect_request()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parse `data` and return what to parse next.
+        """Parse `data` and return the rest that must be parsed again.
 
-        This server supports only HTTP/1.1 and may ignore an `Upgrade` header. But the parser stops after such a head,
-        as if the rest were in the other protocol. So the head is parsed again without that header.
+        The server supports only HTTP/1.1 and ignores `Upgrade` headers, as it may. But the parser stops after a head
+        with one, as if another protocol followed. So that head is parsed again without the header.
         """
         try:
             self.parser.feed_data(data)
@@ -159,7 +161,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join((request, *fields, b"\r\n"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Trailers are ignored: they come after the request has been checked."""
+        """Store a header. Trailers are ignored, because they arrive after the request was checked."""
         if self._in_head:
             self._count_head_bytes(len(name) + len(value) + len(": \r\n"))
             super().on_header(name, value)
@@ -183,14 +185,16 @@ class Connection(HttpToolsProtocol):
         raise self._refusal
 
     def _check_framing(self) -> None:
-        """Raise _RequestRefused if a proxy in front could see another end of the request, or another host."""
+        """Raise _RequestRefused if a proxy before the server could see another end or host of the request."""
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
             self._refuse_head(
                 501, "Transfer-Encoding must be chunked only; no other coding is supported"
             )
         if codings and self.parser.get_http_version() == "1.0":
-            self._refuse_head(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+            self._refuse_head(
+                400, "HTTP/1.0 does not support Transfer-Encoding; send Content-Length"
+            )
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1:
             self._refuse_head(400, "the request has more than one Host header; send one")
@@ -216,8 +220,8 @@ class Connection(HttpToolsProtocol):
         if self._ends_after_response:
             self.cycle.keep_alive = False
         if len(self.pipeline) == 1:
-            # uvicorn stops reading when a request arrives before the last one is answered. Read one request ahead,
-            # because a disconnect is noticed only while reading.
+            # uvicorn stops reading when a request arrives before the previous response has ended. Read one request
+            # ahead, because a disconnect is noticed only while reading.
             self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
@@ -258,14 +262,14 @@ class Connection(HttpToolsProtocol):
         self._go_on_writing()
 
     def begin_stream(self) -> None:
-        """Prepare a response without a length."""
+        """Prepare to stream a response without a Content-Length."""
         cycle = self._unfinished_cycles()[0]
         self.has_chunks = cycle.scope["http_version"] != "1.0"
         if not self.has_chunks:
             cycle.chunked_encoding = False
 
     def write_chunk(self, data: bytes) -> None:
-        """Send a piece of a response that was started without a length; do nothing after a disconnect."""
+        """Send a piece of a streamed response. This does nothing after a disconnect."""
         if not self.transport.is_closing():
             if self.has_chunks:
                 data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -284,12 +288,12 @@ class Connection(HttpToolsProtocol):
             self._request_timer = self.loop.call_later(self._slow_client_s, self._check_pace)
 
     def _begin_window(self) -> None:
-        """Measure the request's pace from now on, independent of its pace so far."""
+        """Start to measure the request's pace again, independent of its earlier pace."""
         self._window_began = self.loop.time()
         self._num_received = 0
 
     def _check_pace(self) -> None:
-        # A request is not slow if reading is paused, or if an earlier request is answered first.
+        # A request is not slow while reading is paused or an earlier request is being answered.
         has_excuse = self.flow.read_paused or bool(self.pipeline)
         remaining = self._window_began + self._slow_client_s - self.loop.time()
         is_slow = self._num_received < MIN_BYTES_PER_S * self._slow_client_s
@@ -308,7 +312,7 @@ class Connection(HttpToolsProtocol):
         self._request_timer = self.loop.call_later(remaining, self._check_pace)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error, unless another response has begun or comes first, and close the connection.
+        """Send an error and close the connection, unless another response has begun or must be sent first.
 
         An idle connection is closed without a 408.
         """
@@ -327,9 +331,9 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def end_after_response(self) -> None:
-        """Close the connection after the next response that ends, or when its client has been idle for long enough.
+        """Close the connection after its current response, or when it has been idle for the usual time.
 
-        An idle connection is not closed at once, because a request may be on its way.
+        An idle connection is not closed immediately, because a request may be on its way.
         """
         self._ends_after_response = True
         for cycle in self._unfinished_cycles()[-1:]:
@@ -342,13 +346,13 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     async def _answer_probes_only(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request of a probe and reject any other, then close, to free the connection for the next probe."""
+        """Answer one request if it is a probe (others get a 503), then close to make room for the next one."""
         cycle = self._unfinished_cycles()[0]
         cycle.keep_alive = False
         if scope["path"].rstrip("/").endswith(tuple(OPEN_PATHS)):
             await self.config.loaded_app(scope, receive, send)
         else:
-            error = unavailable("This server has too many connections", PROBE_S)
+            error = unavailable("This server has too many connections; retry later", PROBE_S)
             await error.response()(scope, receive, send)
 
     def _stop_waiting(self) -> None:

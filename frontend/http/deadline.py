@@ -1,4 +1,4 @@
-"""Reads the deadline of a request."""
+"""Read the deadline of a request from its header."""
 
 from __future__ import annotations
 

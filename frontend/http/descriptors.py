@@ -19,7 +19,7 @@ class Closable(Protocol):
 class DescriptorReserve:
     """The connections that use the last file descriptors of this process; they serve probes only.
 
-    A new descriptor gets the lowest free number, so its number says how many are in use. Half of the reserved
+    A new descriptor gets the lowest free number, so its number shows how many are in use. Half of the reserved
     descriptors are for probes. When all of these are in use, the oldest connection is closed for each new one, so that
     silent clients cannot keep probes out. The other half remain for the process's own files.
     """

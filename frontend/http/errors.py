@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI clients parse: `{"error": {message, type, param, code}}`."""
+"""Errors in the format of OpenAI's API: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .shown_values import cut
 from .shown_values import echo as echo
 
 MAX_MESSAGE: Final = 600
-"""Maximum characters of a message, because it may repeat a client's text (a chat template can raise any message)."""
+"""Maximum characters of a message. Messages may repeat a client's text: a chat template can raise any message."""
 
 _PATH = re.compile(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b|\b(?:ipc|tcp|file)://\S+")
@@ -47,7 +47,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """The JSON body of the response."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -63,7 +63,7 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> API
 
 @contextmanager
 def reject_deep_nesting(param: str) -> Iterator[None]:
-    """A context that turns RecursionError into APIError 400: `param` is nested too deeply."""
+    """Turn a RecursionError in this context into APIError 400, because `param` is nested too deeply."""
     try:
         yield
     except RecursionError:
@@ -71,7 +71,7 @@ def reject_deep_nesting(param: str) -> Iterator[None]:
 
 
 def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
-    """Return the error, which has a parameter, with the name that the request used for it."""
+    """Return the error for a parameter, with the name that the request used for the parameter."""
     message = str(error).replace(error.param or param, param, 1)
     if isinstance(error, ParameterError):
         return bad_request(param, message)
@@ -86,13 +86,13 @@ def rename_parameter(error: ParameterError | APIError, param: str) -> APIError:
 
 
 def unavailable(message: str, retry_after_s: float) -> APIError:
-    """Return a 503: the server may accept the request in `retry_after_s` seconds."""
+    """Return a 503: the server may be able to accept the request after `retry_after_s` seconds."""
     headers = retry_after(retry_after_s)
     return APIError(503, message, type="service_unavailable_error", headers=headers)
 
 
 def too_many_requests(message: str, retry_after_s: float) -> APIError:
-    """Return a 429: this client has reached its own limit, while others are served."""
+    """Return a 429: this client has reached its own limit, while other clients are served."""
     headers = retry_after(retry_after_s)
     return APIError(
         429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
@@ -100,13 +100,13 @@ def too_many_requests(message: str, retry_after_s: float) -> APIError:
 
 
 def deadline_exceeded(message: str, retry_after_s: float) -> APIError:
-    """Return a 504: the request's deadline passed before there was anything to answer."""
+    """Return a 504: the request's deadline passed before there was any output."""
     headers = retry_after(retry_after_s)
     return APIError(504, message, type="timeout_error", code="deadline_exceeded", headers=headers)
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Return the `Retry-After` header, in whole seconds, at least 1."""
+    """Return the `Retry-After` header for a number of seconds, rounded up to an integer of at least 1."""
     return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
@@ -128,7 +128,7 @@ def json_response(
 
 
 class _LongResponse(Response):
-    """A JSON response that waits for a slow client, and lets other tasks run, between its pieces."""
+    """A JSON response that is sent in pieces. Between pieces it waits for a slow client and lets other tasks run."""
 
     media_type = "application/json"
 
@@ -151,5 +151,5 @@ class _LongResponse(Response):
 
 
 def redact(message: str) -> str:
-    """Return an internal error message without the paths and addresses of this machine."""
+    """Return an internal error message with file paths and network addresses of this machine removed."""
     return _ADDRESS.sub("[address]", _PATH.sub("[path]", message))

@@ -1,6 +1,6 @@
-"""Encodes large JSON responses in pieces.
+"""Encode large JSON responses in pieces.
 
-An encoder blocks all threads until it returns, and so does joining large byte strings. Pieces bound both.
+A JSON encoder, and joining large byte strings, block all threads until they return. Pieces limit both times.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 import msgspec
 
 ELEMENTS_AT_ONCE: Final = 4096
-"""Elements that one call encodes."""
+"""Number of list elements that one call encodes."""
 
 PIECE_BYTES: Final = 1 << 18
 """Approximate bytes of one piece."""
 
 _PLACEHOLDER: Final = b"\0"
-"""Stands for a value that was encoded before. JSON text has no such byte, because strings escape it."""
+"""Placeholder for a value that was encoded before. JSON text never contains this byte, because strings escape it."""
 
 
 class EncodedJSON:
@@ -65,7 +65,7 @@ def encode_object(members: Iterable[tuple[str, object]]) -> EncodedJSON:
 
 
 def encode_pieces(value: object) -> list[bytes]:
-    """Encode a value that may contain `EncodedJSON`, whose pieces are not joined."""
+    """Encode a value that may contain `EncodedJSON`, without joining the pieces."""
     encoded: list[EncodedJSON] = []
 
     def hold(value: object) -> msgspec.Raw:

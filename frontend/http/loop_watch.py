@@ -13,14 +13,14 @@ from ...protocol.supervisor_messages import Heartbeat
 from ...protocol.transport import StatusReporter
 
 BUSY_SHARE: Final = 0.02
-"""A loop that does not respond and uses less than this share of a processor hangs."""
+"""A loop that does not respond, and uses less than this share of a processor core, counts as hanging."""
 
 
 class LoopWatch:
     """Sends heartbeats while the event loop responds or computes, and none while it hangs.
 
-    While a callback keeps the loop busy, heartbeats continue and report for how many seconds it has been busy. Must be
-    created in the loop's thread. `reporter` then belongs to the watch.
+    While a callback blocks the loop by computing, heartbeats continue, and report for how many seconds the loop has
+    been busy. The watch must be created in the loop's thread. It owns `reporter` from then on.
     """
 
     def __init__(self, reporter: StatusReporter, count_dropped_frames: Callable[[], int]) -> None:

@@ -28,7 +28,7 @@ class HTTPServer(uvicorn.Server):
         return not self.server_state.connections
 
     def stop_accepting(self) -> None:
-        """Stop accepting connections. Those that are open may send one more request, and close when they are idle."""
+        """Stop accepting connections. Open connections may send one more request, and close when they are idle."""
         for server in self.servers:
             server.close()
         for connection in self.server_state.connections:

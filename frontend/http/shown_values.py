@@ -1,4 +1,4 @@
-"""Renders a client's values for error messages: as JSON, cut to a maximum length."""
+"""Format a client's values for error messages: as JSON, cut to a maximum length."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def echo(value: object) -> str:
 
 
 def cut(text: str, limit: int = MAX_SHOWN) -> str:
-    """Return the first `limit` characters of a text, followed by its length if it is longer."""
+    """Return the first `limit` characters of a text. If the text is longer, its length follows."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -8,7 +8,7 @@ from typing import Final
 from starlette.types import Scope
 
 MAX_TRACE_STATE: Final = 512
-"""Maximum bytes of `tracestate`; the specification lets servers drop longer ones."""
+"""Maximum bytes of `tracestate`. The specification allows servers to drop longer ones."""
 
 _TRACE_PARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
@@ -19,8 +19,8 @@ _TRACE_STATE: Final = re.compile(rb"[\x20-\x7e\t]*")
 def read_trace_headers(scope: Scope) -> dict[str, str] | None:
     """Return `traceparent` and `tracestate`, or None without a valid `traceparent`.
 
-    If the request is traced, they name its own span, and else the client's. Invalid values are dropped: a trace is
-    never a reason to reject a request.
+    They name the server's own span if the request is traced, otherwise the client's span. Invalid values are dropped,
+    because a request must not fail for its trace.
     """
     own: dict[str, str] | None = scope.get("state", {}).get("trace_headers")
     if own is not None:

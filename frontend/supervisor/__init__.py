@@ -1,1 +1,1 @@
-"""The parent process that starts, watches, restarts and stops every process of an engine."""
+"""The supervisor: the parent process that starts, watches, restarts and stops every process of an engine."""

@@ -13,7 +13,7 @@ from ...protocol.supervisor_messages import Heartbeat, ProcessInfo, Stage
 from .local_process import Process, ProcessSpec, Role
 
 STARTING_PATIENCE: Final = 12
-"""Factor on the heartbeat timeout before a process is ready, because a large import can block all its threads."""
+"""Factor on the heartbeat timeout until a process is ready, because a large import can block all of its threads."""
 
 _REMEDY: Final = "free memory, or lower --kv-cache-memory-bytes or --max-num-seqs"
 _SIGKILL: Final = {
@@ -21,23 +21,24 @@ _SIGKILL: Final = {
     False: "but not by the kernel's out-of-memory killer; check which other program kills processes on this machine",
     None: f"possibly by the kernel's out-of-memory killer; if so, {_REMEDY}",
 }
-"""Explanations of SIGKILL, by whether the out-of-memory killer was active since the process started (None: unknown)."""
+"""Explanation of SIGKILL, by whether the out-of-memory killer ran since the process started (None: unknown)."""
 
 
 _FAULTS: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
 )
-"""Signals that a process raises through a fault of its own code."""
+"""Signals that a process receives because of a fault in its own code."""
 
 
 class Child:
     """One process from start to exit.
 
     Attributes:
-        kill_at: When it is killed if it still runs (CLOCK_MONOTONIC); None for never.
-        hang: How it hung, if it was killed for that.
-        is_known_dead: Whether the supervisor has handled its exit.
-        awaits_cause_until: Until when its exit is not handled, because another process may be the cause; 0.0 for never.
+        kill_at: When the process is killed if it still runs (CLOCK_MONOTONIC seconds); None for never.
+        hang: How the process hung, if it was killed for that; otherwise empty.
+        is_known_dead: Whether the supervisor has handled the exit of the process.
+        awaits_cause_until: Until when the exit is left unhandled, because the exit of another process may be the cause
+            (CLOCK_MONOTONIC seconds); 0.0 if it need not wait.
     """
 
     def __init__(self, spec: ProcessSpec, epoch: int, process: Process) -> None:
@@ -68,7 +69,7 @@ class Child:
 
     @property
     def has_crashed(self) -> bool:
-        """True if the process exited by a fault of its own code, or hung and was killed."""
+        """True if the process exited through a fault in its own code, or hung and was killed."""
         code = self._process.poll()
         return bool(self.hang) or (code is not None and -code in _FAULTS)
 
@@ -80,12 +81,12 @@ class Child:
 
     @property
     def has_lost_peer(self) -> bool:
-        """True if the process exited because another one did."""
+        """True if the process reported that it exited because another process did."""
         return self._process.poll() == PeerLostError.exit_code
 
     @property
     def may_have_lost_peer(self) -> bool:
-        """True if the process exited as one whose peer did: with an error of its own, or aborted by gloo."""
+        """True if the process may have exited because another one did: it reported an error, or gloo aborted it."""
         return self.has_lost_peer or self._process.poll() == -signal.SIGABRT
 
     def enter_stage(self, stage: Stage, detail: str) -> None:
@@ -99,12 +100,12 @@ class Child:
         """Record a heartbeat."""
         now = time.monotonic()
         num_steps = heartbeat.num_steps - self.progress.num_steps
-        # Delayed heartbeats arrive together, but were sent at least one interval apart.
+        # Delayed heartbeats can arrive together, although they were sent at least one interval apart.
         self._steps_per_s = num_steps / max(now - self.last_beat, BEAT_INTERVAL_S)
         self.last_beat, self.progress = now, heartbeat
 
     def find_hang(self, now: float, heartbeat_timeout_s: float, step_timeout_s: float) -> str:
-        """Return a description of how the process hangs, or "" if it does not."""
+        """Return a description of how the process hangs; "" if it does not hang."""
         if not self.pid:
             return ""
         silent_s = now - self.last_beat

@@ -11,11 +11,11 @@ from ...protocol.process import json_log_line
 from ...protocol.supervisor_messages import ProcessStatus, Stage
 
 BAR_WIDTH = 24
-"""Characters of the progress bar."""
+"""Width of the progress bar in characters."""
 REDRAW_S = 0.05
 """Minimum seconds between redraws on a terminal."""
 PLAIN_REPEAT_S = 10.0
-"""Seconds between progress lines elsewhere."""
+"""Seconds between progress lines if the output is not a terminal."""
 
 
 def format_bytes(count: float) -> str:
@@ -31,8 +31,8 @@ def format_bytes(count: float) -> str:
 class Console:
     """Writes lines that start with the seconds since the console was created.
 
-    On a terminal, the line of a running transfer is redrawn in place. Elsewhere it is printed when the transfer begins,
-    every ten seconds, and when it ends. With the format JSON, each line is an object instead.
+    On a terminal, the line of a running transfer is redrawn in place. Otherwise it is printed when the transfer begins,
+    every ten seconds, and when it ends. In the format `json`, each line is a JSON object.
     """
 
     log_format: LogFormat = "text"
@@ -55,12 +55,12 @@ class Console:
         self._write_line("info", self._stamped(text), text)
 
     def error(self, text: str) -> None:
-        """Write the last line of a failure, without a timestamp so that scripts can find it."""
+        """Write the error that ends the program, without a timestamp so that scripts can find it."""
         self._end_bar()
         self._write_line("error", f"engine: error: {text}", text)
 
     def progress(self, label: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes were transferred; `done >= total` completes the bar."""
+        """Show that `done` of `total` bytes were transferred. `done >= total` completes the bar."""
         finished = done >= total
         now = time.monotonic()
         if label != self._bar:
@@ -99,7 +99,7 @@ class Console:
         return f"[{self.elapsed_s:7.2f} s] {text}"
 
     def _write_line(self, level: str, shown: str, text: str) -> None:
-        """Write a line: `shown` for people, or `text` in an object."""
+        """Write a line: `shown` in the text format, or an object with `text` in the JSON format."""
         is_json = self.log_format == "json"
         line = json_log_line(level, "supervisor", text) if is_json else shown
         self._write(line + "\n")
@@ -114,7 +114,7 @@ class Console:
 
 
 class StartupProgress:
-    """Combines the reports of many processes into one line per stage."""
+    """Merges the reports of many processes into one line per startup stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

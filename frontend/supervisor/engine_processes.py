@@ -13,9 +13,10 @@ from .local_process import ProcessSpec, Role
 def engine_processes(
     config: EngineConfig, config_path: Path, listen_fd: int | None, lock_fd: int | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes of `config`, slowest to start first. Without a `listen_fd` there are no frontends.
+    """Return the processes of `config`, slowest to start first.
 
-    Frontends inherit `lock_fd`, the lock of the run directory.
+    Without a `listen_fd` there are no frontends. Frontends inherit `lock_fd`, which holds the lock of the run
+    directory.
     """
 
     def spec(name: str, role: Role, module: str, index: int, *args: int) -> ProcessSpec:
@@ -44,14 +45,14 @@ def engine_processes(
         specs.append(spec("store", Role.STORE, "frontend.store", 0))
         for client in range(parallel.api_server_count):
             frontend = spec(f"frontend {client}", Role.FRONTEND, "frontend", client, listen_fd)
-            # Threads of a product of arrays would only compete with those of the workers.
+            # numpy's threads would compete with those of the workers.
             specs.append(replace(frontend, pass_fds=inherited, env={"OPENBLAS_NUM_THREADS": "1"}))
     return specs
 
 
 def rendezvous_environment(config: EngineConfig, core_index: int, host: str) -> dict[str, str]:
-    """Return torch.distributed's variables for a replica that spans machines.
+    """Return the environment variables of torch.distributed for a replica that spans machines.
 
-    `host` is where its workers connect to each other.
+    `host` is the host where its workers connect to each other.
     """
     return {"MASTER_ADDR": host, "MASTER_PORT": str(config.rendezvous_port(core_index))}

@@ -1,9 +1,9 @@
 """The handover of a listening socket from a running engine to its successor, which may be another version.
 
 A serving engine listens on a Unix socket in its run directory. Whoever connects receives one line of JSON, a
-`ServedEngine`, together with the descriptor of the listening socket. A line `take` in return asks the engine to stop
-accepting connections; it finishes what has begun and exits, which closes the connection. A successor that gives up
-before that closes the connection, and the engine goes on as if nothing had happened.
+`ServedEngine`, together with the descriptor of the listening socket. The successor answers with the line `take` to ask
+the engine to stop accepting connections. The engine then finishes its requests and exits, which closes the connection.
+If a successor closes the connection before it has sent `take`, the engine continues to serve.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SOCKET_NAME: Final = "handover"
 TAKE: Final = b"take\n"
 
 MAX_GREETING_BYTES: Final = 1 << 20
-"""Maximum size of a greeting: Linux limits the arguments of a process to a few megabytes."""
+"""Maximum bytes of a greeting. Linux limits the arguments of a process to a few megabytes."""
 
 GREETING_S: Final = 5.0
-"""Maximum seconds that an engine takes to greet; its supervisor does nothing that blocks longer."""
+"""Maximum seconds that an engine takes to send its greeting. Its supervisor never blocks for longer."""
 
 
 class HandoverFailed(EngineError):
@@ -41,14 +41,14 @@ class HandoverRequested(Exception):
 
 
 class ServedEngine(msgspec.Struct, frozen=True):
-    """An engine's description of itself.
+    """The description that a running engine sends to a successor.
 
     Attributes:
-        version: Its version, for people.
+        version: The version of Engine, for log lines.
         pid: The process ID of its supervisor.
-        url: Where it listens.
-        arguments: The arguments of `engine serve`, then those of each `engine upgrade` since.
-        directory: Its working directory, to which paths in `arguments` are relative.
+        url: The URL that it serves.
+        arguments: The arguments of `engine serve`, then the arguments of each `engine upgrade` since then.
+        directory: The working directory, to which paths in `arguments` are relative.
     """
 
     version: str
@@ -59,7 +59,7 @@ class ServedEngine(msgspec.Struct, frozen=True):
 
 
 class HandoverSocket:
-    """The socket of a running engine on which successors ask for its listening socket.
+    """The Unix socket of a running engine on which successors ask for its listening socket.
 
     `fd` is readable when `raise_if_requested` has something to do.
     """
@@ -78,7 +78,10 @@ class HandoverSocket:
         self.fd = self._epoll.fileno()
 
     def raise_if_requested(self) -> None:
-        """Greet those that have connected. Raise HandoverRequested if one of them takes the listening socket."""
+        """Send the greeting to successors that have connected.
+
+        Raise HandoverRequested if one takes the listening socket.
+        """
         for fd, _ in self._epoll.poll(0):
             if fd == self._socket.fileno():
                 self._greet()
@@ -94,7 +97,7 @@ class HandoverSocket:
             self._successors[successor.fileno()] = successor
 
     def _receive(self, fd: int) -> bytes:
-        """Return the messages of a successor. One that has closed the connection is dropped."""
+        """Return the messages of a successor. If it has closed the connection, drop it."""
         successor = self._successors[fd]
         try:
             received = successor.recv(len(TAKE))
@@ -106,7 +109,7 @@ class HandoverSocket:
         return received
 
     def stop_listening(self) -> None:
-        """Refuse further successors. Those that are connected see when this process exits."""
+        """Accept no further successors. Those that are connected notice when this process exits."""
         self._path.unlink(missing_ok=True)
         self._socket.close()
 
@@ -119,14 +122,17 @@ class HandoverSocket:
 
 
 class Predecessor:
-    """A running engine from the view of its successor. `listener` is its listening socket, which both now have open."""
+    """A running engine, as its successor sees it.
+
+    `listener` is the listening socket, which both processes have open.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Receive the greeting.
 
         Raises:
-            OSError: The engine does not greet.
-            msgspec.DecodeError: Its greeting is not one.
+            OSError: The engine sent no greeting.
+            msgspec.DecodeError: The greeting is invalid.
         """
         connection.settimeout(GREETING_S)
         greeting, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 1)
@@ -149,21 +155,21 @@ class Predecessor:
 
     def take(self) -> None:
         """Ask the engine to stop accepting connections, and to exit when its requests have ended."""
-        # It may have failed meanwhile, which leaves nothing to ask for.
+        # The engine may have exited meanwhile; then there is nothing to take.
         with contextlib.suppress(OSError):
             self._connection.sendall(TAKE)
 
     def close(self) -> None:
-        """Close this process's descriptors. Before `take`, the engine goes on serving."""
+        """Close this process's descriptors. Before `take`, the engine continues to serve."""
         self._connection.close()
         self.listener.close()
 
 
 def find_predecessor(*, pid: int | None = None, url_end: str | None = None) -> Predecessor:
-    """Return the running engine of this user with this process ID, and with a URL that ends like this.
+    """Return this user's running engine with process ID `pid` and with a URL that ends with `url_end`.
 
     Raises:
-        HandoverFailed: There is none, or more than one.
+        HandoverFailed: There is no such engine, or more than one.
     """
     found: list[Predecessor] = []
     for each in _running_engines():

@@ -23,7 +23,9 @@ class Listener:
     """A listening TCP or Unix socket and its URL."""
 
     def __init__(self, config: FrontendConfig, taken_over: socket.socket | None = None) -> None:
-        """Open the socket, or use one that another engine has opened. Its path belongs to that one until `own_path`.
+        """Open the socket, or use one that was taken over from another engine.
+
+        A Unix socket that was taken over belongs to the other engine until `own_path` is called.
 
         Raises:
             ConfigError: The socket cannot be opened; the message names the address and the remedy.
@@ -51,11 +53,11 @@ class Listener:
             _unlink_if_present(uds)
 
     def own_path(self) -> None:
-        """Delete the path of the socket in `close`, because the other engine no longer does."""
+        """Delete the socket's path in `close`, because the other engine no longer does."""
         self._uds = self._path
 
     def hand_over(self) -> None:
-        """Close the socket in this process only. Its path belongs to another engine now."""
+        """Close the socket in this process only, because its path belongs to another engine now."""
         self._uds = None
         self.socket.close()
 
@@ -94,7 +96,7 @@ def _listen_tcp(host: str, port: int, slow_client_s: float) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and address[0] == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Limits how long the kernel keeps unsent data of closed connections.
+        # This limits how long the kernel keeps unsent data of closed connections.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(slow_client_s * 1000))
         listener.bind(address)
         listener.listen(BACKLOG)

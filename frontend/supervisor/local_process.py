@@ -19,7 +19,7 @@ NOT_STARTED: Final = 127
 
 
 class Role(enum.Enum):
-    """The kind of a process. The others can serve without the store, at least for a while."""
+    """The kind of a process. The other processes can serve without the store for a while."""
 
     FRONTEND = enum.auto()
     CORE = enum.auto()
@@ -57,8 +57,8 @@ class Process(Protocol):
 
     Attributes:
         pid: The process ID, 0 until it runs.
-        exit_fd: Becomes readable when the process exits; None if the system does not support this. The caller closes
-            it.
+        exit_fd: A descriptor that becomes readable when the process exits; None if the system does not support this.
+            The caller closes it.
         reason: Why the process does not run, if more is known than its exit code.
     """
 
@@ -96,7 +96,7 @@ class LocalProcess:
     """A child process. If it cannot be started, it counts as exited immediately and `reason` says why."""
 
     def __init__(self, spec: ProcessSpec, epoch: int | None) -> None:
-        """Start the process. Without an epoch, it waits for `begin`."""
+        """Start the process. If `epoch` is None, the process waits for `begin`."""
         argv = spec.argv if epoch is None else (*spec.argv, str(epoch))
         self.pid = 0
         self.exit_fd: int | None = None
@@ -109,7 +109,7 @@ class LocalProcess:
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=spec.pass_fds,
-                # Its own process group, so that Ctrl-C at the terminal reaches only the supervisor.
+                # The process gets its own process group, so that Ctrl-C at the terminal reaches only the supervisor.
                 process_group=0,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.env},
             )
@@ -131,7 +131,8 @@ class LocalProcess:
         if self._popen is None:
             return False
         assert self._popen.stdin is not None
-        # A waiting process sends no heartbeats, so the supervisor cannot detect that it was suspended.
+        # A waiting process sends no heartbeats, so the supervisor cannot notice that it is stopped; continue it in any
+        # case.
         self.send_signal(signal.SIGCONT)
         try:
             self._popen.stdin.write(b"%d\n" % epoch)

@@ -1,8 +1,9 @@
 """A machine that runs workers for an engine whose cores and frontends run elsewhere.
 
-It executes the commands of the supervisor on node 0, with two exceptions. If node 0 sends nothing for the heartbeat
-timeout, it kills its workers, because their replica restarts without them, and connects again. After a stop signal, its
-workers keep running for as long as node 0 may be draining, because all machines may have received the signal at once.
+The node executes the commands of the supervisor on node 0, with two exceptions. If node 0 sends nothing for the
+heartbeat timeout, it kills its workers, because their replica restarts without them, and connects again. After a stop
+signal, its workers keep running for as long as node 0 may be draining, because all machines may have received the
+signal at once.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ FINAL_ERROR_S: Final = 0.1
 """Seconds to wait for the last report of a process that exited."""
 
 FAREWELL_MS: Final = 500
-"""Maximum milliseconds for sending the last message to node 0."""
+"""Maximum milliseconds to send the last message to node 0."""
 
 REMINDER_S: Final = 10.0
-"""Seconds between reminders in the log of a node that node 0 does not answer."""
+"""Seconds between log lines while node 0 does not answer."""
 
 
 class NodePlace(msgspec.Struct, frozen=True):
@@ -98,10 +99,10 @@ class Node:
         self._connect()
 
     def run(self) -> None:
-        """Run until the engine stops, until a while after a stop signal, or until the second one.
+        """Run until the engine stops, a while after a first stop signal, or until a second one.
 
         Raises:
-            EngineError: The engine failed; the message is node 0's reason.
+            EngineError: The engine failed. The message is the reason that node 0 sent.
         """
         self._console.line(f"node {self._place.rank} connects to {self._place.address}")
         reminded = time.monotonic()
@@ -142,7 +143,7 @@ class Node:
         return float("inf") if self._config is None else self._config.recovery.heartbeat_timeout_s
 
     def _count_dropped_frames(self) -> int:
-        """Return the number of frames dropped since the last call."""
+        """Return the number of invalid frames that were dropped since the last call."""
         total = self._peer.num_dropped_frames
         if self._statuses is not None:
             total += self._statuses.num_dropped_frames
@@ -212,7 +213,7 @@ class Node:
         self._console.line(f"joined {place.address}: {', '.join(self._specs)}")
 
     def _adapt(self, config: EngineConfig) -> EngineConfig:
-        """Return the configuration with the values that differ on this machine."""
+        """Return the configuration of node 0 with the values that differ on this machine."""
         place = self._place
         path = place.model_path or config.model.path
         files = config.model.weight_files
@@ -234,7 +235,8 @@ class Node:
         env = {
             "MASTER_ADDR": command.master_addr,
             "MASTER_PORT": str(command.master_port),
-            # torchrun's store outlives the workers, so new workers would connect to addresses of exited ones.
+            # torchrun's rendezvous store outlives the workers, so new workers would connect to the addresses of exited
+            # ones.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         process = LocalProcess(replace(spec, env=env), command.epoch)
@@ -288,7 +290,7 @@ class Node:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Return the address of this machine from which it reaches `host`."""
+    """Return the address of this machine's interface that leads to `host`."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

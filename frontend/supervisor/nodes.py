@@ -1,4 +1,4 @@
-"""The supervisor's connections to the engine's other machines."""
+"""The supervisor's connections to the engine's other machines (nodes)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAREWELL_S: Final = 5.0
 
 
 class RemoteProcess:
-    """A process on another node. It is started when that node has joined."""
+    """A process on another node. It is started once that node has joined."""
 
     def __init__(self, spec: ProcessSpec, epoch: int, nodes: Nodes) -> None:
         assert spec.node is not None
@@ -121,7 +121,7 @@ class Nodes:
 
     @property
     def num_dropped_frames(self) -> int:
-        """The number of invalid frames from nodes, plus the frames that nodes dropped.
+        """The number of invalid frames from nodes, plus the number of frames that the nodes dropped.
 
         Frames from a node that has not been admitted count as invalid.
         """
@@ -129,7 +129,7 @@ class Nodes:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """The socket to poll for messages of nodes."""
+        """The socket to poll for messages from nodes."""
         return self._hub.socket
 
     def launch(self, spec: ProcessSpec, epoch: int) -> RemoteProcess:
@@ -198,7 +198,7 @@ class Nodes:
         for identity in remaining:
             self._hub.send(identity, end)
         began = time.monotonic()
-        # Closing a socket with unread messages may discard those that were sent last.
+        # Closing a socket with unread messages may discard the messages that were sent last.
         while True:
             is_whole = len(told) >= self._config.parallel.num_remote_nodes
             limit_s = FAREWELL_S if remaining else 0.0 if is_whole else BEAT_INTERVAL_S
@@ -231,9 +231,9 @@ class Nodes:
         self._start_ready_processes()
 
     def _greet(self, identity: bytes) -> None:
-        """Welcome a node once, although it may send several messages before it receives the welcome."""
+        """Welcome a node, only once even if it sends several messages before it receives the welcome."""
         now = time.monotonic()
-        # A node that reconnects has another identity.
+        # A node that reconnects has another socket identity.
         self._greeted = {i: at for i, at in self._greeted.items() if now - at <= GREETING_S}
         if identity not in self._greeted:
             self._greeted[identity] = now

@@ -76,8 +76,8 @@ def read_journal(path: Path) -> set[bytes]:
 class PoisonBodies:
     """Digests of request bodies that crashed frontends. Frontends reject these bodies for `REMEMBERED_S` seconds.
 
-    A body is blamed when its parser crashed while no other ran. If several parsers ran, or the cause of the exit is
-    uncertain, a body is blamed after two crashes.
+    A body is rejected after one crash if no other parser was running. If several parsers were running, or the cause of
+    the exit is uncertain, a body is rejected after two crashes.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class PoisonBodies:
         """Record that a frontend exited while these bodies were being parsed.
 
         Args:
-            digests: The bodies.
+            digests: The digests of the bodies.
             has_crashed: Whether a parser may have caused the exit.
         """
         now = time.monotonic()

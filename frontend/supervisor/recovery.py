@@ -1,4 +1,4 @@
-"""Units of processes that are restarted together: a frontend alone, the store alone, or a replica."""
+"""Restart processes in units: a frontend alone, the store alone, or a replica with its core and workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SERVED_BACKOFF_S: Final = 1.0
 """Maximum seconds before a frontend or store that had been ready is restarted."""
 
 SPARE_DELAY_S: Final = 2.0
-"""Seconds from the readiness of the leader and the engine to the start of a spare, whose imports slow down serving."""
+"""Seconds from the readiness of the leader and the engine to the start of a spare leader.
+
+Its imports slow down serving.
+"""
 
 RESUMING_S: Final = 1.0
 """Seconds that streams of a crashed core wait for its replacement before they move to another replica."""
@@ -35,7 +38,7 @@ Otherwise only a generated token resets it.
 
 
 def link_units(units: list[RecoveryUnit]) -> None:
-    """Make units restart together whose followers are connected, because they divide the experts of a model."""
+    """Make connected units restart together. They are connected if their followers divide the experts of a model."""
     for unit in units:
         unit.peers = [peer for peer in units if peer is not unit]
 
@@ -107,7 +110,7 @@ class RecoveryUnit:
             self._spare = LocalProcess(self.leader, None)
 
     def dismiss_spare(self) -> None:
-        """Kill the spare, if there is one."""
+        """Kill the spare leader, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.kill()
@@ -132,9 +135,10 @@ class RecoveryUnit:
             child.kill()
 
     def record_exit(self, child: Child, max_restarts: int) -> None:
-        """Record the exit of a process. Above `max_restarts` consecutive failures, restarts become rare.
+        """Record the exit of a process. After more than `max_restarts` consecutive failures, restarts become rare.
 
-        If the followers cannot continue, those of the peers cannot either, and all restart under a common epoch.
+        If the unit's followers cannot continue, the followers of linked units cannot either, and all units restart
+        under a common epoch.
         """
         is_of_peer = bool(self.peers) and child.has_lost_peer
         self.record_failure(child, max_restarts, signal.SIGALRM if is_of_peer else signal.SIGUSR2)
@@ -147,7 +151,10 @@ class RecoveryUnit:
                 unit.next_epoch = epoch
 
     def find_cause(self, child: Child) -> Child | None:
-        """Return a worker that runs no more and whose peer `child` is, unless that one has only lost a peer, too."""
+        """Return the worker whose exit caused the exit of its peer `child`; None if there is none.
+
+        A worker that exited only because it lost a peer is not the cause.
+        """
         return next(
             (
                 other
@@ -158,7 +165,7 @@ class RecoveryUnit:
         )
 
     def has_connected(self, child: Child) -> bool:
-        """Return whether a worker exchanges tensors with others."""
+        """Return whether a worker exchanges tensors with other workers."""
         return child.spec is not self.leader and any(True for _ in self._connected_to(child))
 
     def _connected_to(self, child: Child) -> Iterator[Child]:
@@ -170,7 +177,7 @@ class RecoveryUnit:
     def record_failure(
         self, child: Child | None, max_restarts: int, signum: signal.Signals
     ) -> None:
-        """Record the exit of a process, or of one of a peer (None)."""
+        """Record the exit of a process of this unit, or (with None) of a linked unit."""
         now = time.monotonic()
         leader = self.children[self.leader.name]
         if self._has_made_progress(leader):
@@ -178,22 +185,19 @@ class RecoveryUnit:
         if child is not leader and leader.alive and leader.kill_at is None:
             leader.signal(signum)
             leader.kill_at = now + FINAL_ERROR_S
-        # The followers have lost a peer, if they run at all.
+        # The followers that still run have lost a peer.
         self._is_renewed |= child is None
         if not self.is_down:
             self.is_down = True
             self.num_consecutive_failures += 1
-            # A frontend that was ready may have crashed on hostile input, and its replacement can still serve others.
+            # Hostile input may have crashed a frontend that was ready. Its replacement can still serve other clients.
             has_served = leader.spec.role is not Role.CORE and leader.ready_since is not None
             self._is_exhausted = self.num_consecutive_failures > max_restarts and not has_served
             backoff_s = self._backoff_s()
             self._start_at = now + (min(backoff_s, SERVED_BACKOFF_S) if has_served else backoff_s)
 
     def record_cause_found(self, max_restarts: int) -> None:
-        """Record that a request was failed as the cause of the last crashes, which then no longer count.
-
-        If this happens more than `max_restarts` times without a token in between, the unit itself may be broken.
-        """
+        """Record that a request was failed as the cause of the last crashes, which then no longer count."""
         self._num_causes_found += 1
         if self._num_causes_found <= max_restarts:
             self.num_consecutive_failures = 0
@@ -204,7 +208,8 @@ class RecoveryUnit:
             return MAX_BACKOFF_S
         if self.num_consecutive_failures <= 1:
             return 0.0
-        # A frontend that has served may fail any number of times, and a float has an end.
+        # The exponent is limited, because a frontend that has served may fail any number of times and a float would
+        # overflow.
         num_doublings = min(self.num_consecutive_failures - 2, 10)
         return min(FIRST_BACKOFF_S * 2.0**num_doublings, MAX_BACKOFF_S)
 
@@ -214,7 +219,7 @@ class RecoveryUnit:
         return was_stable or leader.progress.num_tokens > 0
 
     def recover(self, now: float) -> list[Child]:
-        """Take the next step of a restart. Return the processes that were started."""
+        """Take the next step of a restart, if it is due. Return the processes that were started."""
         dead = [child for child in self.children.values() if not child.alive]
         if not self.is_down or not all(child.is_known_dead for child in dead):
             # The supervisor has yet to handle an exit; the final report of that process may explain it.
@@ -241,7 +246,7 @@ class RecoveryUnit:
         return self.start()
 
     def has_followers_before(self, epoch: int) -> bool:
-        """Return whether followers of an earlier epoch have not exited."""
+        """Return whether followers of an epoch before `epoch` are still running."""
         return any(
             child.epoch < epoch and child.alive
             for child in self.children.values()
@@ -250,7 +255,7 @@ class RecoveryUnit:
 
     @property
     def _may_resume(self) -> bool:
-        """True if the followers keep running and continue with the next leader."""
+        """True if the followers keep running and can continue with the next leader."""
         return (
             self._outlives_leader
             and not self._is_renewed
@@ -274,12 +279,12 @@ class RecoveryUnit:
 
     @property
     def has_ended(self) -> bool:
-        """True if the leader has exited and the next epoch has not begun."""
+        """True if the leader has exited and its successor has not been started."""
         return self.is_down and not self.children[self.leader.name].alive
 
     @property
     def is_up(self) -> bool:
-        """True if the unit serves."""
+        """True if the unit can serve requests."""
         return not self.is_down and self.is_ready
 
     @property
@@ -289,7 +294,7 @@ class RecoveryUnit:
 
     @property
     def next_action(self) -> float | None:
-        """The time (CLOCK_MONOTONIC) to call `recover` if no event happens before; None for never."""
+        """The time (CLOCK_MONOTONIC seconds) to call `recover` if no event happens before; None for never."""
         if not self.is_down:
             return None
         if self._awaits_ends:

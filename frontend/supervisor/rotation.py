@@ -1,4 +1,4 @@
-"""The rotation: which replicas receive new requests, and restarts that wait until a replica is idle."""
+"""The rotation: the replicas that receive new requests, and restarts that wait until a replica is idle."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ...protocol.supervisor_messages import (
 from .recovery import RecoveryUnit
 
 LOAD_UPDATE_INTERVAL_S: Final = 2 * BEAT_INTERVAL_S
-"""Seconds until all frontends have received a drain, and a heartbeat includes the requests sent before it."""
+"""Seconds after which all frontends have received a drain, and heartbeats count all requests sent before it."""
 
 
 class Rotation:
-    """The states of all replicas, and their roles if they have some.
+    """The states of all replicas, and their roles if there are roles.
 
     Commands that would leave no serving replica are ignored.
     """
@@ -82,7 +82,7 @@ class _Place:
     """One replica in the rotation.
 
     Attributes:
-        since: When it entered its current state (CLOCK_MONOTONIC).
+        since: When it entered its current state (CLOCK_MONOTONIC seconds).
         will_restart: Whether it restarts when it has drained.
         will_stay_drained: Whether it stays out of the rotation after a restart.
     """
@@ -105,7 +105,7 @@ class _Place:
 
     @property
     def is_idle(self) -> bool:
-        """True if the replica has no request, and holds no block that another one is to fetch."""
+        """True if the replica has no request, and holds no block for another replica to fetch."""
         leader = self.unit.children.get(self.unit.leader.name)
         return (
             leader is not None

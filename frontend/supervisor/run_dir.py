@@ -24,8 +24,8 @@ class RunDirectory:
     left over, and the next engine that starts deletes it. The lock also keeps programs that clean temporary files
     away.
 
-    A process that inherits `lock_fd` holds the lock as well. Frontends do, so that other engines know whether one is
-    left that may still continue requests.
+    A process that inherits `lock_fd` holds the lock as well. Frontends do, so that other engines can tell whether a
+    frontend is left that may still continue requests.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class RunDirectory:
 
 
 def run_directories() -> list[Path]:
-    """Return the run directories of this user's engines, which may have ended."""
+    """Return the run directories of this user's engines, including those of engines that have ended."""
     return [path for path in _base_directory().glob(f"{PREFIX}????????") if _looks_like_ours(path)]
 
 
@@ -86,7 +86,7 @@ def _try_lock(path: str | Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have locked, removed and released it between the two calls.
+        # Another process may have locked, removed and released the directory between the two calls.
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return descriptor
     except OSError:

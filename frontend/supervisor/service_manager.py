@@ -1,4 +1,4 @@
-"""Notices to the service manager that started this process, such as systemd."""
+"""Send notifications to the service manager that started this process, such as systemd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 
 def notify_service_manager(state: str) -> None:
-    """Send assignments, one on each line, as `sd_notify(3)` specifies. Without a service manager, do nothing."""
+    """Send state assignments, one per line, as `sd_notify(3)` specifies. Without a service manager, do nothing."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

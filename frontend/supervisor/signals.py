@@ -37,8 +37,9 @@ class StopSignals:
     def raise_if_received(self) -> None:
         """Raise StopRequested once for each signal received.
 
-        The same stop may arrive twice, once at the process and once at its group: `timeout` sends both, as does a
-        parent that forwards Ctrl-C. Only a later signal counts as a second request, which interrupts a drain.
+        One stop request may arrive as two signals, one to the process and one to its group. For example, `timeout`
+        sends both, and so does a parent that forwards Ctrl-C. Two signals in quick succession therefore count once. A
+        later signal is a second request, which interrupts a drain.
         """
         try:
             received = os.read(self.fd, 1)

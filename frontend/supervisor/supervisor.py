@@ -1,7 +1,7 @@
 """The supervisor: the parent process that starts, watches, restarts, drains and stops every process of an engine.
 
-It holds a pipe to the standard input of each child. However the supervisor exits, even by SIGKILL, the pipe closes
-and the children exit. So no process outlives it.
+The supervisor holds a pipe to the standard input of each child. However it exits, even by SIGKILL, the pipe closes and
+the children exit. So no process outlives the supervisor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .signals import StopRequested, StopSignals
 __all__ = ["ProcessFailed", "ProcessSpec", "Role", "Supervisor"]
 
 WATCH_INTERVAL_S = 0.1
-"""Seconds between checks of children where the system cannot signal their exit."""
+"""Seconds between checks of children on systems that cannot signal the exit of a child."""
 
 STATUS_INTERVAL_S = 0.5
 """Seconds between checks of all processes, and between published statuses."""
@@ -62,11 +62,14 @@ DRAIN_GRACE_S = 5.0
 
 
 CAUSE_S = 1.0
-"""Seconds that the exit of a worker that lost another is not handled until that one's is."""
+"""Seconds for which the exit of a worker that lost a peer is left unhandled, until the exit of that peer is known."""
 
 
 class ProcessFailed(EngineError):
-    """A process failed and the engine cannot continue. The message is complete enough to be the last line of output."""
+    """The engine cannot continue because a process failed.
+
+    The message is complete enough to be the last line of output.
+    """
 
 
 class Supervisor:
@@ -74,11 +77,11 @@ class Supervisor:
 
     Call `start`, `wait_until_ready`, `watch` or `poll`, `drain` and `close`, in this order.
 
-    Every wait raises `StopRequested` when `signals` receives a signal, and `HandoverRequested` when a successor takes
-    the listening socket. It raises `ProcessFailed` when the engine cannot continue: a process failed before the engine
-    was ready, or keeps failing and no other can serve in its place. After the engine was ready, a process that crashes
-    or hangs is restarted, and `on_recovery` receives a line about it. Leaving the `with` block kills all remaining
-    processes. The caller owns `run_dir`.
+    Every method that waits may raise. `StopRequested`: `signals` received a signal. `HandoverRequested`: a successor
+    takes the listening socket. `ProcessFailed`: the engine cannot continue, because a process failed before the engine
+    was ready, or keeps failing and no other process can serve in its place. After the engine was ready, a process that
+    crashes or hangs is restarted, and `on_recovery` receives a line about it. Leaving the `with` block kills all
+    remaining processes. The caller owns `run_dir`.
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class Supervisor:
         self._has_run_dir = True
         self._poison_bodies = PoisonBodies()
         self._num_dropped_by: Counter[str] = Counter()
-        """Dropped frames, by process name."""
+        """Name of a process -> the number of frames that it dropped."""
         self._poller = zmq.Poller()
         self._nodes: Nodes | None = None
         self._context = zmq.Context()
         try:
             self._open_sockets(config)
         except BaseException:
-            # The caller gets no supervisor that it could close.
+            # If the constructor raises, the caller has no supervisor to close.
             self._context.destroy()
             raise
         self._handover: HandoverSocket | None = None
@@ -147,7 +150,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ID of every running process, by name."""
+        """The process IDs of the running processes, by name."""
         return {child.spec.name: child.pid for child in self._children() if child.alive}
 
     @property
@@ -167,7 +170,7 @@ class Supervisor:
             self._wait(None)
 
     def offer_handover(self, handover: HandoverSocket) -> None:
-        """Let waits raise HandoverRequested when a successor takes the listening socket over."""
+        """From now on, raise HandoverRequested from waits when a successor takes over the listening socket."""
         self._handover, self._offers_handover = handover, True
         self._poller.register(handover.fd, zmq.POLLIN)
 
@@ -178,7 +181,7 @@ class Supervisor:
             self._handover.stop_listening()
 
     def watch(self) -> None:
-        """Handle events until a wait raises: this never returns."""
+        """Handle events until StopRequested, HandoverRequested or ProcessFailed is raised. This never returns."""
         while True:
             self._wait(None)
 
@@ -187,7 +190,7 @@ class Supervisor:
         self._wait(0.0)
 
     def retire(self) -> None:
-        """Stop accepting connections, and wait until those that are open have ended, however long that takes.
+        """Stop accepting connections, and wait without a time limit until the open ones have ended.
 
         Meanwhile requests on them are served, and cores and workers are restarted when they crash.
         """
@@ -231,7 +234,7 @@ class Supervisor:
             self._handover.close()
 
     def _fail_streams(self, reason: str) -> None:
-        """Let the frontends end every response with an error that contains the reason."""
+        """Let the frontends end every response with an error that contains `reason`."""
         self._ending.update(Role)
         self._failure = reason
         self._publish()
@@ -267,7 +270,7 @@ class Supervisor:
             self._wait(remaining)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Sleep until an event, the next periodic check or `timeout_s`, then handle what happened."""
+        """Wait for an event, the next periodic check or `timeout_s` seconds, then handle what happened."""
         recovering = [unit for unit in self._units if unit.leader.role not in self._ending]
         actions = [unit.next_action for unit in recovering]
         wake_at = min((at for at in actions if at is not None), default=math.inf)
@@ -289,7 +292,7 @@ class Supervisor:
             for child in unit.children.values()
             if not child.alive and not child.is_known_dead
         ]
-        # The process that was the cause comes first.
+        # Handle the process that caused the others to exit first.
         exits.sort(key=lambda exit: exit[1].may_have_lost_peer)
         self._awaits_cause = False
         for unit, child in exits:
@@ -348,9 +351,10 @@ class Supervisor:
             raise ProcessFailed(child.exit_summary())
 
     def _may_find_cause(self, unit: RecoveryUnit, child: Child) -> bool:
-        """Return whether to wait for the exit of the process that may have caused this one's.
+        """Return whether to wait for the exit of the process that may have caused this one's exit.
 
-        A worker may exit before the failed one, whose connections are closed while it still reports its error.
+        A worker may exit before the failed one: its connections to the failed worker close while that one still reports
+        its error.
         """
         if (
             unit.is_down
@@ -360,7 +364,7 @@ class Supervisor:
             or unit.find_cause(child) is not None
         ):
             return False
-        # Its file descriptor would end every wait at once.
+        # The file descriptor of an exited process stays readable, so it would end every wait immediately.
         self._close_exit_fd(child)
         child.awaits_cause_until = child.awaits_cause_until or time.monotonic() + CAUSE_S
         return time.monotonic() < child.awaits_cause_until
@@ -396,7 +400,7 @@ class Supervisor:
         self._publish()
 
     def _give_up_if_alone(self, unit: RecoveryUnit, child: Child) -> None:
-        """Raise ProcessFailed if no other unit can serve in place of a unit that is lost."""
+        """Raise ProcessFailed if `unit` is lost and no other unit can serve in its place."""
         others = [
             other
             for other in self._units
@@ -417,7 +421,7 @@ class Supervisor:
             self._report(f"{child.exit_summary()}; restarting it")
         elif num_more % REPORT_INTERVAL_CRASHES == 0:
             is_store = unit.leader.role is Role.STORE
-            others = "nothing is stored meanwhile" if is_store else "others serve"
+            others = "requests are not stored meanwhile" if is_store else "others serve"
             self._report(
                 f"{child.exit_summary()}; {unit.leader.name} crashed {unit.num_consecutive_failures} times in a row "
                 f"without generating a token; {others}, and it is restarted every {recovery.MAX_BACKOFF_S:.0f} s"
@@ -431,7 +435,7 @@ class Supervisor:
 
     def _kill_hung_processes(self) -> None:
         now = time.monotonic()
-        # A suspended supervisor receives no heartbeats, so that time does not count against the children.
+        # A suspended supervisor receives no heartbeats, so time in suspension does not count against its children.
         lost_s = max(0.0, now - self._last_look - 2 * STATUS_INTERVAL_S)
         self._last_look = now
         limits = self._limits
@@ -481,7 +485,7 @@ class Supervisor:
 def _make_units(
     specs: Sequence[ProcessSpec], epoch: int, launch: Callable[[ProcessSpec, int], Process]
 ) -> list[RecoveryUnit]:
-    """Return the replicas and frontends in the order of `specs`."""
+    """Return the recovery units (replicas, frontends, the store) in the order of `specs`."""
     units = []
     for spec in specs:
         workers: list[ProcessSpec] = []
