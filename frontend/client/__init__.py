@@ -1,1 +1,1 @@
-"""The frontend's client of the engine: requests to the cores, and their outputs."""
+"""The frontend's client of the cores: sends requests, resubmits them after crashes, and returns outputs."""

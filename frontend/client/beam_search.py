@@ -1,7 +1,7 @@
-"""Beam search: the likeliest continuations of a prompt.
+"""Beam search: find the most probable continuations of a prompt.
 
-Each step asks for the next tokens of all beams, with a request of one token for each beam. The prefix cache finds the
-blocks that beams share with each other and with their own last step.
+Each step sends one request for one token per beam. The prefix cache finds the blocks that beams share with each other
+and with their previous step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .request_group import RequestGroup, Sequence
 from .sequence_io import Delta, SequenceRequest
 
 MAX_BEAM_WIDTH: Final = 32
-"""Maximum number of beams, because the event loop compares all their extensions at once."""
+"""Maximum number of beams. All their extensions are compared on the event loop."""
 
 MAX_LENGTH_PENALTY: Final = 10
-"""Maximum magnitude of `length_penalty`; powers of lengths stay finite."""
+"""Maximum magnitude of `length_penalty`, so that powers of lengths stay finite."""
 
 _EXPECTED: Final = ("stop", "length")
 
@@ -38,8 +38,8 @@ class BeamSearchParams:
     Attributes:
         beam_width: The number of beams, and of results.
         max_tokens: The maximum length of a result, in tokens.
-        ignore_eos: Whether results go on after the end-of-sequence token.
-        length_penalty: Results are compared by the sum of their log-probabilities over length ** length_penalty.
+        ignore_eos: Whether beams continue after the end-of-sequence token.
+        length_penalty: Beams are compared by the sum of their log-probabilities / length ** length_penalty.
     """
 
     beam_width: int
@@ -48,7 +48,10 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def verify(self, max_logprobs: int) -> None:
-        """Raise ParameterError for an invalid parameter. `max_logprobs` is the server's, -1 for no limit."""
+        """Raise ParameterError for an invalid parameter.
+
+        `max_logprobs` is the value of `--max-logprobs`; -1 for no limit.
+        """
         most = max_logprobs // 2 if max_logprobs >= 0 else MAX_BEAM_WIDTH
         if not 1 <= self.beam_width <= min(most, MAX_BEAM_WIDTH):
             raise ParameterError(
@@ -76,7 +79,7 @@ class _Beam:
 
 
 class BeamSearchFailed(EngineError):
-    """A request of a step ended with `output` instead of a token."""
+    """Raised if a request of a step ended without a token; `output` describes its end."""
 
     def __init__(self, output: Delta) -> None:
         super().__init__(output.error or f"the request failed: {output.finish_reason}")
@@ -84,16 +87,16 @@ class BeamSearchFailed(EngineError):
 
 
 class BeamSearch:
-    """One search for each prompt of a request.
+    """Beam searches for the prompts of one request.
 
     Args:
         engine: The engine client.
         params: The parameters.
-        end_token_ids: The tokens that end a beam, unless they are ignored.
-        request_id: The identifier in logs.
+        end_token_ids: The tokens that end a beam, unless `ignore_eos` is set.
+        request_id: The identifier of the request in logs.
 
     Attributes:
-        logprobs: The sum of the log-probabilities of each result, once there are results.
+        logprobs: The sum of the log-probabilities of each result; empty until `run` returns.
     """
 
     logprobs: list[float]
@@ -115,7 +118,7 @@ class BeamSearch:
     async def run(self, prompts: list[SequenceRequest]) -> RequestGroup:
         """Return a finished group with the results for each prompt, the best first.
 
-        The parameters of `prompts` are those of the results.
+        Each result has the sampling parameters of its prompt.
 
         Raises:
             BeamSearchFailed: A request of a step failed.
@@ -143,17 +146,20 @@ class BeamSearch:
         return self._engine.groups.finished_group(self._request_id, sequences, counts)
 
     def abort(self) -> None:
-        """End the searches. This does nothing after their end."""
+        """End the searches. This has no effect after they have ended."""
         self._is_aborted = True
         for group in list(self._steps):
             group.abort()
 
     def leave(self) -> None:
-        """End the searches, because the client is gone."""
+        """End the searches, because the client has disconnected."""
         self.abort()
 
     async def _search(self, wanted: SequenceRequest) -> tuple[Sequence, list[_Beam]]:
-        """Return the sequence of the first step, and the results for a prompt, the best first."""
+        """Search for the continuations of one prompt.
+
+        Return the sequence of the first step, and the results, best first.
+        """
         params, width = self._params, self._params.beam_width
         prompt = np.asarray(wanted.prompt_token_ids, np.int32)
         beams, ended = [_Beam((), 0.0)], list[_Beam]()
@@ -162,7 +168,7 @@ class BeamSearch:
             group = await self._step(wanted, prompt, beams)
             first = first or group.sequences[0]
             candidates = self._extend(beams, group)
-            # As an end, a candidate counts only among the best.
+            # A candidate with an end token counts as an end only if it is among the best beams.
             ended += [beam for beam in candidates[:width] if beam.has_ended]
             ended = self._best(ended)
             beams = [beam for beam in candidates if not beam.has_ended][:width]
@@ -174,7 +180,7 @@ class BeamSearch:
     async def _step(
         self, wanted: SequenceRequest, prompt: Int32Array, beams: list[_Beam]
     ) -> RequestGroup:
-        """Return the finished requests for the next tokens of the beams."""
+        """Return the finished requests for the next token of each beam."""
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=2 * self._params.beam_width, detokenize=False
         )
@@ -198,7 +204,7 @@ class BeamSearch:
         return group
 
     def _extend(self, beams: list[_Beam], group: RequestGroup) -> list[_Beam]:
-        """Return the likeliest beams with one more token, twice as many as are wanted, because some end."""
+        """Return the best beams with one more token: twice as many as are wanted, because some may end."""
         extensions = []
         for beam, output in zip(beams, group.read_all(), strict=True):
             if output.finish_reason not in _EXPECTED:
@@ -220,10 +226,10 @@ class BeamSearch:
         return ranked[: self._params.beam_width]
 
     def _is_settled(self, beams: list[_Beam], ended: list[_Beam]) -> bool:
-        """Return whether no unfinished beam can become better than the worst that has ended.
+        """Return whether no unfinished beam can become better than the worst finished one.
 
-        Log-probabilities are negative. So a beam becomes best if all its next tokens are certain, and there are as many
-        as possible with a positive penalty, or else one.
+        Log-probabilities are negative. So a beam's best possible score has only certain tokens from now on: as many as
+        are permitted if the length penalty is positive, otherwise one.
         """
         penalty = self._params.length_penalty
         length = self._params.max_tokens if penalty > 0 else len(beams[0].token_ids) + 1

@@ -1,4 +1,4 @@
-"""Embeddings and the probabilities of classes as clients get them, from the pooled vectors of the workers."""
+"""Turn the workers' pooled vectors into what clients receive: embeddings, similarities, class probabilities."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Vector = npt.NDArray[np.float32]
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"
-"""The names of the prompts that sentence-transformers puts before queries and documents."""
+"""The names that sentence-transformers gives to the prompts for queries and documents."""
 
 
 def embedding_params() -> SamplingParams:
-    """Return the sampling parameters of a request for an embedding, which generates nothing."""
+    """Return sampling parameters for an embedding request, which generates no tokens."""
     return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 def verify_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
-    """Raise ParameterError if a vector cannot have this number of elements."""
+    """Raise ParameterError if the model's embeddings cannot have `dimensions` elements."""
     size = pooler.hidden_size
     if dimensions is None:
         return
@@ -40,7 +40,7 @@ def verify_dimensions(dimensions: int | None, pooler: PoolerConfig) -> None:
 
 
 def find_prompt(name: str | None, pooler: PoolerConfig) -> str:
-    """Return the text to put before inputs: the model's prompt `name`, or its default.
+    """Return the text to put before inputs: the model's prompt `name`, or its default prompt if `name` is None.
 
     Raises:
         ParameterError: The model has no such prompt.
@@ -57,7 +57,7 @@ def find_prompt(name: str | None, pooler: PoolerConfig) -> str:
 def finish_vector(
     pooled: bytes, pooler: PoolerConfig, *, dimensions: int | None, normalize: bool | None
 ) -> Vector:
-    """Return a pooled vector, truncated and then normalized; by default as the model was trained."""
+    """Return a pooled vector, truncated to `dimensions` and then normalized; by default as the model was trained."""
     vector: Vector = np.frombuffer(pooled, np.float32)[:dimensions]
     if not (pooler.normalize if normalize is None else normalize):
         return vector
@@ -67,7 +67,7 @@ def finish_vector(
 
 
 def cosines(pooled: Sequence[bytes], num_first: int, pooler: PoolerConfig) -> list[float]:
-    """Return the cosine of each later embedding and that of the `num_first` first ones which belongs to it."""
+    """Return the cosine similarity of each later embedding and its partner among the first `num_first`."""
     vectors = np.stack(
         [finish_vector(each, pooler, dimensions=None, normalize=True) for each in pooled]
     ).astype(np.float64)
@@ -76,13 +76,13 @@ def cosines(pooled: Sequence[bytes], num_first: int, pooler: PoolerConfig) -> li
 
 
 def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool | None) -> Vector:
-    """Return the probabilities of the classes, or with `activate` False the scores that they are made of."""
+    """Return the class probabilities for pooled scores; with `activate` False the scores themselves."""
     scores: Vector = np.frombuffer(pooled, np.float32)
     if activate is False or classifier.activation is Activation.IDENTITY:
         return scores
     wide = scores.astype(np.float64)
     if classifier.activation is Activation.SIGMOID:
-        # Never the exponential of a positive number, which could overflow.
+        # The argument of exp is never positive, so it cannot overflow.
         small = np.exp(-np.abs(wide))
         result = np.where(wide >= 0, 1, small) / (1 + small)
     else:
@@ -93,7 +93,7 @@ def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool 
 
 
 def verify_embeds(model: ModelConfig) -> None:
-    """Raise ParameterError if a model has a classification head, and so no embeddings."""
+    """Raise ParameterError if the model has a classification head, and therefore no embeddings."""
     if model.classifier is not None:
         raise ParameterError(
             "model",
@@ -102,10 +102,10 @@ def verify_embeds(model: ModelConfig) -> None:
 
 
 def verify_compares(model: ModelConfig) -> None:
-    """Raise ParameterError if a model cannot compare texts: it is a classifier with several classes."""
+    """Raise ParameterError if the model cannot compare texts, because it is a classifier with several classes."""
     if model.classifier is not None and len(model.classifier.labels) != 1:
         raise ParameterError(
             "model",
-            f"{model.served_names[0]} has {len(model.classifier.labels)} classes, "
-            "and only a classifier with one can compare texts; use /classify",
+            f"{model.served_names[0]} has {len(model.classifier.labels)} classes, but "
+            "only a classifier with one class can compare texts; use /classify",
         )

@@ -64,31 +64,31 @@ __all__ = [
 ]
 
 ENDED_AT_ONCE: Final = 128
-"""Sequences of a request that are aborted before other tasks run."""
+"""Maximum number of a request's sequences that are aborted at once, before other tasks run."""
 
 DEADLINE_GRACE_S: Final = 0.25
-"""Seconds after a deadline until the frontend ends the request itself.
+"""Seconds after a deadline at which the frontend ends the request itself.
 
 Normally the core ends it, with a more precise message.
 """
 
 MAX_SILENT_CRASHES: Final = 3
-"""Silent core crashes that a sequence may see; it fails after one more."""
+"""Maximum silent core crashes that a sequence survives. It fails at the next one."""
 
 STATUS_S: Final = 2.0
-"""Maximum seconds that a restarted frontend waits for a status before it serves."""
+"""Maximum seconds that a restarted frontend waits for the supervisor's status before it serves."""
 STATUS_POLL_S: Final = 0.02
-"""Seconds between checks for that status."""
+"""Seconds between checks whether that status has arrived."""
 
 BeginRecording = Callable[[RequestGroup], Recording]
 
 
 class EngineDraining(EngineError):
-    """The server is shutting down and accepts no new requests."""
+    """Raised for new requests while the server shuts down."""
 
 
 class EngineDead(EngineError):
-    """The engine has failed; the message says why."""
+    """Raised after the engine has failed; the message is the reason."""
 
 
 class EngineClient:
@@ -97,13 +97,13 @@ class EngineClient:
     All methods must be called on the event loop that ran `start`.
 
     Attributes:
-        draining: Set by the server during shutdown.
-        dead_reason: Why the engine failed; None while it works.
-        executor: The thread executor, which the server uses as well.
+        draining: Whether the server shuts down. The server sets it.
+        dead_reason: Why the engine failed; None if it did not.
+        executor: The thread executor, which the HTTP server shares.
         client_index: The number of this frontend.
         cores: The connection to each core.
         groups: Makes the groups of requests.
-        list_recent_requests: Returns the times and counts of the requests that run or ended last.
+        list_recent_requests: Returns the times and counts of running and recently ended requests.
         output_log: Records outputs before they are applied; None to apply them at once.
     """
 
@@ -154,7 +154,7 @@ class EngineClient:
         return len(self._output.sequences)
 
     def find_overload(self) -> Overloaded | None:
-        """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
+        """Return the overload of a full replica if no serving replica has room for another request, else None."""
         return self._router.find_overload()
 
     def has_idle_slots(self, share: float) -> bool:
@@ -164,7 +164,7 @@ class EngineClient:
         return any(not load.num_queued and load.total < limit for load in loads)
 
     async def start(self) -> None:
-        """Connect, and wait until every core can execute. A restarted frontend waits for only one core.
+        """Connect, and wait until every core can execute requests. A restarted frontend waits for only one core.
 
         Raises:
             EngineDead: The engine failed before that.
@@ -191,7 +191,7 @@ class EngineClient:
         await self._started
 
     async def watch_status(self) -> None:
-        """Wait for the supervisor's status, which lists the request bodies that crashed earlier frontends."""
+        """Wait for the supervisor's first status, which lists the request bodies that crashed earlier frontends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STATUS_S):
                 while self.watch is not None and not self.watch.status.processes:
@@ -216,7 +216,7 @@ class EngineClient:
             return
         self.dead_reason = reason
         if self.output_log is not None:
-            # The next server continues what is recorded.
+            # With a store, the next server continues the recorded requests, so they must not end here.
             self.output_log.close()
         error = EngineDead(reason)
         if self._started is not None and not self._started.done():
@@ -232,7 +232,7 @@ class EngineClient:
         request_id: str,
         begin_recording: BeginRecording | None = None,
     ) -> RequestGroup:
-        """Start generating. If this raises, nothing was started.
+        """Send sequences to the cores. If this raises, none was sent.
 
         Sequences of one prompt (the same object) share a core. `begin_recording` is called with the group before
         anything is sent, and returns its recording. Sequences that it finishes are not sent.
@@ -279,11 +279,11 @@ class EngineClient:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """Finish a sequence that no core has received."""
+        """Finish a sequence that was not sent to a core."""
         self._output.finish(sequence, reason, stop_reason=stop_reason, error=error)
 
     def finish_as_reported(self, sequence: Sequence, done: FinishedRequest) -> None:
-        """Finish a sequence that no core has received, as its core once reported."""
+        """Finish a sequence that was not sent to a core, in the way that its earlier core reported."""
         self._output.finish_as_reported(sequence, done)
 
     def _live_cores(self) -> list[CoreConnection]:
@@ -305,7 +305,7 @@ class EngineClient:
             )
 
     def _register(self, sequence: Sequence, core: CoreConnection) -> None:
-        """Add a sequence to those in flight at this core."""
+        """Assign a sequence to a core and count it as unfinished."""
         request = sequence.request
         request.request_index = self._indices.next_free()
         keys = self._router.keys(request)
@@ -320,7 +320,7 @@ class EngineClient:
         core.add_request(sequence.request)
 
     def _abort_group(self, group: RequestGroup) -> None:
-        """End the group's first sequences now, and the others soon after if there are many."""
+        """Abort the first sequences of a group now, and the rest in later callbacks if there are many."""
 
         def abort(sequence: Sequence) -> None:
             self._output.finish(sequence, FinishReason.ABORT)
@@ -350,7 +350,7 @@ class EngineClient:
     def _watch_deadline(self, group: RequestGroup, deadline: float) -> None:
         """Schedule the end of a group at its deadline.
 
-        The core ends requests only between steps, and it may be down.
+        The core normally ends the requests, but only between steps, and it may be down.
         """
         if deadline:
             group.deadline_timer = asyncio.get_running_loop().call_later(
@@ -379,7 +379,7 @@ class EngineClient:
             self._started.set_result(None)
 
     def _may_continue(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can be resubmitted; fail it if it has seen too many crashes."""
+        """Return whether a sequence may be resubmitted. If it has seen too many crashes, fail it."""
         if sequence.finished:
             return False
         if self.cores[sequence.core_index].exited_silently(sequence.epoch):
@@ -389,7 +389,7 @@ class EngineClient:
         return not sequence.finished
 
     def _fail_as_poison(self, sequence: Sequence) -> None:
-        """Fail the group of a sequence that caused crashes, because a response needs all sequences."""
+        """Fail the whole group of a sequence that caused crashes, because a response needs all sequences."""
         self._poison_cache.add_request(sequence.request)
         if self.watch is not None:
             self.watch.report_cause_found()
@@ -431,7 +431,7 @@ class EngineClient:
         self._isolation_queue[outputs.core_index].advance()
 
     def _apply_status(self, status: EngineStatus) -> None:
-        """Apply a status, and move sequences away from cores that are down and not about to resume."""
+        """Apply a status of the supervisor. Move sequences away from cores that are down and not about to resume."""
         if status.failure:
             self.fail(status.failure)
             return

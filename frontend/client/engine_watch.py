@@ -1,4 +1,4 @@
-"""The supervisor's status as received by a frontend, and the commands that a frontend sends to the supervisor."""
+"""Receive the supervisor's status in a frontend, and send commands to the supervisor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...protocol.transport import StatusReporter, StatusSubscriber
 ANSWER_S = 5.0
 """Maximum seconds for the supervisor to execute a command."""
 ANSWER_POLL_S = 0.02
-"""Seconds between checks of its status."""
+"""Seconds between checks whether the status shows the result of a command."""
 
 SILENCE_S = 3 * BEAT_INTERVAL_S
 """Seconds without a heartbeat after which a process counts as stalled. The supervisor kills it later."""
@@ -35,7 +35,7 @@ SILENCE_S = 3 * BEAT_INTERVAL_S
 class EngineWatch:
     """Stores the latest `EngineStatus` and passes each one to `on_status`.
 
-    It belongs to the event loop that created it.
+    It must be used on the event loop on which it was created.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class EngineWatch:
     def find_stalled_process(self) -> str:
         """Return the process that keeps every replica from making progress, with the reason.
 
-        Return "" while one replica works. Other frontends are ignored, because clients connect to those that respond.
+        Return "" while at least one replica works. Other frontends are ignored, because clients can connect to those
+        that respond.
         """
         age_s = self._read()
         if age_s > SILENCE_S and self.status.processes:
@@ -105,10 +106,10 @@ class EngineWatch:
         return next(iter(degraded.values()))
 
     def find_degraded_replicas(self) -> dict[int, str]:
-        """Return the replicas that should serve but make no progress, each with the responsible process."""
+        """Return the replicas that should serve but make no progress, with the responsible process."""
         age_s, serving = self._read(), self._serving()
         degraded: dict[int, str] = {}
-        # Processes that are not running come first, because others may be waiting for them.
+        # Report processes that do not run first, because others may be waiting for them.
         for process in sorted(self.status.processes, key=lambda p: (p.pid != 0, p.replica or 0)):
             if process.replica in serving and (reason := _why_stalled(process, age_s)):
                 degraded.setdefault(process.replica, reason)
@@ -119,11 +120,11 @@ class EngineWatch:
 
     @property
     def is_supervisor_silent(self) -> bool:
-        """True if the supervisor, which restarts all other processes, sends no status itself."""
+        """True if no recent status came from the supervisor, which restarts all other processes."""
         return bool(self.status.processes) and self._read() > 2 * self._heartbeat_timeout_s
 
     def _read(self) -> float:
-        """Apply received statuses. Return the age of the latest one in seconds."""
+        """Apply received statuses. Return the age of the latest status in seconds."""
         while (status := self._subscriber.receive()) is not None:
             self.status, self._received_at = status, time.monotonic()
             self._on_status(status)

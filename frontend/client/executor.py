@@ -14,13 +14,13 @@ from ..supervisor.parse_journal import ParseJournal
 T = TypeVar("T")
 
 ON_LOOP_CHARACTERS: Final = 2048
-"""Texts up to this size are processed on the event loop, because a thread switch would cost more."""
+"""Texts up to this many characters are processed on the event loop, because a thread switch would take longer."""
 
 LONG_CHARACTERS: Final = 64 * 1024
-"""Longer texts have separate threads, so that short ones never wait for them."""
+"""Texts with more characters are processed by separate threads, so that short texts never wait for them."""
 
 NUM_THREADS: Final = 2
-"""Threads for short work, and the same number for long work."""
+"""Number of threads for short work, and of further threads for long work."""
 
 request_digest: ContextVar[bytes | None] = ContextVar("request_digest", default=None)
 """The digest of the request body that the current task handles, for the journal."""
@@ -49,11 +49,11 @@ class ThreadExecutor:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def create_separate(self, num_short_threads: int = NUM_THREADS) -> ThreadExecutor:
-        """Return further threads with the same journal, for work that must not delay the work in these."""
+        """Return an executor with its own threads and the same journal, for work that must not delay other work."""
         return ThreadExecutor(self._journal, num_short_threads)
 
     async def run(self, size: int, function: Callable[..., T], *args: object) -> T:
-        """Call `function`, in a thread if processing `size` characters would block the event loop."""
+        """Call `function`. Use a thread if processing `size` characters would block the event loop for too long."""
         if size <= ON_LOOP_CHARACTERS:
             return self.call(function, *args)
         if size <= LONG_CHARACTERS:
@@ -91,7 +91,7 @@ class ThreadExecutor:
 
 
 def _start_threads(kind: str, number: int) -> ThreadPoolExecutor:
-    """Start all threads immediately, because none may be available later if memory is limited."""
+    """Start all threads immediately, because it may be impossible later if memory is short."""
     threads = ThreadPoolExecutor(number, thread_name_prefix=f"{kind} work")
     all_run = threading.Barrier(number)
     for _ in range(number):

@@ -1,4 +1,4 @@
-"""Checks grammars before their requests go to a core, in processes that a grammar can safely crash."""
+"""Check grammars before requests go to a core, in separate processes, because a grammar can crash its compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_CHECKS: Final = 4
 """Maximum grammars that are checked at the same time."""
 
 MAX_LONG_CHECKS: Final = 2
-"""Maximum long grammars among them, so that short ones need not wait for long ones."""
+"""Maximum long grammars that are checked at the same time, so that short ones need not wait for them."""
 LONG_SPEC: Final = 16 << 10
 """Characters above which a grammar counts as long."""
 
@@ -45,7 +45,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GrammarChecks:
-    """A pool of processes that check grammars. The verdicts of recent grammars are cached.
+    """A pool of processes that check grammars, with a cache of recent verdicts.
 
     `run` prepares grammars in the threads of `executor`, which nothing else uses.
     """
@@ -60,7 +60,7 @@ class GrammarChecks:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def warm_up(self) -> None:
-        """Start a process, so that no request has to wait for it."""
+        """Start a process, so that the first request need not wait for it."""
         try:
             verdict = await self.check(StructuredOutput(GrammarKind.JSON_OBJECT))
         except (OSError, EngineError) as error:
@@ -76,7 +76,9 @@ class GrammarChecks:
     async def check(
         self, structured_output: StructuredOutput, parts: Sequence[StructuredOutput] = ()
     ) -> Verdict:
-        """Return whether a grammar can be used, and whether it must be isolated. Cancelling ends the process.
+        """Check a grammar: whether it can be used, and whether its request must be isolated.
+
+        Cancelling ends the process.
 
         Raises:
             OSError: No process can be started.
@@ -122,7 +124,7 @@ class GrammarChecks:
 
 
 class _Checker:
-    """One process, which checks one grammar after another."""
+    """One process, which checks grammars one after another."""
 
     def __init__(self, process: socket.socket) -> None:
         process.setblocking(False)
@@ -132,7 +134,7 @@ class _Checker:
 
     @property
     def is_alive(self) -> bool:
-        """True if the process waits for a grammar. A message without one means that it has exited."""
+        """True if the process waits for a grammar. An unexpected end of the connection means that it has exited."""
         if is_idle(self._process):
             return True
         self.close()

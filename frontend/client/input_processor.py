@@ -1,4 +1,4 @@
-"""Converts a sequence request to the core's message, or raises an error for the client."""
+"""Validate a sequence request and convert it to the message for the core."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ from .sequence_io import SEQUENCES_AT_ONCE, SequenceRequest, TokenIds
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 
 MAX_ENTRIES_IN_ALL: Final = 1 << 22
-"""Maximum total entries of a request's lists, counted once per sequence."""
+"""Maximum total entries of a request's lists (such as logit_bias), counted once per sequence."""
 
 MAX_SPEC_CHARACTERS_IN_ALL: Final = 1 << 26
 """Maximum total characters of a request's schema or grammar, counted once per sequence."""
 
 MAX_PROMPT_LOGPROBS_IN_ALL: Final = 1 << 21
-"""Maximum total entries of a request's prompt logprobs. They arrive in one message, which blocks all other requests
-while it is decoded.
+"""Maximum total entries of a request's prompt logprobs.
+
+They arrive in one message, and decoding that message blocks all other requests.
 """
 
 MAX_ENCODER_BYTES_IN_ALL: Final = 1 << 27
-"""Maximum total bytes of a request's images as the model reads them, counted once per sequence. A sequence is sent in
-one message."""
+"""Maximum total bytes of a request's preprocessed images, counted once per sequence.
+
+A sequence and its images are sent in one message.
+"""
 
 CHARACTERS_PER_WORD: Final = 32
-"""The cost of encoding one word, as a number of characters of text."""
+"""The cost of encoding one word, expressed as a number of characters of text."""
 
 
 class InputProcessor:
-    """Validates requests against the model and fills in defaults."""
+    """Validates requests against the model and fills in default parameters."""
 
     def __init__(
         self, config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
@@ -61,7 +64,7 @@ class InputProcessor:
     async def process(
         self, sequences: list[SequenceRequest], arrival_time: float
     ) -> list[EngineCoreRequest]:
-        """Return the messages for the core, without request indices and block hashes.
+        """Return the messages for the core, still without request indices and block hashes.
 
         Objects that several sequences share are processed once.
 
@@ -226,7 +229,7 @@ class InputProcessor:
         return params.bad_words_token_ids + encoded
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> TokenSequences:
-        """Encode each word with and without a leading space, because the tokens differ."""
+        """Encode each word with and without a leading space, because the two have different tokens."""
         sequences: dict[tuple[int, ...], None] = {}
         for i, word in enumerate(words):
             bare = word.lstrip()
@@ -240,7 +243,7 @@ class InputProcessor:
 
 
 def _lists_of(params: SamplingParams) -> tuple[int, ...]:
-    """Return the identity of all parameters that may be long."""
+    """Return the object identities of all parameters that may be long, to recognize parameters that sequences share."""
     return (
         id(params.stop),
         id(params.stop_token_ids),
@@ -253,7 +256,7 @@ def _lists_of(params: SamplingParams) -> tuple[int, ...]:
 
 
 def _verify_without_text(params: SamplingParams) -> None:
-    """Raise ParameterError for parameters that need a tokenizer."""
+    """Raise ParameterError for parameters that need a tokenizer, because the server runs without one."""
     texts = (
         ("stop", params.stop, "stop_token_ids"),
         ("bad_words", params.bad_words, "logit_bias"),
@@ -265,7 +268,7 @@ def _verify_without_text(params: SamplingParams) -> None:
 
 
 def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequences: int) -> None:
-    """Raise ParameterError if the lists are too large when every sequence has a copy."""
+    """Raise ParameterError if the lists are too large in total when every sequence has its own copy."""
     constraint = params.structured_output
     sizes = (
         ("stop_token_ids", len(params.stop_token_ids), MAX_ENTRIES_IN_ALL, "entries"),
@@ -289,10 +292,10 @@ def _verify_volume(params: SamplingParams, bad_words: TokenSequences, num_sequen
 
 
 def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
-    """Return the tokens of each prediction, by the identity of its array, and no tokens for None.
+    """Return the encoded tokens of each prediction, by the identity of its array; no tokens for None.
 
     Raises:
-        ParameterError: They are too large when every sequence has a copy.
+        ParameterError: The predictions are too large in total when every sequence has its own copy.
     """
     encoded: dict[int, bytes] = {id(None): b""}
     total = 0
@@ -312,7 +315,7 @@ def _encode_predictions(sequences: list[SequenceRequest]) -> dict[int, bytes]:
 
 
 def _verify_images(sequences: list[SequenceRequest]) -> None:
-    """Raise ParameterError if the images are too large when every sequence has a copy."""
+    """Raise ParameterError if the images are too large in total when every sequence has its own copy."""
     size = sum(len(item.data) for sequence in sequences for item in sequence.encoder_inputs)
     if size > MAX_ENCODER_BYTES_IN_ALL:
         raise ParameterError(
@@ -323,7 +326,7 @@ def _verify_images(sequences: list[SequenceRequest]) -> None:
 
 
 def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size: int) -> None:
-    """Raise ParameterError if the prompt logprobs, which are kept until the end, have too many entries in total."""
+    """Raise ParameterError if the prompt logprobs, which are kept until the end, have too many entries."""
     total = 0
     for num_tokens, params in sequences:
         if (wanted := params.prompt_logprobs) is not None:
@@ -337,7 +340,7 @@ def _verify_num_logprobs(sequences: list[tuple[int, SamplingParams]], vocab_size
 
 
 class _Seeds:
-    """Yields seeds that never repeat: a keyed hash of a counter. With `base` 0 they are unpredictable."""
+    """Yields seeds that never repeat: a keyed hash of a counter. With `base` 0 the key is random."""
 
     def __init__(self, base: int) -> None:
         self._key = base.to_bytes(8, "little") if base else os.urandom(32)

@@ -1,8 +1,8 @@
-"""The isolation queue: suspected sequences are sent to the next core one at a time.
+"""The isolation queue: sequences that may crash the core (suspects) are sent to it one at a time.
 
-When a core exits without a last message, the sequences that it was computing are unknown, and a request may crash it as
-soon as it arrives. So a sequence that has seen two such crashes in a row without a token is held back until all other
-sequences of that core have made progress.
+When a core exits without a final message, nobody knows which sequences it was computing, and a request may crash the
+next core as soon as it arrives. So a sequence that was at two such cores in a row, and got no token from them, is held
+back until all other sequences of the core have made progress.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...protocol.heartbeat import BEAT_INTERVAL_S
 from .request_group import Sequence
 
 TURN_S: Final = 2 * BEAT_INTERVAL_S
-"""Seconds between a core's readiness and the first frontend's suspects, and between frontends.
+"""Seconds from a core's readiness to the first frontend's suspects, and from one frontend's suspects to the next's.
 
-After this time, a heartbeat has reported the tokens of other sequences to the supervisor. The order of the frontends
-differs each epoch, so that suspects of different frontends rarely run together.
+After this time a heartbeat has reported the tokens of other sequences to the supervisor. The order of the frontends
+differs in each epoch, so that suspects of different frontends rarely run together.
 """
 
 
@@ -52,11 +52,11 @@ class IsolationQueue:
             self._timer = None
 
     def await_progress(self, other: Sequence) -> None:
-        """Hold back suspects until this sequence, which was sent, has made progress."""
+        """Hold back suspects until the sequence `other`, which was sent to the core, has made progress."""
         self._awaited.append(other)
 
     def add_suspect(self, suspect: Sequence) -> None:
-        """Add a suspect. Those with the fewest crashes run first, because they are the least likely cause."""
+        """Add a suspect. Suspects with the fewest crashes run first, because they are the least likely cause."""
         self._suspects.append(suspect)
         self._suspects.sort(key=lambda sequence: sequence.num_silent_crashes)
         self.advance()
@@ -68,7 +68,7 @@ class IsolationQueue:
                 waiting.remove(sequence)
 
     def advance(self) -> None:
-        """Send the next suspect if possible. Call this whenever sequences may have made progress."""
+        """Send the next suspect if possible. Must be called whenever sequences may have made progress."""
         if self._timer is not None or not (self._suspects or self._awaited):
             return
         self._awaited = [each for each in self._awaited if not each.has_progressed]

@@ -1,4 +1,4 @@
-"""Decodes logprobs, only when they are read."""
+"""Decode the logprobs in the cores' messages, lazily when they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...protocol.arrays import float32_view, int32_view
 from ...protocol.messages import TokenLogprobs
 
 ENTRIES_AT_ONCE: Final = 4096
-"""Entries decoded in one call, which blocks all other threads."""
+"""Entries decoded in one call. Decoding blocks all other threads."""
 
 
 class PositionLogprobs(msgspec.Struct, gc=False):
@@ -32,7 +32,10 @@ class PositionLogprobs(msgspec.Struct, gc=False):
 
 
 class Logprobs:
-    """The logprobs of new tokens. Each iteration decodes them again, because a list needs much more memory."""
+    """The logprobs of new tokens.
+
+    Each iteration decodes the messages again, because a list would need much more memory.
+    """
 
     __slots__ = ("_messages", "_num_positions")
 

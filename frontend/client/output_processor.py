@@ -1,7 +1,7 @@
-"""Applies the outputs of the cores to the unfinished sequences.
+"""Apply the outputs of the cores to the unfinished sequences.
 
-This runs once for every token that the server generates, so a message is handled as a whole: one decoding of its
-arrays, one pass over its tokens, and one wake-up for all requests with new output.
+This is the hot path of a frontend: it handles every token that the server generates. So a message is processed as a
+whole, with one decoding of its arrays, one pass over its tokens, and one wake-up for all requests with new output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from .request_group import RequestGroup, Sequence
 logger = logging.getLogger(__name__)
 
 WAKE_S: Final = 0.005
-"""Seconds that the readers of all requests write before other callbacks run. A reader takes turns of `WRITE_S`."""
+"""Seconds for which the readers of all requests run before other callbacks.
+
+One turn of a reader takes up to `WRITE_S`.
+"""
 
 FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
@@ -42,14 +45,17 @@ FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.ABORT,
     FinishReason.MOVED,
 }
-"""The finish reasons with an error message."""
+"""The finish reasons that come with an error message."""
 
 DEADLINE: Final = "deadline"
 """The stop reason of a sequence that was cut short by its deadline."""
 
 
 class _Rows(NamedTuple):
-    """The sequence of each row of a message; None for removed ones. `watched` are those with stop strings."""
+    """The sequence of each row of a core's message; None for a removed sequence.
+
+    `watched` are those with stop strings.
+    """
 
     request_indices: bytes
     sequences: list[Sequence | None]
@@ -59,7 +65,7 @@ class _Rows(NamedTuple):
 class OutputProcessor:
     """Owns the unfinished sequences, by request index.
 
-    `abort` is called for a sequence that finished here while its core still generates.
+    `abort` is called for a sequence that finished in this process while its core still generates.
     """
 
     def __init__(self, metrics: Metrics, abort: Callable[[Sequence], None]) -> None:
@@ -70,15 +76,15 @@ class OutputProcessor:
         self._woken: deque[RequestGroup] = deque()
         self._is_wake_scheduled = False
         self._recovering: list[Sequence] = []
-        """The sequences that got no token since their core was lost."""
+        """The sequences that received no token since their core was lost."""
         self._last_rows: dict[int, _Rows] = {}
-        """The rows of each core's last message, because the next one usually has the same rows.
+        """The rows of each core's last message, because the next message usually has the same rows.
 
-        Cleared when a sequence is removed.
+                An entry is cleared when one of its sequences is removed.
         """
 
     def list_recent_requests(self) -> list[RecentRequest]:
-        """Return the requests that ended last, then the unfinished ones; see `MAX_REQUESTS`."""
+        """Return the requests that ended last, then the unfinished ones, at most `MAX_REQUESTS` of each."""
         return self._recent_requests.list(s.group for s in self.sequences.values())
 
     def process(self, outputs: EngineCoreOutputs) -> None:
@@ -177,7 +183,7 @@ class OutputProcessor:
         self._abort(sequence)
 
     def move_sequence(self, sequence: Sequence, core_index: int, load: CoreLoad) -> None:
-        """Assign a sequence to another core."""
+        """Assign a sequence to another core, whose load counter is `load`."""
         self._leave_queue(sequence)
         sequence.load.record_moved(sequence.routing_keys)
         load.record_submitted(sequence.num_prompt_tokens, sequence.routing_keys)
@@ -190,9 +196,9 @@ class OutputProcessor:
     def resubmit(
         self, sequence: Sequence, request_index: int, lost_time: float
     ) -> EngineCoreRequest:
-        """Return the request that continues a sequence whose core was lost then (CLOCK_MONOTONIC seconds).
+        """Return a request that continues a sequence whose core was lost at `lost_time` (CLOCK_MONOTONIC seconds).
 
-        It has a new index, so that outputs for the old one are ignored.
+        The request has a new index, so that late outputs for the old index are ignored.
         """
         self._remove(sequence)
         is_recovering = bool(sequence.recoveries) and not sequence.recoveries[-1].resumed_time
@@ -205,7 +211,7 @@ class OutputProcessor:
         return request
 
     def _end_recoveries(self, timestamp: float) -> None:
-        """Record which sequences continue with the tokens of a message."""
+        """Record the sequences that continue after a crash with the tokens of a message."""
         waiting: list[Sequence] = []
         for sequence in self._recovering:
             if sequence.last_token_time == timestamp:
@@ -224,7 +230,7 @@ class OutputProcessor:
             self.finish(sequence, FinishReason.ERROR, error=error)
 
     def _schedule_wake(self, sequences: list[Sequence]) -> None:
-        """Schedule a wake-up of the sequences' readers after the whole message has been applied."""
+        """Schedule a wake-up of the sequences' readers, for after the whole message has been applied."""
         for sequence in sequences:
             group = sequence.group
             if not sequence.has_updates:
@@ -234,7 +240,7 @@ class OutputProcessor:
                 self.wake_soon(group)
 
     def wake_soon(self, group: RequestGroup) -> None:
-        """Wake a group's reader after other callbacks have run."""
+        """Wake a group's reader after the other pending callbacks."""
         if not group.is_woken:
             group.is_woken = True
             self._woken.append(group)
@@ -246,7 +252,7 @@ class OutputProcessor:
             asyncio.get_running_loop().call_soon(self._wake_readers)
 
     def _wake_readers(self) -> None:
-        """Wake readers in turn for `WAKE_S`, and the others after other callbacks have run."""
+        """Wake readers in turn, for at most `WAKE_S` in total; wake the others after other callbacks have run."""
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
         while self._woken:
@@ -334,7 +340,7 @@ class OutputProcessor:
         """Finish a sequence as its core reported."""
         sequence.trace_headers = done.trace_headers or sequence.trace_headers
         if done.reason is FinishReason.EXPIRED and sequence.num_generated_tokens:
-            # The client keeps the tokens generated so far, as with a token limit.
+            # The client keeps the tokens that were generated so far, as with a token limit.
             self.finish(
                 sequence, FinishReason.LENGTH, stop_reason=DEADLINE, outcome=FinishReason.EXPIRED
             )
@@ -395,7 +401,7 @@ def _times(data: F32, num_ended: int) -> list[float]:
 def _owners(
     outputs: EngineCoreOutputs, sequences: list[Sequence | None]
 ) -> Iterable[Sequence | None]:
-    """Return the sequence of each token."""
+    """Return an iterable with the sequence of each token in the message."""
     if not outputs.num_tokens:
         return sequences
     return chain.from_iterable(map(repeat, sequences, int32_list(outputs.num_tokens)))

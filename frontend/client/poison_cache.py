@@ -11,13 +11,13 @@ import msgspec
 from ...protocol.messages import EngineCoreRequest
 
 REMEMBERED_S: Final = 300.0
-"""Seconds for which a poison request is rejected."""
+"""Seconds for which a request that caused crashes (a poison request) is rejected."""
 MAX_REMEMBERED: Final = 1024
 """Maximum requests in the cache."""
 
 
 class PoisonCache:
-    """The last `MAX_REMEMBERED` poison requests of this frontend within `REMEMBERED_S` seconds."""
+    """The poison requests of this frontend: the last `MAX_REMEMBERED`, each for `REMEMBERED_S` seconds."""
 
     def __init__(self) -> None:
         self._added_at: dict[bytes, float] = {}
@@ -38,7 +38,7 @@ class PoisonCache:
 
 
 def _digest(request: EngineCoreRequest) -> bytes:
-    """Return a hash of the request's worker-visible fields, except the seed, which the frontend may have drawn."""
+    """Return a hash of the fields that workers see, except the seed, which may differ in each repetition."""
     asked = EngineCoreRequest(
         0,
         request.prompt_token_ids,

@@ -1,4 +1,4 @@
-"""Embeddings in place of a prompt's tokens, as inputs that the workers place like the outputs of an encoder.
+"""Prompts that clients send as embeddings instead of tokens. Workers treat them like the outputs of an encoder.
 
 Shapes: T tokens, D hidden size.
 """
@@ -15,10 +15,10 @@ from ...protocol.config import EngineConfig
 from ...protocol.messages import EncoderInput
 
 DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""The bytes of a number of each dtype."""
+"""Dtype -> bytes per number."""
 
 MAX_INPUT_TOKENS: Final = 256
-"""Maximum tokens of an input, so that a step computes some of them and not all."""
+"""Maximum tokens of one encoder input. Several inputs let a step compute a part of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Embeddings:
     data: bytes
 
     def are_finite(self) -> bool:
-        """Return whether there are only finite numbers."""
+        """Return whether all numbers are finite."""
         if self.dtype == "bfloat16":
             bits = np.frombuffer(self.data, "<u2")
             return bool(((bits & 0x7F80) != 0x7F80).all())
@@ -39,7 +39,7 @@ class Embeddings:
 
 
 def encoder_inputs_of(embeddings: Embeddings, config: EngineConfig) -> list[EncoderInput]:
-    """Return embeddings [T, D] divided into inputs, each with the hash of its content."""
+    """Return embeddings [T, D] as encoder inputs of at most `MAX_INPUT_TOKENS` tokens, with content hashes."""
     scheduler = config.scheduler
     num_tokens, width = embeddings.shape
     most = min(MAX_INPUT_TOKENS, scheduler.encoder_budget, scheduler.encoder_cache_capacity)

@@ -1,4 +1,4 @@
-"""The hashes of prompts' blocks, by which cores find cached prefixes."""
+"""Compute the hashes of prompt blocks, by which cores find cached prefixes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HASHED_AT_ONCE: Final = 4096
 """Prompt tokens hashed before other tasks run; takes well under a millisecond."""
 
 MIN_TOKENS_HASHED: Final = 64
-"""The fixed cost of a prompt, as the number of tokens that are hashed in the same time."""
+"""The fixed cost of hashing a prompt, as the number of tokens that take the same time."""
 
 
 async def hash_prompts(
     sequences: list[SequenceRequest], requests: list[EngineCoreRequest], config: CacheConfig
 ) -> None:
-    """Set the hashes of the full prompt blocks. Equal prompts (the same object) are hashed once."""
+    """Set the hashes of the full prompt blocks in `requests`. Equal prompts (the same object) are hashed once."""
     if not config.enable_prefix_caching:
         return
     hashed: dict[tuple[object, ...], tuple[bytes, bytes]] = {}

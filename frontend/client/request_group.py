@@ -1,4 +1,4 @@
-"""The outputs of one HTTP request, as its handler reads them.
+"""The sequences of one request, and their outputs as the request's handler reads them.
 
 Tokens are stored as they arrive and converted to text when the handler reads them, so a slow client costs only a list
 of integers. Only sequences with stop strings are detokenized immediately.
@@ -23,7 +23,7 @@ from .replicas.core_load import CoreLoad
 from .sequence_io import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE, UNLIMITED, Delta
 
 SUSPICIOUS_SILENT_CRASHES: Final = 2
-"""Silent core crashes after which a sequence is computed alone."""
+"""Number of silent core crashes after which a sequence is computed alone."""
 
 
 class Sequence:
@@ -33,19 +33,19 @@ class Sequence:
     measures the others.
 
     Attributes:
-        token_ids: All generated tokens. The reader is woken when there are `wake_at` of them.
-        scheduler_time: Seconds that the scheduler worked while the sequence ran; 0.0 if the frontend ended it.
-        core_time: Seconds of processor cores, or of GPUs, that its tokens took; 0.0 if the frontend ended it.
+        token_ids: All generated tokens. The reader is woken when their number reaches `wake_at`.
+        scheduler_time: Seconds of scheduler time while the sequence ran; 0.0 if the frontend ended it.
+        core_time: CPU-core or GPU seconds that the tokens took; 0.0 if the frontend ended it.
         epoch: The epoch of the core that the sequence was last sent to; 0 for none.
         routing_keys: Keys of the prompt blocks and of the LoRA adapter, if there are several replicas.
         was_accepted: Whether a core has confirmed the sequence.
-        num_drafted_tokens: Tokens that came in a step after another one, because a draft was accepted.
+        num_drafted_tokens: Generated tokens that were accepted drafts.
         num_losses: Replicas lost while computing the sequence, since it was last cleared of suspicion.
         num_accepted_predictions: Tokens of the client's prediction that were drafted and accepted.
         num_rejected_predictions: Tokens of the client's prediction that were drafted and rejected.
-        recoveries: The crashes of cores that the sequence survived.
-        num_silent_crashes: Consecutive cores that received the sequence and exited without a last message before they
-            returned a token of it.
+        recoveries: The core crashes that the sequence survived.
+        num_silent_crashes: Consecutive cores that received the sequence, returned no token of it, and exited without a
+            final message.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class Sequence:
 
     @property
     def request_index(self) -> int:
-        """The identifier at the core; each submission has a new one."""
+        """The request's number at the core. Each submission has a new number."""
         return self.request.request_index
 
     @property
@@ -169,7 +169,7 @@ class Sequence:
         return self._num_read
 
     def resubmission(self, request_index: int) -> EngineCoreRequest:
-        """Return the request for the remaining tokens, for a core that does not have the sequence."""
+        """Return the request for the remaining tokens, for a core that does not know the sequence."""
         self._record_progress()
         self.request = msgspec.structs.replace(
             self.request,
@@ -182,7 +182,7 @@ class Sequence:
     def mark_suspected(self, *, is_suspect: bool) -> None:
         """Record that the replica was lost while computing this sequence.
 
-        `is_suspect` means that the sequence got no token since it was admitted.
+        `is_suspect` means that the sequence got no token since the replica admitted it.
         """
         self._record_progress()
         self.was_accepted = True
@@ -192,7 +192,7 @@ class Sequence:
     def suspect_after_silent_crash(self) -> None:
         """Record that the sequence's core exited without a message that names its requests.
 
-        If the sequence was computed alone, the other sequences of its group are suspected too.
+        If the sequence was computed alone, the other sequences of its group become suspects too.
         """
         is_suspected = not self.has_progressed
         was_alone = self.is_silent_suspect
@@ -206,23 +206,23 @@ class Sequence:
 
     @property
     def is_silent_suspect(self) -> bool:
-        """True if the sequence is computed alone because cores crashed after receiving it."""
+        """True if the sequence is computed alone, because cores crashed silently after receiving it."""
         return self.num_silent_crashes >= SUSPICIOUS_SILENT_CRASHES
 
     @property
     def has_progressed(self) -> bool:
-        """True if the sequence got a token since it was last sent, or has finished."""
+        """True if the sequence got a token since it was last sent to a core, or has finished."""
         return self.finished or len(self.request.output_token_ids) // 4 < self.num_generated_tokens
 
     def lose_outputs(self) -> bool:
-        """Record that outputs were lost. Return whether this happened before without a new token in between."""
+        """Record that outputs were lost. Return True if it is the second time without a new token in between."""
         is_stuck = self.num_generated_tokens == self._num_tokens_when_lost
         if self.scheduled_time:
             self._num_tokens_when_lost = self.num_generated_tokens
         return is_stuck
 
     def _record_progress(self) -> None:
-        """Store the generated tokens in the request. A suspect runs alone, so a new token clears it of suspicion."""
+        """Store the generated tokens in the request. A suspect runs alone, so a new token clears it."""
         request = self.request
         if self.has_progressed:
             self.num_silent_crashes = 0
@@ -235,7 +235,7 @@ class Sequence:
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
         """One entry per prompt token, None for the first; None if they were not requested.
 
-        Complete once the first token has been read.
+        The list is complete once the first token has been read.
         """
         if self.params.prompt_logprobs is None:
             return None
@@ -248,7 +248,7 @@ class Sequence:
 
     @property
     def weight(self) -> int:
-        """The approximate number of elements in the response: itself, its tokens, and logprob entries."""
+        """The approximate size of the response in elements: the sequence, its tokens, and its logprob entries."""
         params, weight = self.params, 1 + len(self.token_ids)
         if params.logprobs is not None:
             weight += sum(len(message.token_ids) // 4 for message in self.logprobs)
@@ -266,7 +266,7 @@ class Sequence:
         try:
             self._text += detokenizer.append(self._tokens_with_text(detokenizer, ended_by_token))
         except Exception:
-            # The reader could not decode these tokens either, so it receives the error instead.
+            # The reader will fail to decode these tokens as well, and report the error.
             self._detokenizer = None
             raise
         if detokenizer.stop_reason is not None:
@@ -275,7 +275,7 @@ class Sequence:
         return detokenizer.stop_reason
 
     def read(self) -> Delta:
-        """Return all output since the last read."""
+        """Return all output since the last read, and mark it as read."""
         token_ids = self.token_ids[self._num_read :].tolist()
         text = self.read_text(UNLIMITED)
         logprobs = None
@@ -289,7 +289,7 @@ class Sequence:
         return Delta(text, token_ids, logprobs, *ending)
 
     def read_some(self, max_tokens: int = TOKENS_AT_ONCE) -> Delta:
-        """Return the new output, or its first part if it has more than `max_tokens` or would take long to read.
+        """Return the new output, or a first part of it if it has more than `max_tokens` or would take long to read.
 
         After a part, the group returns the sequence again for the rest.
         """
@@ -303,7 +303,7 @@ class Sequence:
         return self.read()
 
     def _read_part(self, num_tokens: int) -> Delta:
-        """Return about the first `num_tokens` new tokens. The group returns the sequence again for the rest."""
+        """Return output with about `num_tokens` new tokens. The group returns the sequence again for the rest."""
         logprobs = None
         if self.params.logprobs is not None:
             num_positions = num_messages = 0
@@ -327,7 +327,7 @@ class Sequence:
         return Delta(text, self.token_ids[start:end].tolist(), logprobs)
 
     def read_text(self, max_tokens: int = TOKENS_AT_ONCE) -> str:
-        """Return the text since the last read, for callers that need nothing else of a `Delta`.
+        """Return the new text, for callers that need no other field of a `Delta`.
 
         If there are more than `max_tokens` new tokens, return the text of the first ones. The group then returns the
         sequence again for the rest.
@@ -353,7 +353,7 @@ class Sequence:
     def _tokens_with_text(
         self, detokenizer: IncrementalDetokenizer, ended_by_token: bool
     ) -> array[int]:
-        """Return the new tokens without the token that ended the sequence, which is not part of the text."""
+        """Return the new tokens that have text: all but the token that ended the sequence."""
         end = len(self.token_ids)
         if ended_by_token and not self.params.include_stop_str_in_output:
             end -= 1
@@ -363,8 +363,8 @@ class Sequence:
 class RequestGroup:
     """The sequences of one request, with `num_outputs` of them per prompt.
 
-    It has a single reader: either a task that calls `wait_for_updates` or `result`, or the callback `on_update`, which
-    calls `take_updates` and returns whether it wants another turn for the updates that it gave back.
+    The single reader of a group is a task that calls `wait_for_updates` or `result`, or the callback `on_update`. The
+    callback calls `take_updates`, and returns True if it needs another turn for updates that it gave back.
     """
 
     __slots__ = (
@@ -422,7 +422,7 @@ class RequestGroup:
     async def wait_for_updates(self) -> list[Sequence]:
         """Wait for new output. Return the sequences to read, or [] when all have finished and were returned.
 
-        The first token and the end of a sequence are reported immediately, other tokens every `stream_interval`.
+        The first token and the end of a sequence are reported immediately, other tokens in groups of `stream_interval`.
         """
         while not self.updates:
             if not self.num_unfinished:
@@ -436,11 +436,11 @@ class RequestGroup:
         return taken
 
     def give_back(self, unread: list[Sequence]) -> None:
-        """Take back sequences that were not read, before those that have got output since."""
+        """Return sequences that were not read. They come before the sequences with newer output."""
         self.updates = unread + self.updates
 
     async def result(self) -> list[Delta]:
-        """Wait until every sequence has finished. Return one Delta per sequence with everything not read before."""
+        """Wait until every sequence has finished. Return one Delta per sequence with all output not read before."""
         await self.wait_for_end()
         return self.read_all()
 
@@ -458,7 +458,7 @@ class RequestGroup:
 
     @property
     def weight(self) -> int:
-        """The approximate number of elements in the complete response."""
+        """The approximate size of the complete response in elements."""
         return sum(sequence.weight for sequence in self.sequences)
 
     def abort(self) -> None:
@@ -467,7 +467,7 @@ class RequestGroup:
             self._on_abort(self)
 
     def leave(self) -> None:
-        """End the request, because its client is gone. If it is recorded, it may go on for a while."""
+        """End the request, because its client has disconnected. A recorded request may continue for a grace period."""
         if self.num_unfinished and self.recording is not None:
             self.recording.record_departure()
         else:

@@ -1,4 +1,4 @@
-"""The input and the output of one sequence, as callers of the engine client see them."""
+"""The input (`SequenceRequest`) and output (`Delta`) of one sequence, for callers of the engine client."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ...protocol.sampling_params import SamplingParams
 from .logprobs import PositionLogprobs
 
 SEQUENCES_AT_ONCE: Final = 128
-"""Sequences of a request that are processed before other tasks run; takes about 2 ms."""
+"""Number of a request's sequences that are processed before other tasks run; takes about 2 ms."""
 
 UNLIMITED: Final = sys.maxsize
-"""A number of tokens that no sequence reaches."""
+"""A token count that no sequence reaches."""
 TOKENS_AT_ONCE: Final = 4096
 """Maximum tokens that a stream reads from one sequence at once."""
 
@@ -46,8 +46,8 @@ class SequenceRequest:
         predicted_token_ids: Tokens that the output is expected to repeat, shape [T]; None without a prediction.
         pooling: How to pool the hidden states of the prompt instead of generating; None to generate.
         lora: The LoRA adapter to use; None for the base model.
-        encoder_inputs: Images in place of some tokens of the prompt.
-        kv_transfer_params: For the KV connector: what another engine computes of the request.
+        encoder_inputs: Images, sounds or embeddings that replace some tokens of the prompt.
+        kv_transfer_params: Parameters for the KV connector, which say what another engine computes for the request.
     """
 
     prompt_token_ids: TokenIds
@@ -72,7 +72,7 @@ class Delta(msgspec.Struct, gc=False):
     Attributes:
         finish_reason: Why the sequence finished; None while it is unfinished.
         stop_reason: The stop string or stop token ID; None for the end-of-sequence token.
-        error: Set when `finish_reason` is not "stop", "length" or "abort".
+        error: The error message; set if `finish_reason` is not "stop", "length" or "abort".
         retry_after_s: Seconds after which a request that was rejected for lack of room may be retried.
     """
 

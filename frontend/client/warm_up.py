@@ -1,4 +1,4 @@
-"""The first request of a frontend, which checks every process and socket."""
+"""The first request of a frontend, which shows that every process and socket works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sequence_io import SequenceRequest
 
 
 def warm_up_request(model: ModelConfig) -> SequenceRequest:
-    """Return a request for one token, or for one vector, that any model can compute."""
+    """Return a request for one token or one pooled vector, which any model can compute."""
     prompt: tuple[int, ...] = (0,)
     inputs: list[EncoderInput] = []
     if (audio := model.audio) is not None:

@@ -1,1 +1,1 @@
-"""Groups of sequences: how they are made, and what records them."""
+"""Groups: the sequences of one request, how they are created, and how their progress is recorded."""

@@ -1,4 +1,4 @@
-"""Makes the groups of requests: those that cores compute, and those whose tokens are already known."""
+"""Create groups for requests: groups that cores compute, and groups whose tokens are already known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
 
 
 class GroupFactory:
-    """Makes sequences and groups.
+    """Creates sequences and groups.
 
     `wake_soon` schedules a turn of a group's reader.
     """
@@ -55,7 +55,7 @@ class GroupFactory:
     async def new_sequences(
         self, wanted: list[SequenceRequest], requests: list[EngineCoreRequest]
     ) -> list[Sequence]:
-        """Return a sequence for each request."""
+        """Return a sequence for each request message."""
         sequences: list[Sequence] = []
         for each in zip(wanted, requests, strict=True):
             sequences.append(self._new_sequence(*each))
@@ -86,7 +86,7 @@ class GroupFactory:
         token_ids: array[int],
         reason: FinishReason,
     ) -> Sequence:
-        """Return a sequence that has ended with these tokens. `first` was computed for its prompt."""
+        """Return a sequence that has ended with these tokens. `first` is the computed sequence of the same prompt."""
         sequence = self._new_sequence(wanted, first.request)
         sequence.token_ids, sequence.finish_reason = token_ids, reason
         for name in ("num_cached_tokens", "queued_time", "scheduled_time", "first_token_time"):
@@ -119,5 +119,5 @@ class GroupFactory:
 
 
 def count_outputs(sequences: list[SequenceRequest]) -> list[int]:
-    """Return the number of outputs of each prompt; those of one prompt follow one another."""
+    """Return the number of outputs of each prompt. Sequences of the same prompt must be adjacent."""
     return [len(list(same)) for _, same in groupby(sequences, lambda s: id(s.prompt_token_ids))]

@@ -1,4 +1,4 @@
-"""The requests of one frontend that run or ended recently, for people who look at the server."""
+"""Times and counts of the running and recently ended requests of one frontend, for operators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import msgspec
 from ..request_group import RequestGroup
 
 MAX_REQUESTS: Final = 256
-"""Number of ended requests that are kept, and maximum number of running ones that are listed."""
+"""Number of ended requests that are kept, and maximum number of listed running requests."""
 
 
 class RecentRequest(msgspec.Struct, frozen=True, gc=False):
     """The times and counts of one request, without any of its content.
 
-    Times are CLOCK_MONOTONIC seconds, 0.0 for what has not taken place. Times and counts of the prompt are those of the
-    first sequence. `lora` is its LoRA adapter; "" for none. `outcome` is its finish reason; "" while the request runs.
+    Times are CLOCK_MONOTONIC seconds; 0.0 means that the event has not occurred yet. Times and counts of the prompt are
+    those of the first sequence. `lora` is its LoRA adapter; "" for none. `outcome` is its finish reason; "" while the
+    request runs.
     """
 
     id: str
@@ -40,7 +41,7 @@ class RecentRequest(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def from_group(cls, group: RequestGroup) -> RecentRequest:
-        """Return the present times and counts of a request."""
+        """Return the current times and counts of a request."""
         sequences = group.sequences
         first = sequences[0]
         return cls(
@@ -63,7 +64,7 @@ class RecentRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RecentRequests:
-    """The last requests that ended; those that run are found when somebody asks."""
+    """Keeps the requests that ended last. Running requests are looked up when they are listed."""
 
     def __init__(self) -> None:
         self._ended: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
@@ -73,9 +74,10 @@ class RecentRequests:
         self._ended.append(RecentRequest.from_group(group))
 
     def list(self, unfinished: Iterable[RequestGroup]) -> list[RecentRequest]:
-        """Return the requests that ended, in the order of their ends, then the unfinished ones.
+        """Return the ended requests in the order of their ends, then the unfinished ones.
 
-        `unfinished` has the group of each unfinished sequence. So many of one request hide others.
+        `unfinished` yields the group of each unfinished sequence. A request with very many sequences can hide other
+        requests.
         """
         running = dict.fromkeys(islice(unfinished, MAX_REQUESTS))
         return [*self._ended, *map(RecentRequest.from_group, running)]

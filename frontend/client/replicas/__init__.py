@@ -1,1 +1,1 @@
-"""The replicas of the engine core as a frontend sees them: connections, load, and which one gets a request."""
+"""A frontend's view of the replicas: connections to their cores, their load, and the choice of one for each request."""

@@ -1,4 +1,4 @@
-"""Receives the engine's messages on an asyncio event loop."""
+"""Receive ZeroMQ messages of the engine on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ In = TypeVar("In")
 
 
 class AsyncPeer(Generic[In]):
-    """A `Peer` on a running asyncio loop that passes every received message to `on_message`.
+    """A `Peer` on a running asyncio loop. It passes every received message to `on_message`.
 
-    ZeroMQ's file descriptor is edge-triggered and a send may consume the edge. The socket is therefore read until
-    it is empty after each wake-up and each send.
+    ZeroMQ's file descriptor is edge-triggered, and sending may consume the edge. So the socket is read until it is
+    empty after each wake-up and after each send.
     """
 
     def __init__(self, peer: Peer[In], on_message: Callable[[In], None]) -> None:
@@ -46,6 +46,6 @@ class AsyncPeer(Generic[In]):
     def _read(self) -> None:
         self._read_scheduled = False
         socket = self._peer.socket
-        # The handler of a message may close the socket.
+        # The callback for a message may close the socket.
         while not socket.closed and (message := self._peer.receive()) is not None:
             self._on_message(message)

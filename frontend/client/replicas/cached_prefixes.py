@@ -1,4 +1,4 @@
-"""Tracks which prompt prefixes a core has cached, and which LoRA adapters its workers have loaded."""
+"""A frontend's record of the prompt prefixes that a core has cached, and of the LoRA adapters that it has loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....protocol.messages import ReplicaLoadUpdate
 
 
 class CachedPrefixes:
-    """The keys of the blocks and LoRA adapters that a core has, or will have after computing its current sequences."""
+    """The keys of the blocks and LoRA adapters that a core has, or will have after its current sequences."""
 
     def __init__(self) -> None:
         self._stored: set[int] = set()
@@ -25,9 +25,9 @@ class CachedPrefixes:
         self._stored.difference_update(uint64_view(update.removed).tolist())
 
     def clear(self) -> None:
-        """Remove the stored blocks of a restarted core.
+        """Remove the stored keys, because the core was restarted.
 
-        Its sequences stay expected, because they are resubmitted to it.
+        The keys of its sequences stay expected, because the sequences are resubmitted to it.
         """
         self._stored.clear()
 
@@ -45,13 +45,13 @@ class CachedPrefixes:
                 del expected[key]
 
     def has(self, key: int) -> bool:
-        """Return whether a block or an adapter is there or expected."""
+        """Return whether a block or an adapter is stored or expected."""
         return key in self._stored or key in self._expected
 
     def count_blocks(self, keys: Iterable[int]) -> int:
-        """Return how many of a prompt's first blocks are cached or expected."""
+        """Return the number of a prompt's leading blocks that are stored or expected."""
         return sum(1 for _ in takewhile(self.has, keys))
 
     def count_stored(self, keys: Iterable[int]) -> int:
-        """Return how many of a prompt's first blocks are cached."""
+        """Return the number of a prompt's leading blocks that are stored."""
         return sum(1 for _ in takewhile(self._stored.__contains__, keys))

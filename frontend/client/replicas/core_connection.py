@@ -1,6 +1,6 @@
-"""One frontend's connection to one core and its successors.
+"""One frontend's connection to one core and, after a restart, to its successors.
 
-It handles greetings, batched sending, and the detection of lost messages.
+It handles greetings, sends requests in batches, and detects lost messages.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES: Final = 512 * 1024
 """Maximum bytes of a message with requests, so that neither side blocks for long."""
 PIECE_REQUESTS: Final = 256
-"""Maximum requests of a message, for the same reason."""
+"""Maximum requests of a message with requests, so that neither side blocks for long."""
 
 _ENVELOPE_BYTES: Final = 64
-"""Maximum size of a message without its requests."""
+"""Maximum bytes of a message in addition to its requests."""
 
 
 class CoreEvents(msgspec.Struct):
     """Callbacks of a connection.
 
     Attributes:
-        on_ready: A core accepts requests and has none. Requests added now are sent with the answer to its
-            greeting.
+        on_ready: A core accepts requests and has none from this frontend. Requests that the callback adds are sent in
+            the answer to the core's greeting.
         on_outputs: Outputs arrived. If the callback raises, the message is dropped.
         on_lost_outputs: Outputs were lost and the connection restarts; `on_ready` follows.
-        on_replica_lost: The core is about to exit and lists the requests that it was computing.
+        on_replica_lost: The core is about to exit, and lists the requests that it was computing.
         on_too_large: A request exceeds the maximum message size and was not sent.
         on_refused: The core can never serve this frontend; the argument is the reason.
     """
@@ -73,8 +73,8 @@ class CoreEvents(msgspec.Struct):
 class CoreConnection:
     """Sends requests to a core and receives its outputs, once the core has sent its greeting.
 
-    Requests are sent at the end of each tick of the event loop, split into several messages if needed. The first
-    ones are those that `on_ready` added: they form the answer to the greeting, whose last message is marked.
+    Requests are sent at the end of each tick of the event loop, split into several messages if needed. The requests
+    that `on_ready` adds form the answer to the greeting; the last message of the answer is marked.
 
     A greeting resets the connection: the core that sends it has none of the earlier requests. When outputs are
     missing or invalid, reconnecting makes the core send a new greeting.
@@ -82,8 +82,8 @@ class CoreConnection:
     Attributes:
         lost_time: When the core was last lost, in CLOCK_MONOTONIC seconds.
         is_serving: Whether the core accepts new requests.
-        is_in_rotation: Whether requests may wait for this core.
-        role: What the core's replica computes.
+        is_in_rotation: Whether requests may wait for this core while it does not serve.
+        role: The role of the core's replica: prefill, decode or both.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CoreConnection:
         if latest_epoch > self.epoch:
             self._lose()
         if replica.epoch == self.epoch and replica.state is not ReplicaState.SERVING:
-            # An operator may have requested the restart.
+            # An operator may have requested the restart, which is then not a crash.
             self._excused_epoch = self.epoch
         if not self.ready:
             self.fail_calls(self._unavailable_error())
@@ -151,7 +151,7 @@ class CoreConnection:
         return self.role is ReplicaRole.PREFILL
 
     def exited_silently(self, epoch: int) -> bool:
-        """Return whether the core of that epoch exited without naming requests and without a requested restart."""
+        """Return whether the core of `epoch` crashed without naming the requests that it was computing."""
         return 0 < epoch < self._latest_epoch and epoch != self._excused_epoch
 
     def reconnect(self) -> None:
@@ -161,7 +161,7 @@ class CoreConnection:
         """
         self._lose()
         self._events.on_lost_outputs(self.core_index)
-        # Drops every message until the next greeting.
+        # From here on, every message is dropped until the next greeting.
         self._last_sequence = math.inf
         self._num_dropped_messages += self._wire.num_dropped_frames
         self._peer.close()
@@ -186,7 +186,7 @@ class CoreConnection:
         self._schedule_flush()
 
     def release_request(self, request_index: int) -> None:
-        """Make the core stop a request that moves to another replica, and hold its blocks until they are fetched."""
+        """Make the core stop a request that moves to another replica, but hold its blocks until they are fetched."""
         self._moved.append(request_index)
         self._schedule_flush()
 
@@ -234,7 +234,7 @@ class CoreConnection:
     def _flush(self) -> None:
         self._flush_scheduled = False
         if not self.ready:
-            # All requests are resubmitted after the next greeting.
+            # All requests are sent again after the next greeting.
             self._discard_unsent()
         if self._is_greeting:
             piece = self._take_piece(self._greeting)
@@ -252,7 +252,7 @@ class CoreConnection:
             self._schedule_flush()
 
     def _take_piece(self, unsent: dict[int, EngineCoreRequest]) -> list[EngineCoreRequest]:
-        """Remove and return as many requests as fit in one message. Requests that fit in none are reported."""
+        """Remove and return as many requests as fit in one message. A request that fits in no message is reported."""
         limit = min(PIECE_BYTES, transport.MAX_FRAME_BYTES - _ENVELOPE_BYTES)
         piece: list[msgspec.Raw] = []
         size = 0
@@ -270,7 +270,7 @@ class CoreConnection:
             else:
                 piece.append(msgspec.Raw(encoded))
                 size += len(encoded)
-        # msgspec copies a `Raw` unchanged, so each request is encoded only once.
+        # Each request is encoded only once, because msgspec copies a `Raw` unchanged.
         return cast(list[EngineCoreRequest], piece)
 
     def _receive(self, message: CoreMessage) -> None:
@@ -301,7 +301,9 @@ class CoreConnection:
             if last is not None and outputs.sequence != last + 1:
                 raise ValueError(f"message {outputs.sequence} follows message {last}")
             if outputs.core_index != self.core_index:
-                raise ValueError(f"core {self.core_index} calls itself {outputs.core_index}")
+                raise ValueError(
+                    f"core {self.core_index} sent a message as core {outputs.core_index}"
+                )
             self._events.on_outputs(outputs)
         except Exception:
             logger.exception("core %d sent invalid outputs; reconnecting", self.core_index)

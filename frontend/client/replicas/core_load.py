@@ -1,4 +1,4 @@
-"""The load of a core, and the limits of its queue."""
+"""The load of a core as a frontend knows it, the limits of the core's queue, and the estimate for `Retry-After`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ....protocol.errors import EngineError
 from .cached_prefixes import CachedPrefixes
 
 MAX_RETRY_AFTER_S: Final = 3600
-"""Maximum seconds in `Retry-After`."""
+"""Maximum value of `Retry-After`, in seconds."""
 
 
 class Overloaded(EngineError):
-    """The queue is full. It should have room after `retry_after_s` seconds at the current rate."""
+    """Raised if the queue is full. At the current rate it has room after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(f"{message}; retry in {retry_after_s} s")
@@ -27,7 +27,7 @@ class Overloaded(EngineError):
 class CoreLoad:
     """Counts this frontend's sequences and prompt tokens at one core.
 
-    `num_others` is the number of sequences of other frontends in the core's last report.
+    `num_others` is the number of other frontends' sequences, from the core's last report.
     """
 
     def __init__(self, limits: SchedulerConfig) -> None:
@@ -46,7 +46,7 @@ class CoreLoad:
         return self.num_inflight + self.num_others
 
     def check(self, num_sequences: int, num_tokens: int) -> None:
-        """Raise Overloaded if new sequences with `num_tokens` prompt tokens do not fit in the queue."""
+        """Raise Overloaded if `num_sequences` new sequences with `num_tokens` prompt tokens do not fit in the queue."""
         limits = self._limits
         queued = self.total + num_sequences - limits.max_num_seqs
         if self.num_queued:
@@ -68,7 +68,7 @@ class CoreLoad:
     def record_submitted(self, num_prompt_tokens: int, routing_keys: Sequence[int]) -> None:
         """Record that a sequence was sent to the core."""
         if not self.num_inflight:
-            # The rate must not include idle time.
+            # Idle time must not count when the rate of finished sequences is computed.
             self._last_finish_time = time.monotonic()
         self.num_inflight += 1
         self.prefixes.add_expected(routing_keys)
@@ -79,24 +79,24 @@ class CoreLoad:
         self.num_queued += 1
 
     def record_left_queue(self, num_prompt_tokens: int, *, was_queued: bool) -> None:
-        """Record that a sequence was scheduled for the first time, finished, or moves to another core."""
+        """Record that a sequence left the queue: it was scheduled for the first time, finished, or is moving."""
         self.num_queued -= was_queued
         self.num_unscheduled_tokens -= num_prompt_tokens
 
     def record_moved(self, routing_keys: Sequence[int]) -> None:
-        """Remove a sequence that continues at another core and has left the queue."""
+        """Record that a sequence continues at another core. It must have left the queue."""
         self.num_inflight -= 1
         self.prefixes.remove_expected(routing_keys)
 
     def record_finished(self, routing_keys: Sequence[int]) -> None:
-        """Remove a sequence that has finished and has left the queue."""
+        """Record that a sequence has finished. It must have left the queue."""
         self.record_moved(routing_keys)
         now = time.monotonic()
         self._intervals.append(now - self._last_finish_time)
         self._last_finish_time = now
 
     def _retry_after_s(self, num_sequences: int) -> int:
-        """Return the estimated seconds until that many sequences will have finished, at least 1."""
+        """Return the estimated seconds until `num_sequences` sequences will have finished, at least 1."""
         if not self._intervals:
             return 1
         seconds = num_sequences * sum(self._intervals) / len(self._intervals)

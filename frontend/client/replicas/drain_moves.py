@@ -1,4 +1,4 @@
-"""Sequences that leave their replicas, and continue at others with their blocks of the KV cache."""
+"""Move running sequences away from replicas that drain, together with their KV blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .core_connection import CoreConnection
 
 
 class DrainMoves:
-    """Decides which sequences leave a replica that drains or becomes a prefill replica.
+    """Moves the sequences of a replica that drains or becomes a prefill replica.
 
-    Its core holds their blocks. The replica at which a sequence continues fetches them by the direct connector, and
-    computes those that it does not get. Without that connector, sequences finish where they are.
+    The core of the replica holds their blocks. The replica at which a sequence continues fetches the blocks through the
+    direct connector, and computes those that it does not get. Without that connector, sequences finish at their
+    replica.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class DrainMoves:
         self._leaving: set[int] = set()
 
     def apply_status(self, status: EngineStatus) -> None:
-        """Apply a status of the supervisor, which the connections to the cores have applied."""
+        """Apply a status of the supervisor, after the connections to the cores have applied it."""
         if self._is_possible:
             before = self._prefilling
             self._prefilling = {core.core_index for core in self._cores if core.is_for_prefill}
@@ -46,10 +47,11 @@ class DrainMoves:
             self._leaving |= self._prefilling - before
 
     def _must_move(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is to continue at another replica.
+        """Return whether a sequence should continue at another replica.
 
-        Requests with images or sounds and those without tokens finish where they are, and so do suspects and prompts
-        that are computed for other servers. What a core has not accepted may still wait for a prefill replica.
+        Sequences that finish where they are: those with images or sounds, those without generated tokens, suspects, and
+        prompts that are computed for other servers. A sequence that a core has not accepted yet may still wait for a
+        prefill replica.
         """
         request = sequence.request
         params = request.kv_transfer_params
@@ -68,7 +70,10 @@ class DrainMoves:
         )
 
     def release(self, sequence: Sequence) -> bool:
-        """Return whether a sequence must move. If so, its core stops it, and its request says where its blocks are."""
+        """Return whether a sequence moves.
+
+        If so, make its core stop it, and add the location of its blocks to its request.
+        """
         if not self._must_move(sequence):
             return False
         core, request = self._cores[sequence.core_index], sequence.request

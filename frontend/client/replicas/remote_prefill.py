@@ -1,4 +1,4 @@
-"""Long prompts of decode replicas, which prefill replicas compute."""
+"""Disaggregated prefill: prefill replicas compute the long prompts of requests that decode replicas continue."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ _COMPUTED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class _Prefill:
-    """A prompt that a prefill replica computes, and the sequences that are sent when it begins.
-
-    `sequences` are pairs of a sequence and its request index at the time.
-    """
+    """A prompt that a prefill replica computes, with the sequences that will continue it at decode replicas."""
 
     def __init__(
         self, request: EngineCoreRequest, name: str, core: CoreConnection, keys: list[int]
@@ -43,7 +40,7 @@ class _Prefill:
 
 
 class RemotePrefill:
-    """Sends prompts to prefill replicas. Their sequences follow to decode replicas once the prompts are scheduled.
+    """Sends long prompts to prefill replicas, and their sequences to decode replicas once the prompts are scheduled.
 
     A decode replica fetches the blocks while they are computed, and computes those that it does not get.
 
@@ -74,7 +71,7 @@ class RemotePrefill:
         self._latest: _Prefill | None = None
 
     def send(self, sequence: Sequence, core: CoreConnection) -> None:
-        """Send a new sequence to its replica, at once or when a prefill replica computes its prompt."""
+        """Send a new sequence to its replica: at once, or after a prefill replica has started to compute its prompt."""
         if not self._begin(sequence, core):
             self._send(sequence)
 
@@ -116,7 +113,7 @@ class RemotePrefill:
         return True
 
     def _is_worthwhile(self, request: EngineCoreRequest, core: CoreConnection) -> bool:
-        """Return whether enough of a prompt is not cached at its replica, and can be computed elsewhere."""
+        """Return whether a prefill replica should compute a prompt, because its own replica has little of it."""
         if core.role is not ReplicaRole.DECODE:
             return False
         if (
@@ -128,12 +125,12 @@ class RemotePrefill:
         ):
             return False
         keys = block_keys(request.block_hashes)
-        # The blocks of the sequence itself are expected there already.
+        # The sequence's own blocks already count as expected there.
         num_missing = len(keys) - core.load.prefixes.count_stored(keys)
         return num_missing * self._block_size >= self._parallel.remote_prefill_tokens
 
     def apply_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Apply the events of prompts that are being computed."""
+        """Apply a core's outputs that concern prompts of prefill replicas."""
         if not self.prefills:
             return
         for event in (event for group in outputs.events for event in group.split()):
@@ -159,7 +156,7 @@ class RemotePrefill:
             prefill.core.load.record_left_queue(prefill.num_tokens, was_queued=prefill.was_queued)
 
     def _release(self, prefill: _Prefill, *, is_computed: bool) -> None:
-        """Send the sequences of a prompt, unless they ended or were sent otherwise."""
+        """Send the sequences that wait for a prompt, unless they have ended or were sent already."""
         sequences, prefill.sequences = prefill.sequences, []
         for sequence, request_index in sequences:
             if sequence.finished or sequence.request_index != request_index:
@@ -173,7 +170,7 @@ class RemotePrefill:
             self._send(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop computing the prompt of a sequence that has ended, unless others need it."""
+        """Stop computing the prompt of a sequence that has ended, unless other sequences need it."""
         params = sequence.request.kv_transfer_params
         name = None if params is None else params.get("remote_request_id")
         for index, prefill in list(self.prefills.items()):
@@ -190,14 +187,14 @@ class RemotePrefill:
         prefill.core.load.record_moved(prefill.keys)
 
     def drop_core(self, core_index: int) -> None:
-        """Send the prompts of a replica that is gone to the decode replicas."""
+        """Send the sequences of a lost prefill replica's prompts to their decode replicas."""
         for prefill in list(self.prefills.values()):
             if prefill.core.core_index == core_index:
                 self._remove(prefill)
                 self._release(prefill, is_computed=False)
 
     def suspect(self, request_index: int, *, is_suspect: bool) -> None:
-        """Record that a replica was lost while it computed a prompt."""
+        """Record that a replica was lost while it computed the prompt with this request index."""
         prefill = self.prefills.get(request_index)
         if prefill is not None:
             for sequence, _ in prefill.sequences:

@@ -1,4 +1,4 @@
-"""Routing: choose a replica that has the LoRA adapter and the beginning of a prompt, unless its load is too high."""
+"""Choose a replica for each request: one with its LoRA adapter and its cached prefix, unless its load is too high."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .core_connection import CoreConnection
 from .core_load import Overloaded
 
 HEADROOM: Final = 4
-"""Extra sequences that a replica may have above the least loaded one for the sake of what it has."""
+"""How many more sequences than the least loaded replica a replica with the prefix or adapter may have."""
 
 _NO_SEQUENCES: Final[Mapping[int, int]] = {}
 
@@ -29,7 +29,7 @@ class Router:
     """Chooses the core for each sequence of one frontend.
 
     `cores` is the caller's list, in the order of the replicas, and may change. Sequences go to prefill replicas only
-    while no other serves.
+    while no other replica serves.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Router:
         return [core for core in self._cores if core.ready and core.is_serving]
 
     def find_overload(self) -> Overloaded | None:
-        """Return the overload of a full replica if no serving replica has room for another request; None otherwise."""
+        """Return the overload of a full replica if no serving replica has room for another request, else None."""
         overload = None
         for core in self.open_cores():
             try:
@@ -108,7 +108,8 @@ class Router:
                 )
             return self._cores[rank]
         if not candidates:
-            # The requests wait for a core. A drained core would not accept them by itself.
+            # The requests wait until the core serves again. A drained core stays drained until an operator changes
+            # that.
             candidates = [core for core in self._cores if core.is_in_rotation] or self._cores
         candidates = [core for core in candidates if not core.is_for_prefill] or candidates
         return self._choose_among(candidates, request, more)
@@ -127,7 +128,7 @@ class Router:
         if len(candidates) == 1:
             return candidates[0]
         blocks = block_keys(request.block_hashes)
-        # Frontends agree on a replica for an adapter that none has, and so for each prompt of the base model.
+        # The same hash in all frontends chooses the same replica for an adapter or prompt that no replica has yet.
         home = blocks[0] if blocks else 0
         has_adapter = [False] * len(candidates)
         if request.lora is not None:
@@ -145,7 +146,7 @@ class Router:
         ]
 
     def keys(self, request: EngineCoreRequest) -> list[int]:
-        """Return the keys of all that a replica will hold after a request, or [] if there is only one replica."""
+        """Return the keys of the blocks and adapter that a request leaves at its replica; [] for one replica."""
         if len(self._cores) == 1:
             return []
         keys = block_keys(request.block_hashes)
@@ -160,16 +161,16 @@ def choose_replica(
     max_num_seqs: int,
     has_adapter: Sequence[bool],
 ) -> int:
-    """Choose a replica for a prompt.
+    """Return the index of the replica for a prompt.
 
-    A replica that has the prompt's LoRA adapter, and then one that has at least half of the prompt's blocks, and the
-    most, is preferred over a lower load, within limits: its load must be at most twice the lowest and below
-    `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so that all
-    frontends choose the same one.
+    Replicas with the prompt's LoRA adapter come first, then those with the most of the prompt's blocks (at least half),
+    then those with the lowest load. Such a preference holds only while the replica's load is at most twice the lowest
+    and below `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so
+    that all frontends choose the same replica.
 
     Args:
         loads: Number of sequences at each replica.
-        num_cached: Number of the prompt's first blocks that each replica has.
+        num_cached: Number of the prompt's leading blocks that each replica has.
         num_blocks: Number of full blocks of the prompt.
         home: Preferred replica for ties, modulo the number of replicas.
         max_num_seqs: Sequences that a replica runs at once.
