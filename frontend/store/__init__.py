@@ -1,1 +1,1 @@
-"""The store: a process that owns the database, and the frontends' client of it."""
+"""The store: a process that owns a database of objects and requests, and the frontends' client of it."""

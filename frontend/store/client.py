@@ -1,4 +1,4 @@
-"""The frontends' client of the store."""
+"""The frontends' client of the store process: stored objects, recorded requests, idempotency keys and duties."""
 
 from __future__ import annotations
 
@@ -52,28 +52,31 @@ from .token_log import TokenLog
 Order = Literal["asc", "desc"]
 
 REPLY_S: Final = 10.0
-"""Maximum seconds that a caller waits for the store, which is restarted if it crashed."""
+"""Maximum seconds that a caller waits for the store, which is restarted if it crashes."""
 
 MAX_OBJECT_BYTES: Final = 64 * 1024 * 1024
-"""Maximum size of an object. A larger one would make all others wait."""
+"""Maximum bytes of an object. A larger one would delay all others."""
 
 MAX_PENDING_BYTES: Final = 256 * 1024 * 1024
-"""Maximum size of all objects that wait for the store."""
+"""Maximum total bytes of objects that wait for the store."""
 
 RETRY_S: Final = 2.0
-"""Seconds after which a client may retry, in which a crashed store is usually restarted."""
+"""Seconds after which a client may retry. A crashed store is usually restarted in less."""
 
 
 class StoreError(EngineError):
-    """The store did not do what it was asked for; the message says why. It may do so in `RETRY_S` seconds."""
+    """Raised if the store refused or did not answer a call; the message is the reason.
+
+    A retry after `RETRY_S` may succeed.
+    """
 
 
 class UnknownObject(EngineError):
-    """The object after which a page was to begin does not exist."""
+    """Raised if the object after which a page should begin does not exist."""
 
 
 class Page(NamedTuple):
-    """Some objects in the order of a list. `has_more` says that others follow."""
+    """A page of a list of objects. `has_more` tells whether more objects follow."""
 
     objects: list[StoredObject]
     has_more: bool
@@ -86,9 +89,10 @@ class _Pending(NamedTuple):
 
 
 class Attachment:
-    """A request that is read through the store. `on_news` gets all of its tokens, from the first one on.
+    """A client's view of a request that it reads through the store.
 
-    After a crash of the store it gets them again. `record` is what is recorded about the request.
+    `on_news` receives all of the request's tokens from the first one on. After a crash of the store it receives them
+    again. `record` is the recorded description of the request.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Attachment:
         self.record = b""
 
     def close(self) -> None:
-        """Stop the news."""
+        """Stop receiving tokens of the request."""
         self._client.detach(self)
 
 
@@ -110,13 +114,13 @@ class StoreClient:
     Calls that were not answered when the store crashed are sent again to the next one, so each is applied at least
     once. All methods must be called on the event loop that ran `start`.
 
-    Every object has an `owner`, the one who may see it; `scope["state"]["owner"]` is that of a request. An object with
-    another owner does not exist for the caller.
+    Every object has an `owner`, which is the API key's identity in `scope["state"]["owner"]`. Objects of other owners
+    appear not to exist.
 
     Attributes:
         state: The last state that the store has reported.
         log: Records the requests of this frontend.
-        on_orphans: Called when the store has requests whose frontend is gone.
+        on_orphans: Called when the store has requests whose frontend has exited.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -141,7 +145,7 @@ class StoreClient:
         self._peer = AsyncPeer[FromStore](self._wire, self._receive)
 
     async def wait_until_connected(self, timeout_s: float) -> bool:
-        """Return whether the store has answered within `timeout_s`."""
+        """Wait until the store has answered. Return False if it has not done so within `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()
@@ -160,10 +164,10 @@ class StoreClient:
     async def put(
         self, kind: str, object_id: str, data: bytes, *, owner: str, parent: str = ""
     ) -> None:
-        """Store an object, or replace the one with this kind, ID and owner. Return when it is durable.
+        """Store an object, or replace the object with this kind, ID and owner. Return when it is durable.
 
         Raises:
-            StoreError: It is too large, or the store cannot write.
+            StoreError: The object is too large, or the store cannot write.
         """
         await self._call(
             lambda call_id: PutObject(call_id, kind, object_id, owner, data, parent), len(data)
@@ -192,7 +196,7 @@ class StoreClient:
         return reply.num_deleted > 0
 
     async def delete_children(self, kind: str, parent: str, *, owner: str) -> int:
-        """Delete all objects with a kind and a parent. Return their number.
+        """Delete all objects of one kind with the same parent. Return their number.
 
         Raises:
             StoreError: The store cannot write.
@@ -212,9 +216,9 @@ class StoreClient:
         limit: int = 20,
         order: Order = "asc",
     ) -> Page:
-        """Return a page of objects of one kind, by default the oldest of all parents.
+        """Return a page of objects of one kind, oldest first by default, and of any parent if `parent` is None.
 
-        A page has at most 32 MiB of data, so it may be shorter than `limit`.
+        A page has at most 32 MiB of data, so it may have fewer than `limit` objects.
 
         Raises:
             StoreError: The store does not answer.
@@ -231,7 +235,9 @@ class StoreClient:
     async def attach(
         self, request_id: str, owner: str, on_news: Callable[[RequestNews], None]
     ) -> Attachment | None:
-        """Return a request and its tokens, with news of it until it ends; None if it does not exist.
+        """Start to read a recorded request. `on_news` receives its tokens until it ends.
+
+        Return None if it does not exist.
 
         Raises:
             StoreError: The store does not answer.
@@ -258,7 +264,7 @@ class StoreClient:
         return attachment
 
     async def is_unfinished(self, request_id: str, owner: str) -> bool:
-        """Return whether a request is recorded that has not ended.
+        """Return whether a request is recorded and has not ended.
 
         Raises:
             StoreError: The store does not answer.
@@ -275,12 +281,14 @@ class StoreClient:
         return not all(has_ended)
 
     def detach(self, attachment: Attachment) -> None:
-        """Stop the news of a request."""
+        """Stop reading a request through the store."""
         if self._attachments.pop(attachment.call.call_id, None) is not None:
             self._send(DetachRequest(attachment.call.call_id))
 
     async def reserve_key(self, owner: str, key: str) -> KeyReply:
-        """Return the request that was begun with an idempotency key, or reserve the key for a new one.
+        """Return the request that was begun with an idempotency key.
+
+        If there is none, reserve the key for a new request.
 
         Raises:
             StoreError: The store does not answer.
@@ -289,11 +297,13 @@ class StoreClient:
         return reply
 
     def release_key(self, owner: str, key: str) -> None:
-        """Let another request have a key that was reserved."""
+        """Release a reserved idempotency key, so that another request can use it."""
         self._send(ReleaseKey(owner, key))
 
     async def take_duty(self, name: str) -> bool:
-        """Return whether this frontend has a duty, which one frontend of all engines with this store has at a time.
+        """Try to take a duty, such as running batches. Return whether this frontend has it.
+
+        At any time, at most one frontend of all engines that share the store has a duty.
 
         Raises:
             StoreError: The store does not answer.
@@ -302,11 +312,11 @@ class StoreClient:
         return reply.has_it
 
     def leave_duty(self, name: str) -> None:
-        """Let another frontend have a duty."""
+        """Release a duty, so that another frontend can take it."""
         self._send(LeaveDuty(name))
 
     async def claim(self, limit: int) -> Sequence[ClaimedRequest]:
-        """Take over requests whose frontend is gone.
+        """Take over up to `limit` requests whose frontend has exited.
 
         Raises:
             StoreError: The store does not answer.
@@ -325,17 +335,18 @@ class StoreClient:
         self._context.term()
 
     async def _call(self, make_call: Callable[[int], StoreCall], size: int = 0) -> Any:
-        """Send a call, again if the store crashes, and return its reply.
+        """Send a call and return its reply. If the store crashes meanwhile, send the call again.
 
         Raises:
-            StoreError: The store refused the call, did not answer in `REPLY_S`, or has too much to do.
+            StoreError: The store refused the call, did not answer in `REPLY_S` seconds, or has too many pending calls.
         """
         if size > MAX_OBJECT_BYTES:
             raise StoreError(
-                f"an object of {size} bytes is too large to be stored; at most {MAX_OBJECT_BYTES} are possible"
+                f"an object of {size} bytes is too large to be stored; the maximum is "
+                f"{MAX_OBJECT_BYTES} bytes"
             )
         if self._pending_bytes + size > MAX_PENDING_BYTES:
-            raise StoreError("the store is busy")
+            raise StoreError("the store is busy; retry later")
         self._num_calls += 1
         call_id = self._num_calls
         call = make_call(call_id)
@@ -348,7 +359,7 @@ class StoreClient:
             async with asyncio.timeout(REPLY_S):
                 reply = await future
         except TimeoutError:
-            raise StoreError("the store does not answer") from None
+            raise StoreError("the store does not answer; retry later") from None
         finally:
             del self._pending[call_id]
             self._pending_bytes -= size
@@ -388,8 +399,8 @@ class StoreClient:
         if pending is not None and not pending.reply.done():
             pending.reply.set_result(reply)
         if isinstance(reply, RequestState) and reply.call_id in self._attachments:
-            # It has everything so far, and must be applied before the news that follow. If the store was restarted,
-            # this is another reply to the same call.
+            # The reply has all tokens so far, and must be applied before later news. After a restart of the store, this
+            # is a second reply to the same call.
             states = enumerate(reply.streams)
             news = [
                 StreamNews(position, 0, each.tokens, each.end, each.logprobs, each.prompt_logprobs)
@@ -399,7 +410,7 @@ class StoreClient:
             self._attachments[reply.call_id].on_news(RequestNews(reply.call_id, news, is_gone))
 
     def _send_again(self) -> None:
-        """Send everything that the store may not have received, or has forgotten."""
+        """Send again everything that the store may not have received, or has lost in a restart."""
         for pending in list(self._pending.values()):
             self._send(pending.call)
         for call_id, attachment in self._attachments.items():

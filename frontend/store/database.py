@@ -15,13 +15,13 @@ from .file_lock import LOCK_S, FileLock
 logger = logging.getLogger(__name__)
 
 APPLICATION_ID: Final = 0x454E4731
-"""Marks a file as a database of this program."""
+"""The SQLite application ID, which marks a file as a database of Engine."""
 
 RETRY_S: Final = 5.0
 """Seconds between attempts to write to a file that could not be written."""
 
 WAL_BYTES: Final = 16 * 1024 * 1024
-"""The size to which the write-ahead log is truncated after a checkpoint."""
+"""Maximum bytes of the write-ahead log after a checkpoint."""
 
 MEMORY: Final = ":memory:"
 
@@ -80,16 +80,16 @@ _DAMAGE: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 class Database:
     """A connection to the database, for the process that has its lock.
 
-    Without a path, or if the file is damaged, the database is in memory. If the file cannot be written, `trouble` says
-    why, and writing is tried again every `RETRY_S` seconds.
+    Without a path, or if the file is damaged, the database is in memory. If the file cannot be written, `trouble` is
+    the reason, and writing is tried again every `RETRY_S` seconds.
 
-    Writes are made durable against the death of processes, not of the machine (`synchronous=NORMAL`): a commit is a
-    write to the log without a wait for the disk. After a power failure the last commits may be missing, but the
-    database is consistent.
+    A commit survives the crash of any process, but not of the machine (`synchronous=NORMAL`): it is a write to the log
+    that does not wait for the disk. After a power failure the last commits may be missing, but the database is
+    consistent.
 
     Args:
         path: The file; None for a database in memory.
-        lock: The lock of the file, if the caller has it; else the lock is waited for.
+        lock: The lock of the file if the caller holds it; if None, the constructor waits for the lock.
 
     Raises:
         ConfigError: The file cannot be opened, belongs to another program or a newer version, or is in use.
@@ -129,11 +129,11 @@ class Database:
 
     @property
     def may_write(self) -> bool:
-        """True if writes are worth an attempt."""
+        """True if an attempt to write may succeed."""
         return not self.trouble or (self.is_file and time.monotonic() >= self._retry_at)
 
     def write(self, work: Callable[[], None]) -> bool:
-        """Run `work` in a transaction and commit it. Return False if that failed; then nothing has changed."""
+        """Run `work` in a transaction and commit it. Return False if that failed; then the database is unchanged."""
         try:
             self.connection.execute("BEGIN IMMEDIATE")
             try:
@@ -152,7 +152,7 @@ class Database:
         return True
 
     def record_failure(self, error: sqlite3.Error) -> None:
-        """Record that a statement failed. A damaged file is given up."""
+        """Record that a statement failed. If the file is damaged, stop using it."""
         self._retry_at = time.monotonic() + RETRY_S
         if _code(error) in _DAMAGE and self.is_file:
             self.connection.close()
@@ -162,7 +162,7 @@ class Database:
             logger.error("%s; requests continue without durability", self.trouble)
 
     def give_back_pages(self, num_pages: int) -> None:
-        """Return up to so many free pages of the file to the file system."""
+        """Return up to `num_pages` free pages of the file to the file system."""
         try:
             self.connection.execute(f"PRAGMA incremental_vacuum({num_pages})").fetchall()
         except sqlite3.Error as error:
@@ -176,7 +176,7 @@ class Database:
             self._lock = None
 
     def _continue_in_memory(self, error: sqlite3.Error) -> None:
-        self.trouble = f"{self._path} is damaged ({error}), and nothing in it is used"
+        self.trouble = f"{self._path} is damaged ({error}) and is no longer used"
         logger.error(
             "%s; requests continue without durability: move the file away and restart the server",
             self.trouble,
@@ -196,14 +196,14 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _open_file(path: str) -> sqlite3.Connection:
-    """Return a connection to the file, whose tables are those of this version.
+    """Open the file, and create or update its tables to this version.
 
     Raises:
         ConfigError: The file cannot be created, or belongs to another program or a newer version.
-        sqlite3.DatabaseError: It is damaged or cannot be written.
+        sqlite3.DatabaseError: The file is damaged or cannot be written.
     """
     try:
-        # SQLite gives its other files the same mode.
+        # SQLite creates its other files with the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _open_file(path: str) -> sqlite3.Connection:
         ) from None
     connection = _connect(path)
     try:
-        # No other process may open it, so the index of the log needs no shared memory.
+        # No other process may open the file, so the index of the log needs no shared memory.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         _migrate(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -224,7 +224,7 @@ def _open_file(path: str) -> sqlite3.Connection:
 
 
 def _migrate(connection: sqlite3.Connection, path: str) -> None:
-    """Create the tables, or change those of an older version."""
+    """Create the tables, or update tables of an older version."""
     [application] = connection.execute("PRAGMA application_id").fetchone()
     [version] = connection.execute("PRAGMA user_version").fetchone()
     [num_tables] = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()

@@ -1,4 +1,4 @@
-"""The store of one engine: the owner of the database, or a guest of the engine that has it."""
+"""The store process of one engine. It owns the database, or is a guest of another engine's store that owns it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .guest import Guest
 from .server import StoreServer
 
 GUEST_WAIT_MS: Final = 20
-"""Milliseconds between attempts of a guest to get the lock."""
+"""Milliseconds between attempts of a guest to acquire the lock."""
 
 
 class EngineStore:
     """Serves the frontends of one engine.
 
-    Two engines share a file while one takes the place of the other. The store of one has the lock of the file. The
-    other is its guest until it gets the lock, because the first one ended or crashed. To a frontend this looks like the
-    crash of its store: it sends again what was not answered. An engine that takes no other's place does not share, and
-    a guest needs the same messages; in other cases the lock is waited for.
+    Two engines share a file during `engine upgrade`. One store holds the lock of the file. The other store is its
+    guest, and forwards all messages to it until it gets the lock itself, because the first store exited. To a frontend
+    this looks like a crash of its own store, so it sends unanswered calls again. A store becomes a guest only during an
+    upgrade and if both have the same message formats; otherwise it waits for the lock.
 
     Raises:
         ConfigError: The database cannot be opened.
@@ -71,7 +71,7 @@ class EngineStore:
         return self._hub.num_dropped_frames + (0 if guest is None else guest.num_dropped_frames)
 
     def wait(self) -> None:
-        """Wait for something to do."""
+        """Wait until a message arrives or a timer is due."""
         self.poller.poll(GUEST_WAIT_MS if self._server is None else self._server.wait_ms)
 
     def turn(self) -> None:
@@ -110,10 +110,11 @@ class EngineStore:
             self._server.greet(identity)
 
     def _find_host(self) -> Holder | None:
-        """Return the store that has the lock, if this one can be its guest."""
+        """Return the store that holds the lock, if this store can be its guest."""
         assert self._lock is not None
         holder = self._lock.read_holder()
-        # The process that has the lock may be about to say who it is. Until then this is the last one's description.
+        # The process that holds the lock may not have written its description yet. Then this is the description of the
+        # last holder.
         if holder is None or holder.address == self._config.store_address():
             return None
         return holder if holder.protocol == self._digest else None

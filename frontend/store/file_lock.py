@@ -1,4 +1,4 @@
-"""The lock of the store's file: one process at a time has it, and the file of the lock says which one."""
+"""The lock of the store's file. One process at a time holds it and describes itself in the lock file."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import msgspec
 from ...protocol.errors import ConfigError
 
 LOCK_S: Final = 10.0
-"""Seconds to wait for another process to release the database, for example a predecessor that is exiting."""
+"""Seconds to wait for another process to release the database, such as a predecessor that is exiting."""
 LOCK_POLL_S: Final = 0.05
 
 MAX_HOLDER_BYTES: Final = 4096
-"""Maximum size of a description of the process that has the lock."""
+"""Maximum bytes of the description of the process that holds the lock."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The process that has the lock.
+    """The process that holds the lock.
 
     Attributes:
-        pid: Its process ID.
-        address: Where it receives messages; "" if it does not.
-        protocol: The digest of the messages that it understands.
+        pid: The process ID.
+        address: The address at which it accepts guests; "" if it accepts none.
+        protocol: The digest of the message formats that it understands.
     """
 
     pid: int
@@ -35,11 +35,11 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class FileLock:
-    """The lock of one database, which the system releases however its holder exits.
+    """The lock of one database. The system releases it however its holder exits.
 
     Args:
         path: The file of the database.
-        holder: What others read about this process while it has the lock.
+        holder: The description of this process for others, while it holds the lock.
 
     Raises:
         ConfigError: The lock file cannot be created.
@@ -57,7 +57,7 @@ class FileLock:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Return whether this process has the lock now."""
+        """Try to acquire the lock. Return whether this process holds it now."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -68,7 +68,9 @@ class FileLock:
         return True
 
     def acquire(self, may_do_without: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until this process has the lock or may do without it. Return whether it has the lock.
+        """Wait until this process holds the lock, or `may_do_without` returns True.
+
+        Return whether it holds the lock.
 
         Raises:
             ConfigError: Another process keeps the lock.
@@ -88,7 +90,7 @@ class FileLock:
         return True
 
     def read_holder(self) -> Holder | None:
-        """Return the process that has the lock, or had it last; None if it has not said who it is."""
+        """Return the process that holds the lock or held it last; None if it has not described itself."""
         try:
             return msgspec.json.decode(os.pread(self._descriptor, MAX_HOLDER_BYTES, 0), type=Holder)
         except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The store of an engine while another engine has the file: it forwards all messages to that one's store."""
+"""The store of an engine whose database is owned by another engine's store: forward all messages to that store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TURN_MESSAGES: Final = 256
 
 
 class Guest:
-    """Forwards what frontends send to the store of another engine, and its replies.
+    """Forwards the frontends' messages to the store of another engine, and its replies to the frontends.
 
-    Every frontend has a connection of its own, so the other store sees each of them come and go.
+    Every frontend has its own connection, so that the other store notices when a frontend connects or exits.
 
     Args:
         hub: The socket for the frontends of this engine.
-        context: For the connections to the other store.
-        poller: Where the connections are registered.
-        name: What distinguishes the frontends of this engine from those of the other one.
+        context: The ZeroMQ context for the connections to the other store.
+        poller: The poller with which the connections are registered.
+        name: A prefix that distinguishes the frontends of this engine from those of the other one.
         holder: The other store.
     """
 
@@ -48,7 +48,7 @@ class Guest:
         return sum(peer.num_dropped_frames for peer in self._peers.values())
 
     def follow(self, holder: Holder) -> None:
-        """Forward to this store from now on."""
+        """Forward messages to the store `holder` from now on."""
         if holder != self._holder:
             self._holder = holder
             for identity in list(self._peers):
@@ -71,14 +71,14 @@ class Guest:
                 self._hub.send(identity, reply)
 
     def close(self) -> list[bytes]:
-        """Close all connections, and return the frontends that had one."""
+        """Close all connections, and return the frontends that had a connection."""
         identities = list(self._peers)
         for identity in identities:
             self._disconnect(identity)
         return identities
 
     def _connect(self, identity: bytes) -> None:
-        """Open a connection for a frontend. The other store greets it, and the greeting is forwarded."""
+        """Open a connection for a frontend. The greeting of the other store will be forwarded to the frontend."""
         self._disconnect(identity)
         name = b"%b:%b" % (self._name.encode(), identity)
         peer = Peer[FromStore](self._context, self._holder.address, name, FromStore)

@@ -1,4 +1,4 @@
-"""The requests that are being generated, as the store knows them: their streams, sessions and readers."""
+"""The requests that are being generated, as the store sees them: their streams, sessions and readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...protocol.store.requests import (
 from .logprobs import cut_logprobs, last_logprobs, size_of_logprobs
 
 ORPHAN: Final = b""
-"""The session of a request whose frontend is gone."""
+"""The session of a request whose frontend has exited."""
 
 ReaderId = tuple[bytes, int]
 """The identity of a frontend, and the number of the call that attached the request."""
@@ -47,18 +47,21 @@ class Stream:
 
     @property
     def state(self) -> StreamState:
-        """The stream as a message."""
+        """The stream in the form of a message."""
         return StreamState(
             self.tokens.tobytes(), self.end, self.finished, self.logprobs, self.prompt_logprobs
         )
 
     def cut(self, num_tokens: int) -> None:
-        """Delete the tokens after the first ones."""
+        """Delete all tokens after the first `num_tokens`."""
         del self.tokens[num_tokens:]
         cut_logprobs(self.logprobs, num_tokens)
 
     def news(self, position: int, start: int) -> StreamNews:
-        """Return what follows the first tokens as a message."""
+        """Return the tokens from index `start` on as a message.
+
+        `position` is the position of the stream in its request.
+        """
         tokens = self.tokens[start:]
         return StreamNews(
             position,
@@ -74,14 +77,15 @@ class LiveRequest:
     """A request that has not ended.
 
     Attributes:
-        session: The session that owns it, or `ORPHAN`.
-        run: The run directory of the engine that owns or owned it; "" if that one is dead.
-        numbers: The number of each stream in that session; empty between a claim and the adoption.
-        num_starts: Claims since the last token.
-        claimed_at: The number of its tokens at the last claim.
-        readers: How many tokens of each stream each reader has received, or -1 after the end of the stream.
-        size: The size of its record in bytes.
-        size_of_logprobs: The size of what its streams have beside tokens.
+        session: The session (frontend process) that owns the request, or `ORPHAN`.
+        run: The run directory of the engine that owns or owned the request; "" if that engine has exited.
+        numbers: The number of each stream in that session; empty after a claim until the new owner has sent the
+            numbers.
+        num_starts: The number of times that the request was claimed since its last token.
+        claimed_at: The number of the request's tokens at the last claim.
+        readers: Reader -> the number of tokens of each stream that it has received, or -1 after the end of the stream.
+        size: The size of the request's record in bytes.
+        size_of_logprobs: The size of the streams' log-probabilities in bytes.
     """
 
     __slots__ = (
@@ -138,7 +142,7 @@ class LiveRequest:
 
     @property
     def is_aborted(self) -> bool:
-        """True if a stream was aborted, so that nothing is left to be read."""
+        """True if a stream was aborted, so that nothing more will be read."""
         return any(s.end is not None and s.end.reason == FinishReason.ABORT for s in self.streams)
 
     @property
@@ -147,7 +151,7 @@ class LiveRequest:
         return [stream.state for stream in self.streams]
 
     def take_news(self, reader: ReaderId) -> RequestNews | None:
-        """Return what a reader has not received; None if there is nothing."""
+        """Return the tokens that a reader has not received; None if there are none."""
         news: list[StreamNews] = []
         sent = self.readers[reader]
         for position, stream in enumerate(self.streams):
@@ -163,7 +167,7 @@ Append = Callable[[int], object]
 
 
 class _Rows(NamedTuple):
-    """The functions that append a token to each of some streams; those of unknown streams do nothing."""
+    """The functions that append a token to each stream of an entry. They do nothing for unknown streams."""
 
     numbers: bytes
     appends: list[Append]
@@ -187,7 +191,7 @@ class LiveRequests:
 
     Attributes:
         changed: Requests that ended since the caller last cleared this.
-        num_orphans: The number of requests whose frontend is gone.
+        num_orphans: The number of requests whose frontend has exited.
     """
 
     def __init__(self) -> None:
@@ -195,9 +199,9 @@ class LiveRequests:
         self.changed: list[LiveRequest] = []
         self._streams: dict[bytes, dict[int, Stream]] = {}
         self._last_rows: dict[bytes, _Rows] = {}
-        """The rows of each session's last tokens, because the next ones usually have the same.
+        """The rows of each session's last entry, because the next entry usually has the same streams.
 
-        Deleted when a stream comes or goes.
+                Deleted when a stream is added or removed.
         """
         self.num_orphans = 0
 
@@ -209,7 +213,7 @@ class LiveRequests:
 
     @property
     def orphans(self) -> list[LiveRequest]:
-        """The requests whose frontend is gone."""
+        """The requests whose frontend has exited."""
         return [request for request in self if request.session == ORPHAN]
 
     def add_request(self, request: LiveRequest) -> None:
@@ -225,7 +229,7 @@ class LiveRequests:
         del self.by_name[request.name]
 
     def end_session(self, session: bytes) -> list[LiveRequest]:
-        """Make all requests of a session orphans. Return them."""
+        """Make all requests of a session orphans, and return them."""
         orphans = [request for request in self if request.session == session]
         for request in orphans:
             self._unmap_streams(request)
@@ -235,12 +239,15 @@ class LiveRequests:
         return orphans
 
     def claim(self, request: LiveRequest, session: bytes, run: str) -> None:
-        """Give an orphan to a session of an engine."""
+        """Give an orphaned request to a session of the engine with run directory `run`."""
         request.session, request.run = session, run
         self.num_orphans -= 1
 
     def begin(self, session: bytes, entry: BeginRequest) -> LiveRequest | None:
-        """Add a new request, or replace the one of this session. Return None if another session has it."""
+        """Add a new request, or replace this session's request of the same name.
+
+        Return None if another session has it.
+        """
         known = self.by_name.get((entry.owner, entry.request_id))
         if known is not None and known.session != session:
             return None
@@ -257,7 +264,7 @@ class LiveRequests:
         return request
 
     def adopt(self, session: bytes, entry: AdoptRequest) -> LiveRequest | None:
-        """Set the numbers of a claimed request's streams. Return None if this session does not own it."""
+        """Set the stream numbers of a claimed request. Return None if this session does not own the request."""
         request = self.by_name.get((entry.owner, entry.request_id))
         numbers = array("i", entry.streams).tolist()
         if request is None or request.session != session or len(numbers) != len(request.streams):
@@ -268,7 +275,7 @@ class LiveRequests:
         return request
 
     def append_tokens(self, session: bytes, entry: LogTokens) -> bool:
-        """Append tokens to their streams. Return whether any of them is known."""
+        """Append tokens to their streams. Return whether any of the streams is known."""
         streams = self._streams.get(session)
         if not streams:
             return False
@@ -285,7 +292,7 @@ class LiveRequests:
             appends, num_tokens = chain.from_iterable(map(repeat, appends, counts)), sum(counts)
         if num_tokens != len(tokens):
             return False
-        # Consumes the iterator without running Python code for each token.
+        # This consumes the iterator without running Python code for each token.
         deque(map(call, appends, tokens), maxlen=0)
         find = streams.get
         for done in entry.finished:
@@ -302,7 +309,7 @@ class LiveRequests:
         return rows.is_known
 
     def move(self, session: bytes, entry: MoveStream) -> None:
-        """Change the number of a stream, and remove its tokens beyond those that its client may have."""
+        """Change the number of a stream, and remove the tokens after those that its client may have received."""
         streams = self._streams.get(session, {})
         stream = streams.pop(entry.old, None)
         if stream is None:
@@ -313,16 +320,16 @@ class LiveRequests:
         request.numbers[request.numbers.index(entry.old)] = entry.new
         stream.cut(entry.num_tokens)
         if not entry.num_tokens:
-            # They come again with the first token.
+            # The log-probabilities are sent again with the first token.
             stream.prompt_logprobs.clear()
         stream.finished = None
         for sent in request.readers.values():
             position = request.streams.index(stream)
-            # Its tokens will be the same, so a reader that has more of them only waits.
+            # The recomputed tokens will be the same, so a reader that already has them only waits.
             sent[position] = min(sent[position], len(stream.tokens))
 
     def end(self, session: bytes, entry: EndStream) -> LiveRequest | None:
-        """End a stream. Return its request; None if it is unknown."""
+        """End a stream. Return the request; None if the stream is unknown."""
         stream = self._streams.get(session, {}).pop(entry.stream, None)
         if stream is None:
             return None

@@ -1,4 +1,4 @@
-"""Lists of log-probabilities, whose messages are about consecutive tokens of one stream."""
+"""Operations on lists of log-probability messages, each of which is about consecutive tokens of one stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...protocol.messages import TokenLogprobs
 from ...protocol.sampling_params import SamplingParams
 
 MAX_RECORDED_LOGPROBS: Final = 20
-"""Maximum log-probabilities of a token in a request that is recorded: as many as OpenAI allows."""
+"""Maximum log-probabilities per token of a recorded request, as many as OpenAI's API allows."""
 _MAX_ROW_BYTES: Final = 4 * (1 + MAX_RECORDED_LOGPROBS)
 
 
 def cut_logprobs(messages: list[TokenLogprobs], num_positions: int) -> None:
-    """Delete what follows the first positions."""
+    """Delete the log-probabilities after the first `num_positions` positions."""
     extra = sum(message.num_positions for message in messages) - num_positions
     while extra > 0:
         last = messages.pop()
@@ -26,7 +26,7 @@ def cut_logprobs(messages: list[TokenLogprobs], num_positions: int) -> None:
 
 
 def last_logprobs(messages: Sequence[TokenLogprobs], num_positions: int) -> list[TokenLogprobs]:
-    """Return the last positions. This takes time in proportion to their number."""
+    """Return the log-probabilities of the last `num_positions` positions, in time proportional to their number."""
     found: list[TokenLogprobs] = []
     missing = num_positions
     for message in reversed(messages):
@@ -39,7 +39,7 @@ def last_logprobs(messages: Sequence[TokenLogprobs], num_positions: int) -> list
 
 
 def take_logprobs(messages: list[TokenLogprobs], num_positions: int) -> list[TokenLogprobs]:
-    """Remove the first positions and return them."""
+    """Remove the log-probabilities of the first `num_positions` positions, and return them."""
     taken: list[TokenLogprobs] = []
     missing = num_positions
     while missing > 0 and len(taken) < len(messages):
@@ -56,13 +56,13 @@ def take_logprobs(messages: list[TokenLogprobs], num_positions: int) -> list[Tok
 
 
 def is_recordable(params: SamplingParams) -> bool:
-    """Return whether the log-probabilities that a request asks for are few enough to be recorded."""
+    """Return whether a request asks for few enough log-probabilities to be recorded."""
     wanted = (params.logprobs or 0, params.prompt_logprobs or 0)
     return all(0 <= each <= MAX_RECORDED_LOGPROBS for each in wanted)
 
 
 def select_recordable(messages: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
-    """Return the messages that are not too large to be recorded."""
+    """Return the messages that have few enough log-probabilities to be recorded."""
     return [m for m in messages if len(m.token_ids) <= _MAX_ROW_BYTES * m.num_positions]
 
 

@@ -1,4 +1,4 @@
-"""The stored objects: responses, conversations, files and whatever else an endpoint keeps for its clients."""
+"""The stored objects: responses, conversations, files and other things that endpoints keep for clients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...protocol.store.messages import (
 from .database import Database
 
 ROW_BYTES: Final = 256
-"""Approximate size of an object without its data: its row and its entries in three indexes."""
+"""Approximate bytes of an object without its data: its row and its entries in three indexes."""
 
 REPLY_BYTES: Final = 32 * 1024 * 1024
-"""Maximum size of a page of objects; it has at least one."""
+"""Maximum bytes of a page of objects. A page has at least one object."""
 
 MAX_PAGE: Final = 1000
 """Maximum number of objects on a page."""
@@ -42,7 +42,7 @@ class Objects:
         self.count()
 
     def count(self) -> None:
-        """Count the objects again, after a transaction was lost."""
+        """Count the objects and their size again, after a transaction was lost."""
         statement = f"SELECT count(*), coalesce(sum(size + {ROW_BYTES}), 0) FROM objects"
         try:
             self.num_objects, self.num_bytes = self._row(statement)
@@ -74,9 +74,9 @@ class Objects:
                 return self._list(call)
 
     def evict_oldest(self, before: float) -> int:
-        """Delete the object that was not changed for the longest time. Return its size; 0 if there is none.
+        """Delete the object that has been unchanged for the longest time. Return its size; 0 if there is none.
 
-        Only objects that were last changed before `before`, in seconds since 1970, are considered.
+        Only objects that were last changed before `before` (seconds since 1970) are considered.
         """
         rows = self._rows(
             "SELECT position, size FROM objects WHERE changed < ? ORDER BY changed LIMIT 1",
@@ -90,7 +90,7 @@ class Objects:
         return size_before - self.num_bytes
 
     def oldest_change(self) -> float | None:
-        """Return when the object was changed that was not changed for the longest time; None if there is none."""
+        """Return when the object that has been unchanged for longest was changed; None if there are no objects."""
         oldest: float | None = self._row("SELECT min(changed) FROM objects")[0]
         return oldest
 

@@ -1,4 +1,4 @@
-"""Which other engines live: the frontends of a dead one can no longer continue its requests."""
+"""Find out which other engines still run. The requests of an engine that has exited can be taken over."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 
 
 class OtherEngines:
-    """Finds out whether engines live, by the locks of their run directories.
+    """Finds out whether engines are running, by the locks of their run directories.
 
-    The supervisor of an engine and all of its frontends hold that lock. So it is free only when none of them can send
-    a token to a client.
+    The supervisor and all frontends of an engine hold its lock. So the lock is free only when none of them can send
+    another token to a client.
     """
 
     def __init__(self) -> None:
         self._directories: dict[str, int] = {}
 
     def is_alive(self, run: str) -> bool:
-        """Return whether the engine with a run directory lives."""
+        """Return whether the engine with the run directory `run` is still running."""
         descriptor = self._directories.get(run)
         if descriptor is None:
             try:
@@ -26,7 +26,7 @@ class OtherEngines:
                 )
             except OSError:
                 return False
-            # The engine may be killed, and its directory deleted, before its last process ends.
+            # The supervisor may be killed and the directory deleted before the engine's last process ends.
             self._directories[run] = descriptor
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
-"""The tables of requests: a row for each, and a log of what changed in those that are being generated.
+"""The tables of requests: a row for each request, and a log of the changes to unfinished requests.
 
-The state of unfinished requests is in memory. The log has what changed since the last checkpoint, which writes the
-whole state into the rows and empties the log. So a step of all streams is one row, and a finished request is one row.
+The state of unfinished requests is in memory. The log has the changes since the last checkpoint. A checkpoint writes
+the whole state into the rows and empties the log. So a step of all streams writes one row, and so does the end of a
+request.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from .other_engines import OtherEngines
 from .sessions import LoggedStreams, Session, Sessions, Statement, decode_duties
 
 ROW_BYTES: Final = 512
-"""Approximate size of a request without its record and its tokens."""
+"""Approximate bytes of a request without its record and its tokens."""
 
 CHECKPOINT_BYTES: Final = 4 * 1024 * 1024
-"""Size of the log at which it is replaced by the state of the unfinished requests, if that is not larger.
+"""Bytes of the log at which a checkpoint is written, unless the state of the unfinished requests is larger.
 
-A larger state is written when the log is as large, so no token is written more than twice on average.
+A larger state is written when the log has the same size, so no token is written more than twice on average.
 """
 IDLE_BYTES: Final = 64 * 1024
-"""The same, while no request is unfinished."""
+"""Bytes of the log at which a checkpoint is written while no request is unfinished."""
 
 CLAIM_BYTES: Final = 64 * 1024 * 1024
-"""Size of the requests of one claim above which the rest waits for the next one."""
+"""Bytes of the requests in one claim above which the other requests wait for the next claim."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_states: Final = msgspec.msgpack.Decoder(list[StreamState]).decode
@@ -57,8 +58,9 @@ _decode_entry: Final = msgspec.msgpack.Decoder(LogEntry).decode
 class Requests:
     """The requests of all frontends.
 
-    Entries change the state in memory at once. What they change in the database is collected, and written by `write` in
-    a transaction. If that fails, `record_lost_write` says so, and the next checkpoint writes everything.
+    Entries change the state in memory at once. Their changes to the database are collected, and `write` writes them in
+    a transaction. If the transaction fails, the caller calls `record_lost_write`, and the next checkpoint writes
+    everything.
 
     Attributes:
         live: The requests that have not ended.
@@ -72,7 +74,7 @@ class Requests:
         self.live = LiveRequests()
         self.sessions = Sessions()
         self._reserved: dict[tuple[str, str], tuple[bytes, int]] = {}
-        """The keys of requests that have not begun, and the calls that reserved them."""
+        """(owner, key) -> the session that reserved the key for a request that has not begun, and its call."""
         self._statements: list[Statement] = []
         self._logged_streams = LoggedStreams()
         self._begun: list[LiveRequest] = []
@@ -88,7 +90,7 @@ class Requests:
             self.count()
 
     def _load(self) -> None:
-        """Read the unfinished requests. Those of an engine that is dead are orphans."""
+        """Read the unfinished requests. The requests of an engine that has exited become orphans."""
         self.count()
         rows = self._rows("SELECT id, run, client, last_number, duties FROM sessions")
         for session, run, client, last_number, duties in rows:
@@ -117,7 +119,7 @@ class Requests:
                 opened.last_number = max(opened.last_number, decoded.number)
         for session in {request.session for request in self.live} - self.sessions.keys():
             self.live.end_session(session)
-        # The requests of sessions that have ended are written as orphans.
+        # The requests of ended sessions are written as orphans.
         self._is_stale = self._database.is_file
 
     def _replay(self, session: bytes, entry: LogEntry) -> None:
@@ -147,7 +149,7 @@ class Requests:
 
     @property
     def num_unfinished_bytes(self) -> int:
-        """The size of the records of unfinished requests, and of their log-probabilities."""
+        """The bytes of the records of unfinished requests, and of their log-probabilities."""
         return sum(request.size + request.size_of_logprobs + ROW_BYTES for request in self.live)
 
     @property
@@ -161,7 +163,7 @@ class Requests:
         return any(opened.run != self._run for opened in self.sessions.values())
 
     def end_dead_engines(self) -> bool:
-        """End the sessions of other engines that are dead. Return whether there were any."""
+        """End the sessions of other engines that have exited. Return whether there were any."""
         runs = {opened.run for opened in self.sessions.values()} - {self._run}
         dead = {run for run in runs if not self._other_engines.is_alive(run)}
         for session, opened in list(self.sessions.items()):
@@ -173,11 +175,11 @@ class Requests:
         return bool(dead)
 
     def close(self) -> None:
-        """Release what is known about other engines."""
+        """Close the run directories of other engines."""
         self._other_engines.close()
 
     def open_session(self, message: OpenSession, identity: bytes) -> int:
-        """Open a session, or continue it on a new connection. Return the number of its last entry."""
+        """Open a session, or continue it on a new connection. Return the number of the last entry that it has sent."""
         session, run, client_index = message.session, message.run, message.client_index
         for earlier in self.sessions.find_earlier(session, run, client_index):
             self._end_session(earlier)
@@ -189,21 +191,21 @@ class Requests:
         return opened.last_number
 
     def _end_session(self, session: bytes) -> None:
-        """End a session, whose process is dead."""
+        """End a session whose process has exited."""
         del self.sessions[session]
         self._forget_keys(session)
         self._save_orphans(self.live.end_session(session))
         self._add("DELETE FROM sessions WHERE id = ?", session)
 
     def apply(self, session: bytes, entry: LogEntry) -> None:
-        """Apply an entry, unless that was done before."""
+        """Apply an entry of a session, unless it was applied before."""
         opened = self.sessions.get(session)
         if opened is None or entry.number <= opened.last_number:
             return
         opened.last_number = entry.number
         num_before = self._log_bytes
         self._apply(session, entry)
-        # The log has the numbers of its entries.
+        # The log stores the numbers of its entries.
         self._must_save_numbers |= self._log_bytes == num_before
 
     def _apply(self, session: bytes, entry: LogEntry) -> None:
@@ -238,7 +240,7 @@ class Requests:
             self._must_save_numbers = True
 
     def reserve_key(self, session: bytes, call: ReserveKey) -> KeyReply:
-        """Return the request with an idempotency key, or keep the key for this session."""
+        """Return the request with an idempotency key. If there is none, reserve the key for this session."""
         name = (call.owner, call.key)
         for request in self.live:
             if (request.owner, request.key) == name:
@@ -246,27 +248,30 @@ class Requests:
         found = self._rows("SELECT id FROM requests WHERE owner = ? AND key = ?", *name)
         if found:
             return KeyReply(call.call_id, found[0][0])
-        # A call may arrive twice, on two connections.
+        # One call may arrive twice, on two connections.
         caller = (session, call.call_id)
         return KeyReply(call.call_id, is_busy=self._reserved.setdefault(name, caller) != caller)
 
     def release_key(self, owner: str, key: str) -> None:
-        """Let another request have a key that was reserved."""
+        """Release a reserved key, so that another request can use it."""
         self._reserved.pop((owner, key), None)
 
     def take_duty(self, session: bytes, call: TakeDuty) -> DutyReply:
-        """Give a duty to a session, unless another one has it."""
+        """Give a duty to a session, unless another session has it."""
         has_it = self.sessions.take_duty(session, call.name)
         self._statements.append(self.sessions.save(session))
         return DutyReply(call.call_id, has_it)
 
     def leave_duty(self, session: bytes, name: str) -> None:
-        """Let another session have a duty."""
+        """Release a session's duty, so that another session can take it."""
         self.sessions.leave_duty(session, name)
         self._statements.append(self.sessions.save(session))
 
     def claim(self, session: bytes, call: ClaimRequests) -> ClaimReply:
-        """Give orphans to a session. Those of an engine that lives wait for its own frontends."""
+        """Give orphaned requests to a session.
+
+        Orphans of a running engine are only given to frontends of that engine.
+        """
         claimed: list[ClaimedRequest] = []
         run = self.sessions[session].run
         orphans = [request for request in self.live.orphans if request.run in ("", run)]
@@ -300,7 +305,7 @@ class Requests:
         return ClaimReply(call.call_id, claimed)
 
     def find_finished(self, owner: str, request_id: str) -> list[StreamState] | None:
-        """Return the streams of a finished request; None if there is none of this name."""
+        """Return the streams of a finished request; None if there is no such request."""
         rows = self._rows(
             "SELECT state FROM requests WHERE owner = ? AND id = ? AND is_finished",
             owner,
@@ -309,14 +314,14 @@ class Requests:
         return _decode_states(rows[0][0]) if rows else None
 
     def find_record(self, owner: str, request_id: str) -> bytes:
-        """Return the record of a request; b"" if there is none of this name."""
+        """Return the record of a request; b"" if there is no such request."""
         rows = self._rows(
             "SELECT record FROM records WHERE owner = ? AND id = ?", owner, request_id
         )
         return bytes(rows[0][0]) if rows else b""
 
     def write(self) -> None:
-        """Execute what the entries changed, in the caller's transaction."""
+        """Execute the statements that the entries need, in the caller's transaction."""
         execute = self._database.connection.execute
         for statement, values in self._statements:
             execute(statement, values)
@@ -341,7 +346,10 @@ class Requests:
             self._is_stale = False
 
     def record_lost_write(self) -> None:
-        """Record that it was not. Requests that began in it are not kept; of the others, the next one writes all."""
+        """Record that the transaction of `write` failed.
+
+        Requests that began in it are not recorded. The next checkpoint writes the other requests in full.
+        """
         for request in self._begun:
             if self.live.by_name.get(request.name) is request:
                 self.live.remove_request(request)
@@ -359,7 +367,7 @@ class Requests:
         return oldest
 
     def evict_oldest(self, before: float) -> int:
-        """Delete the finished request that ended first, if that was before `before`. Return its size, or 0."""
+        """Delete the finished request that ended first, if it ended before `before`. Return its size, or 0."""
         rows = self._rows(
             "DELETE FROM requests WHERE position = "
             "(SELECT position FROM requests WHERE is_finished AND changed < ? ORDER BY changed LIMIT 1) "
@@ -383,7 +391,7 @@ class Requests:
         """Write the state of all unfinished requests into their rows, and empty the log."""
         execute = self._database.connection.execute
         for name in self._rows("SELECT owner, id FROM requests WHERE NOT is_finished"):
-            # Its end could not be written.
+            # The end of this request could not be written.
             if name not in self.live.by_name:
                 execute("DELETE FROM requests WHERE owner = ? AND id = ?", name)
                 execute("DELETE FROM records WHERE owner = ? AND id = ?", name)
@@ -455,7 +463,7 @@ class Requests:
             self._save_owner(request)
 
     def _append_to_log(self, session: bytes, entry: LogEntry) -> None:
-        """Add an entry to the log, which only a file needs: without one the state is as safe as the log."""
+        """Add an entry to the log. A database in memory needs none, because its state is lost together with the log."""
         if self._database.is_file and not self._is_stale:
             if isinstance(entry, LogTokens):
                 entry = self._logged_streams.shorten(session, entry)

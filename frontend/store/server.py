@@ -1,4 +1,4 @@
-"""The store's loop: it applies what frontends send in one transaction a turn, and replies after the commit."""
+"""The loop of the store process: apply messages in one transaction per turn, and reply after the commit."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ from .requests import Requests
 TURN_MESSAGES: Final = 256
 """Maximum number of messages that are applied in one transaction."""
 TURN_BYTES: Final = 64 * 1024 * 1024
-"""Maximum size of the objects that are written in one transaction."""
+"""Maximum bytes of the objects that are written in one transaction."""
 
 EVICT_S: Final = 10.0
-"""Seconds between searches for what is too old."""
+"""Seconds between searches for expired objects and requests."""
 
 REPORT_S: Final = 1.0
-"""Minimum seconds between reports of a changed size."""
+"""Minimum seconds between reports of the store's size."""
 
 LOW_WATER: Final = 0.9
-"""Share of the maximum size to which the store is emptied when it is full, so that this is rare."""
+"""Share of the maximum size to which a full store is emptied, so that it is not full again at once."""
 
 IDLE_MS: Final = 1000
 """Maximum milliseconds between turns without messages."""
 SHARING_MS: Final = 100
-"""The same while another engine uses this store, because it may end at any time."""
+"""Maximum milliseconds between turns while another engine shares this store, because it may exit at any time."""
 
 VACUUM_PAGES: Final = 256
-"""Free pages that are returned to the file system at once."""
+"""Number of free pages that are returned to the file system at once."""
 
 Sent: TypeAlias = tuple[bytes, FromStore]
 """The identity of a frontend, and a message for it."""
@@ -79,7 +79,7 @@ _OBJECT_CALLS: Final = get_args(ObjectCall)
 
 
 class StoreServer:
-    """Applies what frontends send to the database, and answers them.
+    """Applies the frontends' messages to the database, and replies to them.
 
     Args:
         config: The configuration of this engine.
@@ -93,7 +93,7 @@ class StoreServer:
         self._objects = Objects(self._database)
         self._requests = Requests(self._database, config.run_dir)
         self._sessions: dict[bytes, bytes] = {}
-        """The session of each connected frontend, by identity."""
+        """Identity of a connected frontend -> its session."""
         self._attached: dict[tuple[bytes, int], LiveRequest] = {}
         self._num_evicted = 0
         self._evict_at = 0.0
@@ -163,7 +163,7 @@ class StoreServer:
                 self._hub.send(identity, RequestState(message.call_id, error=str(error)))
 
     def greet(self, identity: bytes) -> None:
-        """Greet a frontend that has connected."""
+        """Send a greeting to a frontend that has connected."""
         self._peers.add(identity)
         for reader in [reader for reader in self._attached if reader[0] == identity]:
             self._detach(reader)
@@ -176,12 +176,12 @@ class StoreServer:
         self._hub.send(identity, SessionOpened(last_number))
 
     def _end_dead_engines(self) -> None:
-        """From time to time, make the requests of other engines that are dead orphans."""
+        """From time to time, make the requests of other engines that have exited orphans."""
         if not self._requests.has_other_engines or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + SHARING_MS / 1000
         if self._requests.end_dead_engines():
-            # Its orphans can be claimed now by those that could not before.
+            # Now this engine's frontends can claim the orphans of the other engine.
             self._known = StoreState()
 
     def _apply_entry(self, identity: bytes, entry: LogEntry) -> None:
@@ -189,13 +189,13 @@ class StoreServer:
         if session is None:
             return
         if isinstance(entry, BeginRequest) and not self._has_room(len(entry.record)):
-            # The request is served without being kept.
+            # The request is served without being recorded.
             self._requests.skip(session, entry)
             return
         self._requests.apply(session, entry)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether a request fits, if all finished ones are deleted for it."""
+        """Return whether a request fits if all finished requests are deleted for it."""
         return self._requests.num_unfinished_bytes + size < self._limits.size_limit * LOW_WATER
 
     def _commit(self, calls: list[Call]) -> list[Sent]:
@@ -214,7 +214,7 @@ class StoreServer:
             if self._database.may_write and self._database.write(write_all):
                 self._requests.record_write()
                 return replies
-            # The sizes were counted for a transaction that did not take place.
+            # The sizes were counted for a transaction that was not committed.
             self._objects.count()
             self._requests.record_lost_write()
         return [(identity, self._read(call)) for identity, call in calls]
@@ -225,13 +225,16 @@ class StoreServer:
             if size > self._limits.size_limit * LOW_WATER:
                 return ObjectReply(
                     call.call_id,
-                    error=f"the object has {size} bytes, which is too much for a store of {self._limits.size_limit} bytes",
+                    error=(
+                        f"the object has {size} bytes, which is too much for a store of "
+                        f"{self._limits.size_limit} bytes; raise --store-max-size or send less"
+                    ),
                 )
             self._make_room(size)
         return self._objects.apply(call)
 
     def _read(self, call: ObjectCall) -> ObjectReply:
-        """Return the reply to a call if nothing can be written."""
+        """Return the reply to a call while nothing can be written."""
         if not _only_reads(call):
             return ObjectReply(call.call_id, error=self._database.trouble)
         try:
@@ -241,7 +244,7 @@ class StoreServer:
             return ObjectReply(call.call_id, error=self._database.trouble)
 
     def _answer(self, identity: bytes, message: ToStore) -> list[Sent]:
-        """Return the replies to a message about requests."""
+        """Return the replies to a message about recorded requests."""
         session = self._sessions.get(identity, b"")
         match message:
             case AttachRequest():
@@ -283,7 +286,7 @@ class StoreServer:
         return self._report_readers(request)
 
     def _report_readers(self, request: LiveRequest) -> list[Sent]:
-        """Return the message to the owner of a request with the number of clients that read it."""
+        """Return a message that tells the owner of a request how many clients read it."""
         owner = self._requests.sessions.get(request.session)
         if owner is None or request.session == ORPHAN:
             return []
@@ -291,7 +294,7 @@ class StoreServer:
         return [(owner.identity, ReadersChanged(request.request_id, request.owner, num_readers))]
 
     def _news(self) -> list[Sent]:
-        """Return what readers have not received."""
+        """Return the tokens that readers have not received, as messages."""
         live = self._requests.live
         news: list[Sent] = []
         for request in dict.fromkeys(chain(live.changed, self._attached.values())):
@@ -309,7 +312,7 @@ class StoreServer:
     def _try(
         self, answer: Callable[[bytes, Message], list[Sent]], identity: bytes, message: Message
     ) -> list[Sent]:
-        """Return the replies to a message. If the database fails, there are none, and the frontend waits in vain."""
+        """Return the replies to a message. If the database fails there are none, and the frontend's call times out."""
         try:
             return answer(identity, message)
         except sqlite3.Error as error:
@@ -319,7 +322,10 @@ class StoreServer:
     def _change_owner(
         self, identity: bytes, message: ClaimRequests | TakeDuty | LeaveDuty
     ) -> list[Sent]:
-        """Change who owns requests or has a duty, which must be committed before the reply."""
+        """Apply a message that changes the owner of requests or duties.
+
+        This must be committed before the reply is sent.
+        """
         session = self._sessions.get(identity, b"")
         if session not in self._requests.sessions:
             return []
@@ -360,7 +366,7 @@ class StoreServer:
         return True
 
     def _evict_old(self) -> None:
-        """Delete what is too old, from time to time and in the background of other work."""
+        """Delete expired objects and requests, a few at a time."""
         if time.monotonic() < self._evict_at or not self._database.may_write:
             return
         before = time.time() - self._limits.max_age_s

@@ -1,4 +1,4 @@
-"""The sessions of frontend processes, and the duties that one of them has at a time."""
+"""The sessions of frontend processes, and the duties that at most one of them has at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ decode_duties: Final = msgspec.msgpack.Decoder(list[str]).decode
 class Session(msgspec.Struct):
     """A frontend process of the engine with a run directory.
 
-    `identity` is that of its connection; b"" while it is not connected. `duties` are the names of those that it has.
+    `identity` is the identity of its connection; b"" while it is not connected. `duties` are the names of its duties.
     """
 
     run: str
@@ -41,7 +41,7 @@ class Sessions(dict[bytes, Session]):
         ]
 
     def take_duty(self, session: bytes, name: str) -> bool:
-        """Give a duty to a session, unless another one has it. Return whether this one has it now."""
+        """Give a duty to a session, unless another session has it. Return whether this session has it now."""
         for other, opened in self.items():
             if name in opened.duties:
                 return other == session
@@ -49,7 +49,7 @@ class Sessions(dict[bytes, Session]):
         return True
 
     def leave_duty(self, session: bytes, name: str) -> None:
-        """Let another session have a duty."""
+        """Release a duty, so that another session can take it."""
         duties = self[session].duties
         if name in duties:
             duties.remove(name)
@@ -75,17 +75,17 @@ class Sessions(dict[bytes, Session]):
 
 
 class LoggedStreams(dict[bytes, bytes]):
-    """The streams of the last tokens that each session has in the log, which the next entry does not repeat."""
+    """The streams of each session's last entry in the log. The next entry does not repeat them if they are the same."""
 
     def shorten(self, session: bytes, entry: LogTokens) -> LogTokens:
-        """Return an entry as it is written into the log."""
+        """Return an entry in the shortened form in which it is written into the log."""
         if self.get(session) == entry.streams:
             return msgspec.structs.replace(entry, streams=b"")
         self[session] = entry.streams
         return entry
 
     def restore(self, session: bytes, entry: LogTokens) -> LogTokens:
-        """Return an entry of the log as it was received."""
+        """Return an entry of the log in the form in which it was received."""
         if entry.token_ids and not entry.streams:
             return msgspec.structs.replace(entry, streams=self.get(session, b""))
         self[session] = entry.streams

@@ -1,4 +1,4 @@
-"""Records a frontend's generating requests in the store, and holds their tokens back until they are safe."""
+"""Record a frontend's unfinished requests in the store, and hold their tokens back until they are durable."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .logprobs import select_recordable, size_of_logprobs
 logger = logging.getLogger(__name__)
 
 HOLD_S: Final = 3.0
-"""Maximum seconds that tokens wait for the store. A crashed store is usually restarted in less."""
+"""Maximum seconds that tokens wait for the store. A crashed store is usually restarted sooner."""
 
 MAX_UNACKNOWLEDGED_BYTES: Final = 64 * 1024 * 1024
-"""Size of the entries without acknowledgment at which the log gives up, and begins anew when the store answers."""
+"""Bytes of unacknowledged entries at which the log is abandoned. It begins again when the store answers."""
 
 ENTRY_BYTES: Final = 64
-"""Approximate size of an entry without its arrays."""
+"""Approximate bytes of an entry without its arrays."""
 
 Apply = Callable[[EngineCoreOutputs], None]
 
@@ -44,8 +44,8 @@ class RecordedRequest:
     """The recording of one request of this frontend.
 
     Attributes:
-        group: Its sequences.
-        record: What another frontend needs to continue it.
+        group: The sequences of the request.
+        record: The data that another frontend needs to continue the request.
         is_deleted_later: Whether the caller deletes the recording after the end, because the answer is stored in
             another form. Until then the request can be claimed.
     """
@@ -91,14 +91,17 @@ class RecordedRequest:
         self._log.delete(self)
 
     def record_departure(self) -> None:
-        """Record that the client is gone: the request goes on for the grace period, or as long as others read it."""
+        """Record that the client has disconnected.
+
+        The request continues for the grace period, or while others read it.
+        """
         self._has_client = False
         self._consider_abort()
 
     def set_num_readers(self, num_readers: int) -> None:
         """Set how many clients read the request through the store.
 
-        A request that is deleted later goes on without any, because its answer is stored.
+        A request with `is_deleted_later` continues without readers, because its answer is stored.
         """
         if self.is_deleted_later:
             return
@@ -109,7 +112,10 @@ class RecordedRequest:
             self._consider_abort()
 
     def continue_alone(self) -> None:
-        """Record that the request, which was claimed, has no client yet. It goes on until the end or its first one."""
+        """Record that a claimed request has no client yet.
+
+        It continues until its end, or until its first client leaves.
+        """
         self._has_client = False
 
     def _consider_abort(self) -> None:
@@ -134,8 +140,8 @@ class RecordedRequest:
 class TokenLog:
     """The session of one frontend process.
 
-    With `holds`, outputs are applied only after the store has committed their tokens. If it does not answer for
-    `HOLD_S`, they are applied anyway, until it answers again.
+    With `holds`, outputs are applied only after the store has committed their tokens. If the store does not answer for
+    `HOLD_S` seconds, outputs are applied immediately until it answers again.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class TokenLog:
 
     @property
     def num_held(self) -> int:
-        """The number of messages that wait for the store."""
+        """The number of messages with outputs that wait for the store."""
         return len(self._held)
 
     def begin(
@@ -175,7 +181,7 @@ class TokenLog:
         is_claimed: bool = False,
         is_deleted_later: bool = False,
     ) -> RecordedRequest:
-        """Record a request, which is about to be sent to a core."""
+        """Start to record a request that is about to be sent to a core."""
         request = RecordedRequest(
             self,
             group,
@@ -197,7 +203,7 @@ class TokenLog:
         return request
 
     def append(self, outputs: EngineCoreOutputs, apply: Apply) -> None:
-        """Record outputs, and pass them to `apply` as soon as they are safe, in the order of the calls."""
+        """Record outputs, and pass them to `apply` as soon as they are durable, in the order of the calls."""
         if not self._requests and not self._held:
             apply(outputs)
             return
@@ -223,11 +229,14 @@ class TokenLog:
         self._watch_hold()
 
     def add_move(self, old: int, new: int, num_tokens: int) -> None:
-        """Record that a sequence has a new number and continues after so many tokens."""
+        """Record that a sequence has a new number and continues after its first `num_tokens` tokens."""
         self._add(MoveStream(self._next_number(), old, new, num_tokens))
 
     def add_end(self, request: RecordedRequest, sequence: Sequence) -> None:
-        """Record that a sequence has finished. After `close` it has not: the next server continues it."""
+        """Record that a sequence has finished.
+
+        After `close` this does nothing, so that the next server continues the request.
+        """
         name = request.owner, request.request_id
         if self._is_closed or name not in self._requests:
             return
@@ -236,7 +245,10 @@ class TokenLog:
             del self._requests[name]
 
     def delete(self, request: RecordedRequest) -> None:
-        """Delete the recording of a request. After `close`, the next server continues it."""
+        """Delete the recording of a request.
+
+        After `close` this does nothing, so that the next server continues the request.
+        """
         if self._requests.pop((request.owner, request.request_id), None) is None:
             return
         for sequence in request.group.sequences:
@@ -250,9 +262,12 @@ class TokenLog:
         num_tokens: list[int],
         error: str | None,
     ) -> None:
-        """End a claimed request, each of whose sequences has so many tokens, with an error. Without one, delete it."""
+        """End a claimed request with an error, or delete its recording if there is no error.
+
+        `num_tokens` has the number of recorded tokens of each sequence.
+        """
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
-        # No core has these numbers.
+        # No core uses these numbers.
         numbers = range(-self._last_number - 1, -self._last_number - 1 - len(num_tokens), -1)
         streams = array("i", numbers).tobytes()
         self._add(AdoptRequest(self._next_number(), request_id, owner, streams))
@@ -261,7 +276,7 @@ class TokenLog:
             self._add(EndStream(self._next_number(), number, end))
 
     def set_num_readers(self, request_id: str, owner: str, num_readers: int) -> None:
-        """Apply what the store reports about the readers of a request."""
+        """Apply the store's report of how many clients read a request."""
         request = self._requests.get((owner, request_id))
         if request is not None:
             request.set_num_readers(num_readers)
@@ -272,7 +287,7 @@ class TokenLog:
         self._send(OpenSession(self._session, self._run, self._client_index))
 
     def record_opened(self, last_number: int) -> None:
-        """Send what the store does not have."""
+        """Send the entries that the store has not received."""
         self._is_open = True
         if last_number < self._acknowledged:
             self._begin_again()
@@ -282,7 +297,7 @@ class TokenLog:
             self._send(entry)
 
     def acknowledge(self, number: int) -> None:
-        """Apply the outputs of entries that are safe."""
+        """Apply the outputs of entries that the store has committed."""
         if self._must_begin_again:
             self._begin_again()
             return
@@ -298,14 +313,14 @@ class TokenLog:
             self._hold_timer = None
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until the store has all entries, at most `timeout_s`."""
+        """Wait until the store has committed all entries, at most `timeout_s` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while self._unacknowledged and loop.time() < deadline:
             await asyncio.sleep(0.005)
 
     def close(self) -> None:
-        """Stop recording: what ends from now on has not ended for the store."""
+        """Stop recording. Requests that end from now on stay unfinished in the store."""
         self._release_all()
         self._is_closed = True
         if self._hold_timer is not None:
@@ -338,7 +353,8 @@ class TokenLog:
     def _begin_again(self) -> None:
         """Record all unfinished requests with their tokens, because the store has lost its state.
 
-        Those with log-probabilities are no longer recorded: what the client has read of them is not kept here.
+        Requests with log-probabilities are no longer recorded, because those that the client has read are not kept
+        here.
         """
         self._must_begin_again = False
         self._drop_unacknowledged()
