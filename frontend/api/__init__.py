@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API."""
+"""The OpenAI-compatible HTTP API of a frontend, and its translations of Anthropic's and Ollama's APIs."""

@@ -19,7 +19,7 @@ Request = TypeVar("Request", bound=GenerationRequest)
 
 
 class Outputs(Protocol):
-    """The sequences of one response: those of a request, or of one of its prompts."""
+    """The sequences of one response: all sequences of a request, or those of one of its prompts."""
 
     sequences: list[Sequence]
 
@@ -28,7 +28,7 @@ class Outputs(Protocol):
 
 
 class Answer(ABC, Generic[Request]):
-    """A response, sent as a whole or as stream chunks.
+    """A response that is sent as a whole or as stream chunks.
 
     `envelope` holds all fields except choices and usage.
     """
@@ -53,7 +53,7 @@ class Answer(ABC, Generic[Request]):
 
     @property
     def shows_prompt(self) -> bool:
-        """True if every choice has the tokens or the text of its prompt."""
+        """True if every choice shows the tokens or the text of its prompt."""
         return bool(self.request.return_token_ids)
 
     @property
@@ -72,7 +72,9 @@ class Answer(ABC, Generic[Request]):
     def render_choices(
         self, outputs: list[Delta], render: Callable[[int, int], Json]
     ) -> list[Json] | EncodedJSON:
-        """Return the choices of a whole answer. Several are encoded one by one, because all together may be large.
+        """Return the choices of a complete response.
+
+        Several choices are encoded one by one, because together they may be large.
 
         `render` gets the index of a choice and the position of its output.
         """
@@ -81,7 +83,7 @@ class Answer(ABC, Generic[Request]):
         return list(choices) if len(positions) == 1 else encode_list(choices, at_once=1)
 
     def best_positions(self, outputs: list[Delta]) -> range | list[int]:
-        """Return the positions of the outputs to show: the likeliest `best_of` candidates, or all outputs."""
+        """Return the positions of the outputs to show: the most probable `best_of` candidates, or all outputs."""
         num_shown = self.request.num_outputs
         return find_likeliest(outputs, self.request.best_of or num_shown, num_shown)
 
@@ -90,17 +92,17 @@ class Answer(ABC, Generic[Request]):
         return self.usage_so_far() | self.receipt()
 
     def transfer(self) -> Json:
-        """Return the field for the engine that continues the request; {} unless blocks are held for one."""
+        """Return `kv_transfer_params` for the engine that continues the request; {} if no blocks are held for it."""
         params = self._group.sequences[0].kv_transfer_params
         return {} if params is None else {"kv_transfer_params": params}
 
     def receipt(self) -> Json:
-        """Return the field of the usage that has the receipt; {} unless the request asks for it."""
+        """Return the usage field `engine` with the receipt; {} unless the request asks for it."""
         if self.receipt_source is None:
             return {}
         messages = getattr(self.request, "messages", None) or []
         if messages and isinstance(messages[0], list):
-            # The receipt of several conversations is that of the first.
+            # With several conversations, the receipt is about the first one.
             messages = messages[0]
         tokenizer, sequences = self.serving.tokenizer, self._group.sequences
         shown = self.serving.stable_prefix.apply(messages)
@@ -134,8 +136,8 @@ class Answer(ABC, Generic[Request]):
         """Return the usage; the tokens of a prompt count once, however many outputs it has.
 
         Args:
-            num_completion_tokens: The tokens to count; None for all that were read.
-            reasoning_tokens: The tokens of reasoning; None if reasoning is not separated from content.
+            num_completion_tokens: The number of generated tokens; None for all that were read.
+            reasoning_tokens: The number of reasoning tokens; None if reasoning is not separated from content.
             predicts: Whether to report accepted and rejected tokens of the client's prediction.
         """
         prompts = [outputs[0] for outputs in self._group.outputs_by_prompt()]
@@ -154,7 +156,7 @@ class Answer(ABC, Generic[Request]):
         if predicts:
             sequences = self._group.sequences
             accepted = sum(s.num_accepted_predictions for s in sequences)
-            # A stop string may have dropped accepted tokens.
+            # Accepted tokens after a stop string are not part of the answer.
             details["accepted_prediction_tokens"] = min(accepted, num_completion_tokens)
             details["rejected_prediction_tokens"] = sum(
                 s.num_rejected_predictions for s in sequences
@@ -165,7 +167,10 @@ class Answer(ABC, Generic[Request]):
 
 
 def find_likeliest(outputs: list[Delta], num_candidates: int, num_shown: int) -> range | list[int]:
-    """Return the positions of the outputs with the largest mean logprobs, `num_shown` of each `num_candidates`."""
+    """Return the positions of the outputs with the largest mean logprobs.
+
+    `num_shown` outputs are selected among the `num_candidates` of each prompt.
+    """
     if num_candidates == num_shown:
         return range(len(outputs))
     mean_logprobs = [_mean_logprob(output) for output in outputs]

@@ -49,11 +49,11 @@ ERROR_BODIES: Final = {
     anthropic.PATH: anthropic.error_body,
     ollama.PATH: ollama_error,
 }
-"""The writers of the errors of dialects, by the beginning of the path."""
+"""Path prefix of a dialect -> the function that writes its error bodies."""
 
 
 class App(NamedTuple):
-    """The ASGI application, and what continues the requests of frontends that are gone."""
+    """The ASGI application, with the tasks that continue requests of frontends that have exited."""
 
     asgi: ASGIApp
     recovery: Recovery

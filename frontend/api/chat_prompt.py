@@ -1,4 +1,4 @@
-"""Renders a conversation into the prompt that the model reads."""
+"""Render a conversation into the prompt of the model, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIELD = re.compile(
 
 @dataclass(slots=True)
 class RenderedChat:
-    """A prompt as text and as token ids, with images or sounds in place of some of these."""
+    """A prompt as text and as token ids, with the images or sounds that replace some of the tokens."""
 
     text: str
     token_ids: Sequence[int]
@@ -86,7 +86,8 @@ async def render_chat(
     }
 
     def render() -> RenderedChat:
-        # Rendering blocks all other threads in proportion to the text. A string has no more characters than its body.
+        # Rendering blocks all other threads for a time proportional to the text, whose length is at most that of the
+        # body.
         if body_size > max_characters(max_model_len):
             counts = {name: _num_characters(value) for name, value in given.items()}
             longest = max(counts, key=counts.__getitem__)
@@ -123,14 +124,14 @@ _OF_TEMPLATES = (
     "chat_template_kwargs",
     "echo",
 )
-"""The fields that mean nothing without a chat template."""
+"""Fields that have no effect without a chat template."""
 
 MARKED_TOKENS = 256
-"""Tokens at the end of a prompt in which a template may open the reasoning."""
+"""Number of tokens at the end of a prompt among which a template may open the reasoning."""
 
 
 async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> RenderedChat:
-    """Return a conversation that was rendered and encoded by the client. Its text is only the end of the prompt.
+    """Return a conversation that the client rendered and encoded. `text` is only the end of the prompt.
 
     Raises:
         APIError: A token is not in the vocabulary, or a field needs a chat template (400).
@@ -149,7 +150,7 @@ async def read_token_ids(serving: Serving, request: ChatCompletionRequest) -> Re
 
 
 def verify_template_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raise APIError 400 if one of the variables for a template is a field of its own."""
+    """Raise APIError 400 if a template variable has the name of a request field."""
     for name in _RESERVED:
         if name in kwargs:
             param = f"chat_template_kwargs.{name}"
@@ -157,7 +158,7 @@ def verify_template_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def _num_characters(value: Any) -> int:
-    """Return the length of all strings in a JSON value."""
+    """Return the total length of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Response headers; the browser may apply the page's own style and load nothing else."""
+"""Response headers. They let the browser apply the page's own style, and load nothing."""
 
 
 def render_docs(document: Mapping[str, Any]) -> str:
@@ -77,7 +77,7 @@ def _operation(
         [(content_type, content)] = body["content"].items()
         whole = content["schema"]
         for choice in whole.get("anyOf", [whole]):
-            # A form has files beside the fields of its first schema.
+            # Forms have files in addition to the fields of the first schema.
             name = type_name(choice.get("allOf", [choice])[0])
             schema = schemas.get(name, {})
             required = schema.get("required", [])

@@ -33,12 +33,12 @@ from .bodies.body import ClientDisconnected
 logger = logging.getLogger(__name__)
 
 ErrorBody = Callable[[APIError, str], dict[str, Any]]
-"""Returns the body of an error; gets the error and the ID of the request."""
+"""Function from an error and the request ID to the body of an error response."""
 
 MAX_DISCARDED_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of a rejected request's body that are received before the error is sent."""
 MAX_DISCARD_S: Final = 5.0
-"""Maximum seconds for receiving them."""
+"""Maximum seconds to receive the rest of a rejected request's body."""
 
 _ACCEPTABLE_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -47,8 +47,8 @@ class Edge:
     """ASGI middleware around the router.
 
     Every response carries `x-request-id`, and every failure becomes an error body. An unexpected exception is logged
-    with the request ID, and only that ID is sent to the client. `error_bodies` write the errors of dialects, by the
-    beginning of the path; all other errors have OpenAI's form.
+    with the request ID, and only that ID is sent to the client. `error_bodies` maps path prefixes of dialects to the
+    functions that write their errors; all other errors have OpenAI's format.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Edge:
         self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. If the server stops meanwhile, close the connection."""
+        """Answer one request. If the server stops before that, close the connection."""
         try:
             await self._answer(scope, receive, send)
         except asyncio.CancelledError:
-            # The server stops, and this client did not finish sending or reading in time.
+            # The server is stopping, and this client did not send its request or read its response in time.
             scope["state"]["connection"].close_now()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +135,7 @@ class Edge:
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the ID that the client gave its request; "" if there is none that is acceptable."""
+    """Return the request ID that the client sent; "" if it sent none or an invalid one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _ACCEPTABLE_ID.fullmatch(value):
             return str(value, "ascii")
@@ -150,7 +150,7 @@ def _expects_permission(scope: Scope) -> bool:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Receive the rest of the body, within limits: most clients read no response before they have sent all of it."""
+    """Receive the rest of the body, within limits: most clients read no response before all of it is sent."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MAX_DISCARD_S):

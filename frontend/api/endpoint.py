@@ -47,7 +47,7 @@ from .serving import Serving
 from .streaming.event_stream import ChunkEncoder, EventStream
 
 NewAnswer = Callable[[Outputs, Json], Answer[Request]]
-"""Makes the answer from the sequences and the envelope."""
+"""Function from the sequences and the envelope to the answer."""
 
 
 class Endpoint(ABC, Generic[Request]):
@@ -89,9 +89,9 @@ class Endpoint(ABC, Generic[Request]):
         deadline: float,
         keeper: Keeper | None = None,
     ) -> None:
-        """Answer a request whose body has about `body_size` bytes until its deadline in CLOCK_MONOTONIC seconds.
+        """Answer a request until its deadline in CLOCK_MONOTONIC seconds. The body has about `body_size` bytes.
 
-        Without a `keeper` it is not recorded.
+        Without a `keeper` the request is not recorded.
         """
         serving, state = self._serving, scope["state"]
         serving.verify_model(request.model)
@@ -162,7 +162,7 @@ class Endpoint(ABC, Generic[Request]):
         send: Send,
         lease: MemoryLease | None = None,
     ) -> None:
-        """Answer a request with what another one has generated or is generating.
+        """Answer a request with the output of another request that was or is being generated.
 
         Raises:
             APIError: The recorded request can no longer be read, or has failed.
@@ -189,26 +189,26 @@ class Endpoint(ABC, Generic[Request]):
             group.abort()
 
     async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
-        """Generate the rest of a request whose frontend is gone, for clients that return.
+        """Generate the rest of a recorded request whose frontend has exited.
 
         Raises:
-            APIError: It can no longer be prepared, or the engine does not accept it.
+            APIError: The request can no longer be prepared, or the engine does not accept it.
         """
         with self._intake.lease() as lease:
             request, prompts, _ = await self._prepare_again(record, _never, lease)
-            # The adapter may have been replaced meanwhile.
+            # The adapter may have been replaced in the meantime.
             self._verify_same_model(record, request.model)
             group = await start(request, prompts)
             await group.wait_for_end()
 
     async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
-        """Return False: the token log has the error."""
+        """Return False, because the token log reports the error to the client."""
         return False
 
     async def _prepare_again(
         self, record: RequestRecord, receive: Receive, lease: MemoryLease
     ) -> tuple[Request, list[PreparedPrompt], NewAnswer[Request]]:
-        """Return the result that `prepare` had for a recorded body.
+        """Prepare a recorded request again, and return the result of `prepare`.
 
         Raises:
             APIError: The request was answered by another model (410), or can no longer be prepared.
@@ -221,7 +221,7 @@ class Endpoint(ABC, Generic[Request]):
         return request, prompts, new_answer
 
     def _verify_same_model(self, record: RequestRecord, name: str | None) -> None:
-        """Raise APIError 410 if a recorded request had another model, adapter or version than this name has now."""
+        """Raise APIError 410 if `name` now means another model, adapter or version than when it was recorded."""
         if record.fingerprint != self._serving.find_fingerprint(name):
             raise APIError(
                 410,
@@ -275,12 +275,12 @@ class Endpoint(ABC, Generic[Request]):
         """Return the request and the size of its body in bytes.
 
         Raises:
-            APIError: The body is too large or invalid.
+            APIError: The body is too large or invalid (4xx).
         """
         return await self._intake.receive(scope, receive, self._decoder, lease)
 
     def _greeting(self, request: Request) -> Json | None:
-        """Return the response to a request that asks for no text; None for all others."""
+        """Return the response to a request that asks for no text; None for all other requests."""
         return None
 
     def _verify(self, params: SamplingParams, request: Request) -> None:
@@ -299,7 +299,7 @@ class Endpoint(ABC, Generic[Request]):
         return request.sent_name(name)
 
     def id_prefix_of(self, request: Request) -> str:
-        """Return what the ID of the answer begins with."""
+        """Return the prefix of the answer's ID."""
         return self._id_prefix
 
     @abstractmethod
@@ -319,14 +319,14 @@ class Endpoint(ABC, Generic[Request]):
 
 
 def identify(chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> ChunkEncoder:
-    """Return an encoder that adds event IDs, if clients of this format can return with one."""
+    """Return an encoder that adds event IDs, if this format has them and the request is recorded."""
     if not chunks.format.has_ids or len(group.sequences) > MAX_SEQUENCES:
         return chunks
     return IdentifiedChunks(chunks, answer_id, group)
 
 
 async def _never() -> Message:
-    """Receive nothing: a request that is continued after a crash has no client yet."""
+    """Wait forever: a request that is continued after a crash has no client."""
     await asyncio.get_running_loop().create_future()
     raise AssertionError
 

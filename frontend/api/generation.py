@@ -1,4 +1,4 @@
-"""Runs the sequences of one HTTP request: submits them, watches for a disconnect and collects the outputs."""
+"""Run the sequences of one HTTP request: submit them, watch for a disconnect and collect the outputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_USER_CHARACTERS: Final = 256
 """Maximum length of a request's `user`."""
 
 MAX_STREAMED_LOGPROBS: Final = 1 << 11
-"""Maximum log-probabilities of a streamed token, because the event loop encodes them at once."""
+"""Maximum log-probabilities per streamed token, because the event loop encodes them in one call."""
 
 SEQUENCES_AT_ONCE: Final = 512
 """Sequences of a request that are created before other tasks run; takes about 2 ms."""
@@ -69,14 +69,14 @@ _NOT_IN_BEAM_SEARCH: Final = (
     "allowed_token_ids",
     "prediction",
 )
-"""Fields that a beam search, which compares the model's own log-probabilities, cannot honor."""
+"""Fields that a beam search cannot support, because it compares the model's own log-probabilities."""
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 _RANK_HEADER = RANK_HEADER.lower().encode()
 
 
 class HasUser(Protocol):
-    """A request that may name its user."""
+    """A request with an optional `user`."""
 
     user: str | None
 
@@ -85,8 +85,8 @@ class HasUser(Protocol):
 class PreparedPrompt:
     """A prompt with verified parameters; `text` is None if the request gave token ids.
 
-    `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling` nothing
-    is generated. `encoder_inputs` are images in place of some tokens.
+    `predicted_token_ids` is the client's prediction of the output; None without one. With `pooling`, no tokens are
+    generated. `encoder_inputs` are images, sounds or embeddings that replace some tokens.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -98,7 +98,7 @@ class PreparedPrompt:
 
     @property
     def num_image_bytes(self) -> int:
-        """The size of the images as the model reads them."""
+        """The size of the preprocessed images in bytes."""
         return sum(len(item.data) for item in self.encoder_inputs)
 
 
@@ -160,8 +160,8 @@ def verify_streamed_logprobs(
     if num_entries > MAX_STREAMED_LOGPROBS:
         raise bad_request(
             "logprobs",
-            f"{num_entries} log-probabilities of each token are too many for a stream; "
-            f"at most {MAX_STREAMED_LOGPROBS} are allowed; use stream=false or request fewer",
+            f"{num_entries} log-probabilities per token are too many for a stream; at "
+            f"most {MAX_STREAMED_LOGPROBS} are allowed; use stream=false or request fewer",
         )
 
 
@@ -217,10 +217,10 @@ async def submit(
     seeds: Sequence[int] = (),
     begin_recording: BeginRecording | None = None,
 ) -> RequestGroup:
-    """Start every output of every prompt; sequence `i * n + j` is output j of prompt i.
+    """Submit every output of every prompt; sequence `i * n + j` is output j of prompt i.
 
     `deadline` is in CLOCK_MONOTONIC seconds, 0.0 for none. `data_parallel_rank` is None for any replica. With a
-    `search`, wait for its results. `seeds` replace those of the sequences.
+    `search`, wait for its results. `seeds`, if given, are the seeds of the sequences.
 
     Raises:
         APIError: The request has too many sequences (400), or the engine cannot accept them now (503).
@@ -263,7 +263,7 @@ async def sequence_requests(
     trace_headers: dict[str, str] | None = None,
     is_search: bool = False,
 ) -> list[SequenceRequest]:
-    """Return every output of every prompt; a search has one for each prompt.
+    """Return one sequence request per output of each prompt; for a beam search, one per prompt.
 
     Raises:
         APIError: The request has too many sequences, or an invalid priority (400); there is no such model (404).
@@ -304,7 +304,7 @@ async def sequence_requests(
 
 @contextmanager
 def translate_refusals(serving: Serving) -> Iterator[None]:
-    """A context that turns the engine's refusals of a request into APIError 503."""
+    """Turn the engine's refusals of a request within this context into APIError 503."""
     try:
         yield
     except Overloaded as error:
@@ -318,9 +318,9 @@ def translate_refusals(serving: Serving) -> Iterator[None]:
 
 
 class ClientWatch:
-    """A context that leaves `group` as soon as the client disconnects, and in any case on exit.
+    """A context that calls `group.leave` as soon as the client disconnects, and in any case on exit.
 
-    `on_disconnect` is called as well when the client disconnects.
+    When the client disconnects, `on_disconnect` is called as well.
     """
 
     def __init__(

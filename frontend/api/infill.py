@@ -1,4 +1,4 @@
-"""Prompts for the text between a beginning and an end.
+"""Fill-in-the-middle prompts: the model writes the text between a prefix and a suffix.
 
 They are for models that were trained to fill in the middle (arXiv 2207.14255).
 """
@@ -32,7 +32,7 @@ _FORMATS: Final[tuple[tuple[str, ...], ...]] = (
     # Codestral.
     ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),
 )
-"""The known orders of special tokens, prefix and suffix."""
+"""The known prompt formats: the order of special tokens, prefix and suffix."""
 
 _ENDS: Final = (
     "<|endoftext|>",
@@ -44,14 +44,15 @@ _ENDS: Final = (
     "▁<EOT>",
     "<EOT>",
 )
-"""Tokens with which models end the middle, besides their end-of-sequence tokens."""
+"""Tokens that end the middle, in addition to the model's end-of-sequence tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """The prompt of one model for a middle.
+    """The fill-in-the-middle prompt format of one model.
 
-    `parts` are token ids, and `PREFIX` and `SUFFIX` where these texts go. `end_ids` are the tokens that end a middle.
+    `parts` are token ids, with `PREFIX` and `SUFFIX` where these texts are inserted. `end_ids` are the tokens that end
+    the middle.
     """
 
     parts: tuple[int | str, ...]
@@ -60,7 +61,7 @@ class InfillFormat:
     def encode(
         self, tokenizer: Tokenizer, prefix: str, suffix: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of the prompt for a prefix and a suffix."""
         texts = {PREFIX: prefix, SUFFIX: suffix}
         token_ids = list(tokenizer.encode("", add_special_tokens))
         for part in self.parts:
@@ -87,10 +88,10 @@ def find_infill_format(tokenizer: Tokenizer) -> InfillFormat | None:
 
 
 def require_infill(found: InfillFormat | None) -> InfillFormat:
-    """Return the format of a model that has one.
+    """Return `found`, the format of the model.
 
     Raises:
-        APIError: It has none (400).
+        APIError: The model has no such format (400).
     """
     if found is None:
         raise bad_request(

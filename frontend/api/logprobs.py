@@ -1,4 +1,4 @@
-"""Renders log-probabilities in the three formats of the API: chat, completions and prompts."""
+"""Convert log-probabilities to the three formats of the API: for chats, completions and prompts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ class LogprobsRenderer:
         self._as_token_ids = as_token_ids
 
     def token(self, token_id: int) -> str:
-        """Return a token's text, or its id if the request asks for ids."""
+        """Return the text of a token, or `token_id:N` if the request asks for ids."""
         if self._as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def chat(self, positions: Iterable[PositionLogprobs]) -> Json:
-        """Return the `logprobs` of a chat choice; `bytes` are the token's own, even for part of a character."""
+        """Return the `logprobs` of a chat choice.
+
+        `bytes` are the token's own bytes, which may be a part of a character.
+        """
         return {"content": encode_list(map(self._chat_position, positions), at_once=1)}
 
     def chat_entries(self, positions: Iterable[PositionLogprobs]) -> list[Json]:
-        """Return the entries of `chat` as objects that can be changed."""
+        """Return the entries of `chat` as mutable objects."""
         return [
             self._chat_token(position.token_id, position.logprob)
             | {"top_logprobs": [self._chat_token(*candidate) for candidate in position.top]}
@@ -67,7 +70,7 @@ class LogprobsRenderer:
             return None
         ranked = [(token, logprob, i) for i, (token, logprob) in enumerate(position.top, 1)]
         candidates = [(position.token_id, position.logprob, position.rank), *ranked]
-        # If the prompt's own token is also a candidate, the dict keeps it once, with its rank among the candidates.
+        # If the prompt's token is also a candidate, it appears once, with its rank among the candidates.
         ranks = {token: (logprob, rank) for token, logprob, rank in candidates}
         return encode_object(
             (
@@ -121,7 +124,7 @@ class CompletionLogprobs:
             top: dict[str, float] = {}
             for candidate, logprob in (*position.top, (token_id, position.logprob)):
                 name = self._token(candidate)
-                # Different tokens may have the same text; keep the likeliest of them.
+                # If several tokens have the same text, keep the most probable.
                 top[name] = max(finite(logprob), top.get(name, -math.inf))
             tops.append(encode_object(top.items()))
         return {
@@ -132,7 +135,7 @@ class CompletionLogprobs:
         }
 
     def _token(self, token_id: int) -> str:
-        r"""Return a token's text, or `bytes:\xf0\x9f` as OpenAI does if the token is part of a character."""
+        r"""Return a token's text, or `bytes:\xf0\x9f` like OpenAI if the token is an incomplete character."""
         token = self._renderer.token(token_id)
         data = self._bytes[token_id]
         if "\ufffd" not in token or token.encode() == data:
@@ -140,9 +143,9 @@ class CompletionLogprobs:
         return "bytes:" + repr(data)[2:-1]
 
     def _prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return the offsets of prompt tokens, special tokens included.
+        """Return the text offsets of prompt tokens, including special tokens.
 
-        A space or BOS token that encoding added is not in the text. Such characters come first and have offset 0.
+        Encoding may add a space or a BOS token, which is not in the text. These come first and have offset 0.
         """
         lengths = [_num_characters(self._bytes[token_id]) for token_id in token_ids]
         added = max(0, sum(lengths) - len(text))
@@ -159,5 +162,5 @@ class CompletionLogprobs:
 
 
 def _num_characters(data: bytes) -> int:
-    """Return how many UTF-8 characters start in `data`."""
+    """Return the number of UTF-8 characters that start in `data`."""
     return sum(byte & 0xC0 != 0x80 for byte in data)

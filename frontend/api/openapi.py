@@ -1,4 +1,4 @@
-"""Describes the routes in OpenAPI, for `GET /openapi.json`."""
+"""Generate the OpenAPI document of the routes, for `GET /openapi.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILE_SCHEMA: Final = {
 
 
 def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
-    """Declare the schema of the JSON bodies that a handler decodes."""
+    """Declare the schemas of the JSON bodies that a handler accepts."""
 
     def declare(handler: F) -> F:
         handler.body_schema = schema  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def accepts(schema: type[msgspec.Struct]) -> Callable[[F], F]:
 
 
 def _body_schemas(route: Route) -> tuple[type[msgspec.Struct], ...]:
-    """Return the schemas that a route accepts; a body matches one of them."""
+    """Return the schemas that a route accepts. A body must match one of them."""
     schema = getattr(route.endpoint, "body_schema", None)
     return () if schema is None else get_args(schema) or (schema,)
 
@@ -70,7 +70,7 @@ def describe_routes(routes: Sequence[Route]) -> dict[str, Any]:
             choices = [reference_of[schema] for schema in route_schemas]
             schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
             if _body_type(route) != _JSON:
-                # Forms have files beside the fields of the schema.
+                # Forms have files in addition to the fields of the schema.
                 schema = {"allOf": [schema, _FILE_SCHEMA]}
             content = {_body_type(route): {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}

@@ -1,4 +1,4 @@
-"""Prepares texts and token ids for pooling, and runs them as one request."""
+"""Prepare texts and token ids for pooling (embedding or classification), and run them as one request."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from .serving import Serving
 SIDES: Final = ("left", "right")
 
 INPUTS_AT_ONCE: Final = 128
-"""Inputs that are prepared before other tasks run; takes about 2 ms."""
+"""Number of inputs that are prepared before other tasks run; takes about 2 ms."""
 
 
 class Pooling:
-    """Pools prompts: embeds them, or classifies them with the model's head."""
+    """Pools prompts: embeds them, or classifies them with the model's classification head."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -51,7 +51,7 @@ class Pooling:
         prompts: list[Prompt],
         answer: Callable[[RequestGroup], Response],
     ) -> Response:
-        """Pool every prompt, and return what `answer` makes of their vectors."""
+        """Pool every prompt. Return the result of `answer` for their vectors."""
         serving, state = self._serving, http.scope["state"]
         serving.verify_model(request.model)
         serving.verify_serving()
@@ -119,7 +119,7 @@ class Pooling:
         pairs: list[Prompt],
         kwargs: dict[str, Any],
     ) -> None:
-        """Make each pair of texts a prompt of the template.
+        """Replace each pair of texts by the template's prompt for it.
 
         Raises:
             APIError: The template refuses a text or a variable (400).
@@ -151,11 +151,11 @@ class Pooling:
     async def _join_pairs(
         self, request: PoolingFields, inputs: list[Prompt], *, has_special: bool
     ) -> None:
-        """Encode the pairs of texts."""
+        """Encode the pairs of texts into one sequence of tokens each."""
         pairs = [each for each in inputs if each.second is not None]
         if not pairs:
             return
-        # The same text is often in every pair.
+        # The same text often occurs in every pair, so it is encoded once.
         numbers: dict[str, int] = {}
         for each in pairs:
             for text, param in ((each.text, each.param), (each.second, each.second_param)):
@@ -188,7 +188,7 @@ class Pooling:
         """Return the tokens of an input, truncated if the request asks for it.
 
         Raises:
-            APIError: There are too many or none (400).
+            APIError: There are too many tokens or none (400).
         """
         token_ids, limit = each.token_ids, self._serving.config.model.max_pooled_tokens
         if not len(token_ids):
@@ -221,7 +221,7 @@ def verify_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
 def truncate(
     token_ids: npt.NDArray[np.int32], bare: npt.NDArray[np.int32], keep: int, side: str | None
 ) -> npt.NDArray[np.int32]:
-    """Return `keep` tokens: the special tokens around the text `bare`, and its start, or its end with side "left"."""
+    """Return `keep` tokens: the special tokens, and the start of the text `bare` (its end if `side` is "left")."""
     num_special = len(token_ids) - len(bare)
     before = next(
         (

@@ -1,4 +1,4 @@
-"""The `prediction` of a chat completion: text that the client expects the answer to repeat."""
+"""Parse the `prediction` of a chat completion: text that the client expects the answer to repeat."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .serving import Serving
 async def encode_prediction(
     serving: Serving, prediction: dict[str, Any] | None
 ) -> npt.NDArray[np.int32]:
-    """Return the tokens of a prediction; none if the server does not draft tokens.
+    """Return the tokens of a prediction; an empty array if the server does not propose drafts.
 
     Raises:
-        APIError: The prediction has another form than OpenAI's, or more tokens than the context (400).
+        APIError: The prediction is not in OpenAI's format, or has more tokens than the context (400).
     """
     if prediction is None:
         return np.empty(0, np.int32)

@@ -22,10 +22,10 @@ MAX_CHARACTERS_PER_TOKEN = 256
 """Upper bound on a token's characters, so that a prompt that cannot fit is rejected before it is tokenized."""
 
 MAX_CHARACTERS = 1 << 22
-"""Characters of a prompt that may be handled at once, which blocks all other threads in proportion."""
+"""Maximum characters of a prompt. Processing blocks all other threads for a time proportional to them."""
 
 CHARACTERS_PER_TOKEN = 8
-"""Characters that are allowed for each token of a very long context; a token of any language has fewer on average."""
+"""Characters allowed per token of a very long context. In every language a token has fewer on average."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class Prompt:
     """One prompt. `text` is None if it was given as token ids; `param` names it in errors.
 
     `instruction` is put before a text that is embedded; None for the model's default. With `second` the prompt is a
-    pair of texts, `second_param` names the other one, and tokens from `second_segment` on have the second type.
-    `encoder_inputs` are embeddings in place of the tokens.
+    pair of texts: `second_param` names the second one, and tokens from index `second_segment` on have token type 1.
+    `encoder_inputs` are embeddings that replace the tokens.
     """
 
     param: str
@@ -48,9 +48,9 @@ class Prompt:
 
 
 def parse_prompts(prompt: Any, vocab_size: int, name: str = "prompt") -> list[Prompt]:
-    """Return the prompts of a request; texts are not encoded yet, so their `token_ids` are empty.
+    """Return the prompts of a request. Texts are not encoded yet, so their `token_ids` are empty.
 
-    `name` is that of the field.
+    `name` is the name of the field in errors.
 
     Raises:
         APIError: A prompt has a wrong type or an invalid token id, or there are too many (400).
@@ -96,10 +96,10 @@ def _text(text: str, param: str) -> Prompt:
 def parse_token_ids(
     token_ids: list[Any] | npt.NDArray[np.int64], param: str, vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """Return token ids as an array; large bodies arrive with an array already.
+    """Return token ids as an array. In large bodies they already are an array.
 
     Raises:
-        APIError: There are none, or an entry is not in the vocabulary; the first is named (400).
+        APIError: There are no tokens, or an entry is not in the vocabulary; the message names the first one (400).
     """
     if not len(token_ids):
         raise bad_request(param, f"{param} must have at least one token")
@@ -147,12 +147,12 @@ def fit_context(
     max_model_len: int,
     max_tokens_param: str = "max_tokens",
 ) -> tuple[npt.NDArray[np.int32], int]:
-    """Return the prompt, truncated if requested, and the number of tokens it may generate.
+    """Return the prompt, truncated if the request asks for that, and the number of tokens that may be generated.
 
     Args:
         token_ids: The prompt's token ids.
         param: The name of the prompt in errors.
-        max_tokens: The number requested; None for the default.
+        max_tokens: The requested number; None for the default.
         default_max_tokens: The default, reduced to what remains of the context; None for all that remains.
         max_tokens_limit: The server's limit for every request; None for no limit.
         truncate: Prompt tokens to keep; -1 for as many as fit, None to keep all.
@@ -177,7 +177,7 @@ def fit_context(
                 f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len}, got {truncate}",
             )
         keep = max(max_model_len - (max_tokens or 1) if truncate == -1 else truncate, 1)
-        # A view would keep all tokens of the text.
+        # Copy the tokens, because a view would keep all tokens of the text in memory.
         token_ids = (token_ids[:keep] if truncation_side == "right" else token_ids[-keep:]).copy()
     num_tokens = len(token_ids)
     if num_tokens == 0:

@@ -15,11 +15,11 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/chat/completions": (CLIENTS, "Answer a conversation, or list stored answers."),
     "/v1/chat/completions/{id}": (CLIENTS, "Return, change or delete a stored answer."),
     "/v1/chat/completions/{id}/messages": (CLIENTS, "List the messages of a stored answer."),
-    "/v1/completions/{id}/events": (CLIENTS, "Stream a recorded completion from any place."),
-    "/v1/chat/completions/{id}/events": (CLIENTS, "Stream a recorded answer from any place."),
+    "/v1/completions/{id}/events": (CLIENTS, "Stream a recorded completion from any position."),
+    "/v1/chat/completions/{id}/events": (CLIENTS, "Stream a recorded answer from any position."),
     "/v1/chat/completions/batch": (CLIENTS, "Answer several conversations in one request."),
     "/v1/responses": (CLIENTS, "Answer a conversation (OpenAI's Responses API)."),
-    "/v1/responses/compact": (CLIENTS, "Replace the items of a conversation by a summary."),
+    "/v1/responses/compact": (CLIENTS, "Replace the items of a conversation with a summary."),
     "/v1/responses/input_tokens": (CLIENTS, "Count the tokens of a response's prompt."),
     "/v1/responses/{id}": (CLIENTS, "Return or delete a stored response."),
     "/v1/responses/{id}/cancel": (CLIENTS, "Cancel a background response."),
@@ -31,7 +31,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         CLIENTS,
         "Return or delete an item of a conversation.",
     ),
-    "/v1/files": (CLIENTS, "List files, or store one."),
+    "/v1/files": (CLIENTS, "Return or delete a stored response."),
     "/v1/files/{id}": (CLIENTS, "Describe or delete a file."),
     "/v1/files/{id}/content": (CLIENTS, "Return the content of a file."),
     "/v1/batches": (CLIENTS, "List batches, or create one."),
@@ -40,8 +40,8 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/embeddings": (CLIENTS, "Embed one or more texts."),
     "/v1/score": (CLIENTS, "Return a score for each pair of texts."),
     "/v1/rerank": (CLIENTS, "Sort documents by their relevance to a query."),
-    "/v1/audio/transcriptions": (CLIENTS, "Write down what is said in an audio file."),
-    "/v1/audio/translations": (CLIENTS, "Write down what is said in an audio file in English."),
+    "/v1/audio/transcriptions": (CLIENTS, "Transcribe an audio file."),
+    "/v1/audio/translations": (CLIENTS, "Translate the speech in an audio file to English text."),
     "/pooling": (
         CLIENTS,
         "Return the embedding, or the probabilities of the classes, of each input.",
@@ -51,7 +51,10 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
         "Return the class of each input. Only models with a classification head have this route.",
     ),
     "/v1/messages": (CLIENTS, "Answer a conversation (Anthropic's Messages API)."),
-    "/v1/messages/{id}/events": (CLIENTS, "Stream a recorded message from any place (Anthropic)."),
+    "/v1/messages/{id}/events": (
+        CLIENTS,
+        ("Stream a recorded message from any position (Anthropic)."),
+    ),
     "/v1/messages/count_tokens": (CLIENTS, "Count the tokens of a conversation (Anthropic)."),
     "/api/chat": (CLIENTS, "Answer a conversation (Ollama)."),
     "/api/generate": (CLIENTS, "Answer a prompt (Ollama)."),
@@ -69,7 +72,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/detokenize": (CLIENTS, "Return the text of token ids."),
     "/openapi.json": (CLIENTS, "Return this description in OpenAPI 3.1."),
     "/docs": (CLIENTS, "Show this description as a web page."),
-    "/load": (OPERATORS, "Return the number of sequences that run or wait, of all frontends."),
+    "/load": (OPERATORS, "Return the number of running and waiting sequences of all frontends."),
     "/engine/status": (OPERATORS, "List all processes of the engine."),
     "/replicas": (OPERATORS, "List the replicas with their state and load."),
     "/replicas/{index}/{action}": (
@@ -87,9 +90,9 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "/debug/dump": (OPERATORS, "Write the event log of every core; needs --dump-dir."),
     "/debug/kv-cache": (OPERATORS, "Return the states of the KV-cache blocks of each replica."),
-    "/debug/requests": (OPERATORS, "List the requests that run, and those that ended last."),
+    "/debug/requests": (OPERATORS, "List the running and the recently ended requests."),
     "/debug/requests/{id}": (OPERATORS, "Explain what happened to a request; needs --dump-dir."),
-    "/": (CLIENTS, "Show the web page to browsers; say to others that this is a server."),
+    "/": (CLIENTS, "Show the web page to browsers, and a greeting to other clients."),
     "/web/app.js": (CLIENTS, "Return the program of the web page."),
     "/web/app.css": (CLIENTS, "Return the style of the web page."),
     "/web/icon.svg": (CLIENTS, "Return the icon of the web page."),
@@ -100,7 +103,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/metrics": (PROBES, "Return Prometheus metrics."),
     "/version": (PROBES, "Return the version of Engine."),
 }
-"""Group and description by path. A path without `/v1` shares the entry of the path with it."""
+"""Path -> group and description. A path without `/v1` shares the entry of the path with it."""
 
 
 def describe_route(path: str) -> tuple[str, str]:

@@ -35,9 +35,9 @@ def sampling_params(
     logprobs: int | None,
     constraint: Constraint | None,
 ) -> SamplingParams:
-    """Return unverified parameters.
+    """Return the sampling parameters of a request, not yet verified.
 
-    Each comes from the request, else from the server's `defaults`, else from the API's defaults.
+    Each value comes from the request, else from the server's `defaults`, else from the API's defaults.
 
     Raises:
         APIError: `best_of` or `logit_bias` is invalid (400).
@@ -69,7 +69,7 @@ def sampling_params(
 
 
 def _num_candidates(request: GenerationRequest) -> int:
-    """Return how many outputs to generate for each prompt."""
+    """Return the number of outputs to generate for each prompt."""
     n, best_of = request.num_outputs, request.best_of
     if best_of is None or n < 1:
         return n

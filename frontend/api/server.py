@@ -41,25 +41,25 @@ logger = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
 """Seconds between checks whether the requests in flight have finished."""
 HOLD_BACK_S = 5.0
-"""Maximum seconds that a restarted frontend waits to become ready before it accepts connections."""
+"""Maximum seconds that a restarted frontend delays accepting connections until it is ready."""
 
 NO_ROOM_S = 0.5
-"""Seconds before the warm-up request is retried if the queue was full."""
+"""Seconds before the warm-up request is retried after the queue was full."""
 
 STORE_S: Final = 10.0
-"""Maximum seconds that a frontend waits for the store before it serves."""
+"""Maximum seconds that a frontend waits for the store at startup."""
 
 SWITCH_INTERVAL_S = 0.001
-"""Maximum seconds that the event loop waits for a thread running Python code, each time it wakes up."""
+"""Maximum seconds that the event loop waits for a thread that runs Python code, at each wake-up."""
 
 COLLECT_S: Final = 2.0
-"""Seconds between garbage collections of the oldest generation, if few and small requests are in flight."""
+"""Seconds between collections of the oldest garbage generation while few and small requests are running."""
 COLLECT_ANYWAY_S: Final = 60.0
-"""Seconds after which it is collected in any case."""
+"""Seconds after which the oldest generation is collected in any case."""
 FEW_SEQUENCES: Final = 512
-"""Sequences whose objects a collection visits in a few milliseconds."""
+"""Number of sequences whose objects a collection visits in a few milliseconds."""
 FEW_BLOCKS: Final = 100_000
-"""Pieces of memory beyond those of the start whose objects a collection visits in a few milliseconds.
+"""Memory blocks allocated since startup whose objects a collection visits in a few milliseconds.
 
 An answer that is being written may have many more, although its sequences have ended.
 """
@@ -68,9 +68,9 @@ NEVER: Final = 1_000_000_000
 PUBLISH_METRICS_S = 1.0
 """Seconds between publications of this frontend's metrics."""
 LAST_ENTRIES_S: Final = 1.0
-"""Maximum seconds for the store to record the ends of requests."""
+"""Maximum seconds for the store to record the last ends of requests."""
 LAST_WRITES_S = 2.0
-"""Seconds that clients have to read the end of their responses after the drain."""
+"""Seconds for clients to read the ends of their responses after the drain."""
 
 FORCED_EXIT_CODE = 1
 
@@ -222,7 +222,7 @@ class Frontend:
             await asyncio.sleep(NO_ROOM_S)
 
     async def _generate_one_token(self) -> bool:
-        """Return whether a token was generated; False if the queue was full.
+        """Generate one token. Return False if the queue was full.
 
         Raises:
             EngineError: The request failed.
@@ -240,7 +240,7 @@ class Frontend:
         return True
 
     async def _retire(self, http: HTTPServer) -> None:
-        """After SIGUSR1: leave new connections to another engine, and wait until all others have ended."""
+        """Leave new connections to another engine (after SIGUSR1), and wait until all open ones have ended."""
         await self._retired.wait()
         self._on_retire()
         self._serving.is_retired = True
@@ -266,9 +266,9 @@ class Frontend:
             self._engine.metrics.publish()
 
     async def _collect_garbage(self) -> None:
-        """Collect the oldest generation while few and small requests are in flight: this visits all their objects.
+        """Collect the oldest garbage generation while few and small requests run, because it visits all objects.
 
-        Python would do it after some number of allocations, often in the middle of the largest request.
+        Python would collect after some number of allocations, often in the middle of the largest request.
         """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, NEVER)
@@ -341,7 +341,7 @@ def serve(
     heartbeats: StatusReporter,
     on_retire: Callable[[], None],
 ) -> None:
-    """Run a frontend until it receives SIGTERM, or SIGUSR1 and has no connection left.
+    """Run a frontend until it receives SIGTERM, or SIGUSR1 and has no open connection left.
 
     `heartbeats` is used by a separate thread. `on_retire` is called when another engine owns the listening socket.
 

@@ -50,7 +50,7 @@ from .receipts.recent_prompts import RecentPrompts
 from .structured.constraint import Constraint
 
 MAX_NAMED: Final = 32
-"""Maximum number of models that an error message names."""
+"""Maximum number of model names in an error message."""
 
 ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 """A grammar for any text."""
@@ -59,10 +59,10 @@ ANY_TEXT: Final = "start: TEXT\nTEXT: /(.|\\n)*/"
 class Serving:
     """The model, its tokenizer, the clients of the engine and of the store, and the stage of the server.
 
-    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` says what the server waits for. It
-    `is_retired` if another server has taken its place, while it still answers open connections. Routes add to
-    `when_ready` what they do as soon as the server is ready. `router` has all routes; None before they are made.
-    `tracer` is None if requests are not traced.
+    `stage` is STARTING, WARMING, READY or DRAINING, in this order; `detail` describes what the server waits for. The
+    server `is_retired` if another one has taken its place, while it still answers open connections. `when_ready` holds
+    functions that are called once the server is ready. `router` has all routes; None before they are created. `tracer`
+    is None if requests are not traced.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Serving:
         )
 
     def start_decoders(self) -> None:
-        """Start to load what decodes media, so that the first file does not wait for it."""
+        """Start the processes that decode media, so that the first file need not wait for them."""
         for part in (self.media, self.transcriber):
             if part is not None:
                 with contextlib.suppress(OSError):
@@ -172,14 +172,14 @@ class Serving:
 
     @property
     def stalled_process(self) -> str:
-        """The process whose lack of progress stops a server that was ready; "" if the server can serve."""
+        """The process that stops a ready server by making no progress; "" if the server can serve."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.engine.watch.find_stalled_process()
 
     @property
     def degraded_replicas(self) -> str:
-        """The processes that keep replicas from making progress, even if other replicas serve; "" if none."""
+        """The processes that stop some replicas by making no progress; "" if there are none."""
         if self.stage is not Stage.READY or self.engine.watch is None:
             return ""
         return self.stalled_process or "; ".join(
@@ -190,7 +190,7 @@ class Serving:
         """Verify that a model is served here.
 
         Raises:
-            APIError: It is not (404).
+            APIError: The model is not served (404).
         """
         self.find_lora(name)
 
@@ -200,7 +200,7 @@ class Serving:
         return (*self.config.model.served_names, *(adapter.name for adapter in self.loras))
 
     def find_lora(self, name: str | None) -> LoraAdapter | None:
-        """Return the LoRA adapter of this name, or None if it is a name of the model.
+        """Return the LoRA adapter called `name`; None if `name` is a name of the model.
 
         Raises:
             APIError: There is no such model (404).
@@ -213,7 +213,7 @@ class Serving:
         return adapter
 
     def find_fingerprint(self, name: str | None) -> str:
-        """Return `system_fingerprint` of the model of this name: an adapter's includes its name and its content.
+        """Return the `system_fingerprint` of a model. An adapter's fingerprint includes its name and content.
 
         Raises:
             APIError: There is no such model (404).
@@ -244,7 +244,7 @@ class Serving:
         """Verify that the server has a tokenizer, which a field needs.
 
         Raises:
-            APIError: It was started without one (400).
+            APIError: The server has no tokenizer (400).
         """
         if not self.config.model.has_tokenizer:
             raise bad_request(param, f"{param} needs a tokenizer, and {NO_TOKENIZER}; {instead}")
@@ -266,7 +266,7 @@ class Serving:
 
     @property
     def pair_template(self) -> PairTemplate | None:
-        """The template for pairs of texts: a classifier's that was given by --chat-template."""
+        """The template for pairs of texts, which --chat-template sets for a classifier; None without one."""
         template = self._templates.choose(False)
         if (
             template is None
@@ -326,7 +326,7 @@ class Serving:
     def new_reasoning_parser(
         self, prompt: str, *, constrained: bool = False
     ) -> ReasoningParser | None:
-        """Return a parser for the answer to `prompt`; None if the server was started without one."""
+        """Return a reasoning parser for the answer to `prompt`; None if the server was started without one."""
         if self._reasoning_parser is None:
             return None
         return self._reasoning_parser(prompt, constrained=constrained)
@@ -338,7 +338,7 @@ class Serving:
 
     @property
     def has_special_reasoning_marks(self) -> bool:
-        """True if only special tokens in the text separate reasoning from content."""
+        """True if special tokens in the text are the only marks of reasoning."""
         parser = self.new_reasoning_parser("")
         return parser is not None and parser.has_special_marks(self.tokenizer)
 
@@ -351,9 +351,9 @@ class Serving:
     def constrain_after_reasoning(
         self, constraint: StructuredOutput | None, prompt: str, max_tokens: int = -1
     ) -> StructuredOutput | None:
-        """Return the constraint on the answer to `prompt`, changed to apply only after the reasoning.
+        """Return the constraint on the answer to `prompt`, changed so that it applies only after the reasoning.
 
-        With `max_tokens` other than -1, the reasoning has at most so many tokens.
+        If `max_tokens` is not -1, the reasoning has at most `max_tokens` tokens.
         """
         if constraint is None and max_tokens >= 0:
             constraint = StructuredOutput(GrammarKind.LARK, ANY_TEXT)
@@ -407,7 +407,7 @@ class Serving:
 
 
 def _fingerprint(config: EngineConfig) -> str:
-    """Return `system_fingerprint`: servers with equal fingerprints give equal answers for equal seeds."""
+    """Return the `system_fingerprint`. Servers with equal fingerprints give equal answers for equal seeds."""
     files = config.model.weight_files + config.model.tokenizer_files
     model = msgspec.structs.replace(config.model, weight_files=(), tokenizer_files=(), loras=())
     identity = (

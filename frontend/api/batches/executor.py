@@ -1,4 +1,4 @@
-"""Executes batches, in one frontend of the server: one of each tenant at a time."""
+"""Execute batches in one frontend of the server: at most one batch per tenant at a time."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from .turns import ROOM_S, Turns
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
-"""Seconds between looks for new batches of other frontends."""
+"""Seconds between checks for new batches that other frontends created."""
 
 REPORT_S: Final = 1.0
-"""Seconds between reports of progress, and looks whether a batch was cancelled."""
+"""Seconds between progress reports, each with a check whether the batch was cancelled."""
 
 SHARE_OF_SLOTS: Final = 0.5
-"""Share of `--max-num-seqs` up to which requests of batches start. The rest is free for interactive requests."""
+"""Share of `--max-num-seqs` below which requests of batches start. The rest is free for interactive requests."""
 
 MAX_AT_ONCE: Final = 256
 """Maximum number of requests of batches that run at once."""
 
 MAX_TENANTS: Final = 8
-"""Maximum number of tenants whose batches are executed at once, because each file is in memory."""
+"""Maximum number of tenants whose batches are executed at once, because each input file is held in memory."""
 
 LOW_PRIORITY: Final = 1 << 20
-"""The priority of requests without one of their own, for `--scheduling-policy priority`."""
+"""The priority of batch requests that set none, for `--scheduling-policy priority`."""
 
 MAX_RETRY_S: Final = 30.0
-"""Maximum seconds before a request is sent again that found no room."""
+"""Maximum seconds before a request is sent again after the server had no room for it."""
 
 
 DUTY: Final = "batches"
-"""The duty of the frontend that executes batches."""
+"""The name of the duty, which the frontend that executes batches holds in the store."""
 
 
 class BatchExecutor:
     """Executes the batches of each tenant one after the other, and those of several tenants in turns.
 
-    The first frontend does it for all. While one server takes the place of another, only one of their frontends does.
-    Every answer is stored before the next step, so its successor, also after a restart of the server, sends only the
-    requests without an answer.
+    The first frontend executes the batches of the whole server. During an upgrade, only one of the two servers does.
+    Every answer is stored before the next step. So a successor, for example after a restart, sends only the requests
+    that have no answer yet.
     """
 
     def __init__(self, serving: Serving, records: BatchRecords, files: FileStorage) -> None:
@@ -65,7 +65,7 @@ class BatchExecutor:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """The execution of a batch of each tenant that has any."""
+        """Tenant -> the task that executes its batch."""
         self._runs: dict[str, _BatchRun] = {}
         self._flow = _Flow(serving)
 
@@ -75,11 +75,11 @@ class BatchExecutor:
             self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
-        """Look for a new batch at once."""
+        """Look for a new batch immediately."""
         self._wake.set()
 
     def cancel(self, batch_id: str) -> None:
-        """Cancel a batch at once if it is the one that is executed here."""
+        """Cancel a batch immediately if this frontend is executing it."""
         if (run := self._runs.get(batch_id)) is not None:
             run.cancel()
 
@@ -108,7 +108,7 @@ class BatchExecutor:
         self._wake.clear()
 
     async def _execute(self, work: BatchWork) -> None:
-        """Execute a batch. If that fails, its tenant's oldest batch is tried again."""
+        """Execute a batch. If that fails, the tenant's oldest batch is tried again."""
         try:
             await self._execute_once(work)
         except APIError as error:
@@ -135,7 +135,7 @@ class BatchExecutor:
 
 
 class _Flow:
-    """The requests of all batches that run, and the turns in which new ones start."""
+    """The running requests of all batches, and the turns in which new requests start."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -143,7 +143,7 @@ class _Flow:
         self.turns = Turns(self._has_room)
 
     def _has_room(self) -> bool:
-        """Return whether a request may start: those that have not reached the engine yet count, too."""
+        """Return whether a request may start. Requests that have not reached the engine yet count as running."""
         num_slots = self._serving.config.scheduler.max_num_seqs * self._serving.num_replicas
         limit = min(MAX_AT_ONCE, max(1, int(SHARE_OF_SLOTS * num_slots)))
         return self._num_running < limit and self._serving.engine.has_idle_slots(SHARE_OF_SLOTS)
@@ -192,7 +192,7 @@ class _BatchRun:
         await self._records.put(batch, work.owner)
         await self._answer_all()
         if not self._is_over and len(self._answered) < len(self._lines):
-            # The server stops. Its successor continues.
+            # The server is shutting down. Its successor continues the batch.
             return
         await self._finalize()
 
@@ -202,7 +202,7 @@ class _BatchRun:
         return self._work.batch_id
 
     def cancel(self) -> None:
-        """End the batch with the answers that it has."""
+        """End the batch early, with the answers that it has."""
         self._is_cancelled = True
 
     @property
@@ -214,7 +214,7 @@ class _BatchRun:
         return self._is_cancelled or self._is_expired
 
     async def _read_lines(self) -> bool:
-        """Read the requests. Return False for a batch whose file is invalid, which has failed then."""
+        """Read the requests. If the input file is invalid, fail the batch and return False."""
         batch, work = self._batch, self._work
         try:
             content = await self._files.read(batch["input_file_id"], work.owner)
@@ -240,7 +240,7 @@ class _BatchRun:
         return not errors
 
     async def _read_answers(self) -> None:
-        """Find out which requests have been answered before."""
+        """Find out which requests were answered before."""
         counts = self._batch["request_counts"]
         counts |= {"completed": 0, "failed": 0}
         parts, _ = await self._records.results.read_parts(self._batch["id"], self._work.owner)
@@ -253,7 +253,7 @@ class _BatchRun:
         self._batch["request_counts"]["completed" if is_success(line) else "failed"] += 1
 
     async def _answer_all(self) -> None:
-        """Send the requests without an answer as there is room for them, in turns with other batches."""
+        """Send the requests without an answer, when there is room for them and in turns with other batches."""
         tasks: set[asyncio.Task[None]] = set()
         reporter = asyncio.create_task(self._report())
         try:
@@ -279,7 +279,7 @@ class _BatchRun:
         return is_stopping(self._serving)
 
     async def _answer(self, number: int) -> None:
-        """Send a request until the server accepts it, and store its answer."""
+        """Send a request until the server accepts it, and store the answer."""
         request = parse_line(self._lines[number], self._batch["endpoint"])
         try:
             result = await self._call(request)
@@ -297,7 +297,7 @@ class _BatchRun:
         self._count(number, line)
 
     async def _call(self, request: BatchLine) -> CallResult | None:
-        """Return the answer to a request; None if the server stops before there is one."""
+        """Return the answer to a request; None if the server shuts down before there is one."""
         body = msgspec.json.encode({"priority": LOW_PRIORITY} | request.body)
         assert self._serving.router is not None
         while True:
@@ -309,7 +309,7 @@ class _BatchRun:
             await asyncio.sleep(min(result.retry_after_s, MAX_RETRY_S))
 
     async def _report(self) -> None:
-        """Store the progress from time to time, and find out whether the batch was cancelled."""
+        """Store the progress if it is time to do so, and check whether the batch was cancelled."""
         while True:
             await asyncio.sleep(REPORT_S)
             with contextlib.suppress(APIError):
@@ -319,7 +319,7 @@ class _BatchRun:
                     self._is_cancelled = True
 
     async def _finalize(self) -> None:
-        """Write the files of the batch."""
+        """Write the output files of the batch."""
         batch, work = self._batch, self._work
         batch |= {"status": "finalizing", "finalizing_at": _now()}
         await self._records.put(batch, work.owner)
@@ -349,7 +349,7 @@ class _BatchRun:
     def _lines_of(
         self, kind: str, results: dict[int, Json], *, is_expired: bool
     ) -> Iterator[bytes]:
-        """Yield the lines of the output file or of the error file."""
+        """Yield the lines of the output file or the error file."""
         for number, request in enumerate(self._lines):
             line = results.get(number)
             if line is None:
@@ -364,7 +364,7 @@ class _BatchRun:
 
 
 def is_stopping(serving: Serving) -> bool:
-    """Return whether this server begins nothing new by itself, and may not finish what it does."""
+    """Return whether this server is shutting down, and therefore starts no batch requests."""
     is_draining = serving.stage is Stage.DRAINING
     return serving.is_retired or is_draining or serving.engine.dead_reason is not None
 

@@ -1,4 +1,4 @@
-"""Calls a route of this server without a connection."""
+"""Call a route of this server from within the process, without a connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallResult:
 
 
 class _Caller:
-    """Stands in for the connection of a client that sends one request and reads its whole answer."""
+    """An in-process client: it sends one request and reads the whole answer."""
 
     is_paused = False
     has_chunks = True
@@ -39,7 +39,7 @@ class _Caller:
         self.pieces: list[bytes] = []
 
     def begin_stream(self) -> None:
-        """Do nothing: there is no head to write."""
+        """Do nothing, because there is no connection to prepare."""
 
     def write_chunk(self, data: bytes) -> None:
         self.pieces.append(data)
@@ -60,13 +60,13 @@ class _Caller:
 async def call_route(
     router: ASGIApp, path: str, body: bytes, identity: Mapping[str, Any]
 ) -> CallResult:
-    """Send a JSON body to a route and return its answer. An error is an answer, too.
+    """Send a JSON body to a route and return the answer. Errors are returned as answers, not raised.
 
     Args:
         router: The routes.
         path: The path of the route.
         body: The body.
-        identity: The part of the state of a request that says who sent it.
+        identity: The fields of the request's state that identify the client.
     """
     request_id = uuid.uuid4().hex
     logged_request_id.set(request_id)

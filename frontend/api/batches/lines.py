@@ -1,4 +1,4 @@
-"""The lines of a batch's files, in OpenAI's format."""
+"""Parse and write the lines of a batch's files, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 
 class BadLine(Exception):
-    """A line is no valid request; `param` names the field."""
+    """Raised for a line that is not a valid request; `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ def parse_line(line: bytes, endpoint: str | None) -> BatchLine:
     """Return the request of a line; `endpoint` is the route that all lines must have, None for any.
 
     Raises:
-        BadLine: It is not a request.
+        BadLine: The line is not a valid request.
     """
     try:
         request = _decode_line(line)
@@ -92,7 +92,7 @@ def find_errors(lines: Iterable[bytes], endpoint: str | None) -> tuple[int, list
         if request.custom_id in identifiers:
             report(
                 "duplicate_custom_id",
-                f"custom_id {echo(request.custom_id)} is that of an earlier line",
+                f"custom_id {echo(request.custom_id)} is already used by an earlier line",
                 "custom_id",
             )
         identifiers.add(request.custom_id)
@@ -119,13 +119,13 @@ def split_lines(content: bytes) -> Iterator[bytes]:
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: Any) -> Json:
-    """Return the line of an answer."""
+    """Return the output line for an answered request."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _line(custom_id) | {"response": response, "error": None}
 
 
 def error_line(custom_id: str, code: str, message: str) -> Json:
-    """Return the line of a request that was not answered."""
+    """Return the error line for a request that was not answered."""
     return _line(custom_id) | {"response": None, "error": {"code": code, "message": message}}
 
 

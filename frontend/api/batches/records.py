@@ -1,4 +1,4 @@
-"""Batches in the store."""
+"""Store and load batches, their results, and the list of unfinished batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..schema.files import BatchRequest
 from ..stored.records import SYSTEM, Page, Records
 
 WINDOW_S: Final = 24 * 3600
-"""Seconds in which a batch must be finished (`completion_window`)."""
+"""Seconds within which a batch must be finished (`completion_window`)."""
 
 ENDED: Final = ("failed", "completed", "expired", "cancelled")
 
@@ -31,7 +31,7 @@ class BatchWork(msgspec.Struct):
 
     @property
     def identity(self) -> Json:
-        """The part of the state of a request that says who sent it."""
+        """The fields of a request's state that identify the client."""
         return {
             "owner": self.owner,
             "tenant": self.tenant,
@@ -40,7 +40,7 @@ class BatchWork(msgspec.Struct):
 
 
 class BatchRecords:
-    """Reads and writes batches, their results, and the list of those that have not ended."""
+    """Reads and writes batches, their results, and the list of unfinished batches."""
 
     def __init__(self, store: StoreClient) -> None:
         self._batches = Records(store, "batch", "The batch")
@@ -88,7 +88,7 @@ class BatchRecords:
         """Return the description of a batch.
 
         Raises:
-            APIError: It does not exist (404).
+            APIError: The batch does not exist (404).
         """
         batch: Json = await self._batches.get(identifier, owner)
         if batch["status"] in ENDED:
@@ -106,12 +106,12 @@ class BatchRecords:
         await self._cancellations.put(identifier, {"at": int(time.time())}, owner)
 
     async def list_work(self) -> list[BatchWork]:
-        """Return the batches that have not ended, the oldest first."""
+        """Return the unfinished batches, the oldest first."""
         parts, _ = await self._works.read_parts("", SYSTEM)
         return [msgspec.json.decode(part, type=BatchWork) for part in parts]
 
     async def finish(self, work: BatchWork, batch: Json | None) -> None:
-        """Store the end of a batch, and delete what was needed to execute it."""
+        """Store the end of a batch, and delete the data that was needed to execute it."""
         if batch is not None:
             await self.put(batch, work.owner)
         await self._works.delete(work.batch_id, SYSTEM)
@@ -129,5 +129,5 @@ class BatchRecords:
 
 
 def result_key(batch_id: str, number: int) -> str:
-    """Return the identifier of the result of a line."""
+    """Return the identifier of the stored result of a line."""
     return f"{batch_id}/{number:06}"

@@ -1,4 +1,4 @@
-"""Takes requests from the batches in turns."""
+"""Let batches take turns in starting requests, so that a large batch does not delay others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from typing import Final
 
 ROOM_S: Final = 0.02
-"""Seconds between looks whether there is room for a request."""
+"""Seconds between checks whether there is room for a request."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A batch that waits. Its `turn` is False if it gave up."""
+    """A batch that waits for its turn. The result of `turn` is False if it gave up."""
 
     gives_up: Callable[[], bool]
     turn: asyncio.Future[bool]
 
 
 class Turns:
-    """Batches wait here for room. One that waits again comes after all others, so requests start in turns.
+    """A queue in which batches wait for room.
+
+    A batch joins the end of the queue for each request, so batches start requests in turns.
 
     Args:
         has_room: Returns whether one more request may start.
@@ -33,7 +35,7 @@ class Turns:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, gives_up: Callable[[], bool]) -> bool:
-        """Wait for the turn of the caller and for room. Return False if the caller gives up meanwhile."""
+        """Wait for the caller's turn and for room. Return False if `gives_up` becomes true before that."""
         waiter = _Waiter(gives_up, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         if self._task is None:
@@ -50,7 +52,7 @@ class Turns:
                     waiter.turn.set_result(False)
             if self._waiting and self._has_room():
                 self._waiting.popleft().turn.set_result(True)
-                # The batch starts its request, which takes room, and waits again behind the others.
+                # The batch starts its request, which takes room, before the next batch has its turn.
                 await asyncio.sleep(0)
             elif self._waiting:
                 await asyncio.sleep(ROOM_S)

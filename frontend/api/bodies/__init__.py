@@ -1,1 +1,1 @@
-"""Receiving and decoding request bodies."""
+"""Receive and decode request bodies, with limits on their size, structure and memory."""

@@ -1,4 +1,4 @@
-"""Reads request bodies up to a limit and decodes them into a schema. Errors name the invalid field."""
+"""Read request bodies up to a size limit and decode them into a schema. Errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ClientDisconnected(Exception):
 
 @dataclass(slots=True)
 class Body:
-    """A request body in the parts in which it arrived.
+    """A request body, in the pieces in which it arrived.
 
     `num_values` is 0 for a body of at most `FREE_BYTES`, whose values are not counted.
     """
@@ -185,11 +185,11 @@ class BodyDecoder(Generic[T]):
                     logger.info("ignoring the unknown field %s in requests", echo(name))
 
     def _decode_doubles(self, body: bytes, error: msgspec.ValidationError) -> T:
-        """Decode a body whose integers may be written as `100.0`; if that does not help, raise `error`."""
+        """Decode a body that may have integers written as `100.0`. If that does not help, raise `error`."""
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # It has numbers that no type can hold, or is not valid JSON after the invalid field.
+            # The body has numbers that no type can hold, or is not valid JSON after the invalid field.
             raise _invalid(str(error), body) from None
         try:
             request: T = msgspec.convert(_with_integers(decoded, self._type), self._schema)
@@ -203,7 +203,7 @@ class _Kind(msgspec.Struct):
 
 
 class InvocationDecoder(BodyDecoder[GenerationRequest]):
-    """Decodes a body with `messages` as a chat request, any other as a completion request."""
+    """Decodes a body with `messages` as a chat request, and any other body as a completion request."""
 
     def __init__(self, strict: bool) -> None:
         super().__init__(GenerationRequest, strict)
@@ -220,7 +220,7 @@ class InvocationDecoder(BodyDecoder[GenerationRequest]):
         try:
             is_chat = bytes(self._find_kind(body).messages) not in (b"", b"null")
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # The completion decoder below reports what is wrong.
+            # The completion decoder reports the error.
             is_chat = False
         return self._chat.decode(body) if is_chat else self._completion.decode(body)
 
@@ -256,14 +256,14 @@ def _has_integers(kind: msgspec.inspect.Type) -> bool:
 
 
 def _is_refused(schema: type[msgspec.Struct], name: str) -> bool:
-    """Return whether the schema rejects a field, which then has type Any; `echo` is valid in one schema only."""
+    """Return whether the schema rejects a field. Such a field has type Any; `echo` is valid in one schema only."""
     return any(f.name == name and f.type is Any for f in msgspec.structs.fields(schema))
 
 
 def _invalid(message: str, body: bytes) -> APIError:
     """Rewrite "Expected `int | null`, got `str` - at `$.n`" as "n must be int or null, got "two""."""
     if unknown := _UNKNOWN.search(message):
-        # msgspec reports only the name of an unknown field, not its place.
+        # msgspec reports only the name of an unknown field, not its path.
         name = unknown[1][:100]
         return bad_request(name, f"{name} is not a known field")
     match = _AT.match(message)
@@ -286,7 +286,7 @@ def _invalid(message: str, body: bytes) -> APIError:
 
 
 def _locate(path: str, problem: str, body: bytes) -> tuple[str, msgspec.Raw]:
-    """Return the path with the keys that msgspec omits, and the JSON of the value at its end."""
+    """Return the path with the keys that msgspec omits, and the JSON of the value at that path."""
     raw = msgspec.Raw(body)
     exact = ""
     for key, position in _STEP.findall(path):
@@ -319,5 +319,5 @@ def _shown(raw: msgspec.Raw) -> str:
     try:
         return echo(msgspec.json.decode(raw))
     except msgspec.ValidationError:
-        # A number that no type can hold.
+        # The number is too large for every type.
         return cut(bytes(raw).decode())

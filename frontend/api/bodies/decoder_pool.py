@@ -23,12 +23,12 @@ from .messages import (
 )
 
 NUM_PROCESSES: Final = 2
-"""Maximum processes of one frontend."""
+"""Maximum number of decoder processes of one frontend."""
 MAX_WALL_S: Final = 60.0
 """Seconds after which a process that has not replied is killed."""
 
 MAX_BODIES: Final = 100
-"""Bodies after which a process is replaced, which bounds the memory that it keeps."""
+"""Number of bodies after which a process is replaced, which bounds the memory that it keeps."""
 
 PIECE_BYTES: Final = 1 << 16
 
@@ -36,10 +36,10 @@ RETRY_AFTER_S: Final = 1.0
 
 
 class DecoderPool:
-    """A pool of processes that start on demand. A body that kills its process fails only its own request.
+    """A pool of processes that start on demand. A body that crashes its process fails only its own request.
 
-    A process that waits for a body may be killed, too. So if one that has decoded bodies before ends for no known
-    reason, the body goes once to a new process.
+    The operating system may also kill an idle process. So if a process that has decoded bodies before ends for an
+    unknown reason, the body is sent once more, to a new process.
     """
 
     def __init__(self, *, strict: bool, log_level: str, log_format: str) -> None:
@@ -95,16 +95,17 @@ class DecoderPool:
             )
         except OSError as error:
             raise unavailable(
-                f"no process can be started to decode a large body: {error.strerror}", RETRY_AFTER_S
+                f"no process can be started to decode a large body: {error.strerror}; retry later",
+                RETRY_AFTER_S,
             ) from None
 
 
 class _EndedEarly(Exception):
-    """A process ended for an unknown reason, perhaps before it received the body."""
+    """Raised if a process ended for an unknown reason, perhaps before it received the body."""
 
 
 class _Decoder:
-    """One process, which decodes one body after another."""
+    """One process, which decodes bodies one after another."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -124,8 +125,8 @@ class _Decoder:
         """Return the encoded reply.
 
         Raises:
-            OSError: The process ended meanwhile.
-            asyncio.IncompleteReadError: The process ended meanwhile.
+            OSError: The process ended before it replied.
+            asyncio.IncompleteReadError: The process ended while it replied.
         """
         self.num_bodies += 1
         self._verify_open()
@@ -137,7 +138,7 @@ class _Decoder:
         [size] = LENGTH.unpack(await self._replies.readexactly(LENGTH.size))
         reply, num_read = bytearray(size), 0
         while num_read < size:
-            # Reading a large reply at once would copy it on the event loop.
+            # Reading a large reply in one piece would copy it on the event loop.
             piece = await self._replies.read(min(size - num_read, PIECE_BYTES))
             if not piece:
                 raise asyncio.IncompleteReadError(b"", size)
@@ -146,12 +147,12 @@ class _Decoder:
         return reply
 
     def _verify_open(self) -> None:
-        """Raise BrokenPipeError if the process has ended, because uvloop's write would raise RuntimeError."""
+        """Raise BrokenPipeError if the process has ended, because uvloop would raise RuntimeError on write."""
         if self._bodies.is_closing():
             raise BrokenPipeError
 
     async def find_cause(self) -> APIError | _EndedEarly:
-        """Return the error for a body whose process has ended."""
+        """Return the error for a body whose process has ended, depending on how it ended."""
         self.kill()
         code = await self._process.wait()
         if code == -signal.SIGPROF:

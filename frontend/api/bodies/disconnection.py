@@ -1,4 +1,4 @@
-"""Runs work that is cancelled when the client disconnects."""
+"""Run work that is cancelled when the client disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses forms with files: multipart/form-data (RFC 7578)."""
+"""Parse forms with files: multipart/form-data (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _AT: Final = re.compile(r"^(.*?)(?: - at `\$\.([^`]*)`)?$", re.DOTALL)
 
 
 class FormFile(NamedTuple):
-    """A file of a form, with the name that it has at the client; "" if it has none."""
+    """A file of a form. `name` is the file name that the client sent; "" if it sent none."""
 
     content: memoryview
     filename: str
 
 
 class Form(NamedTuple):
-    """A form: its values by name, in the order in which they came, and its files."""
+    """A form: its values by field name, in the order in which they were sent, and its files."""
 
     values: dict[str, list[str]]
     files: dict[str, FormFile]
@@ -68,7 +68,7 @@ def parse_form(body: Body, boundary: bytes) -> Form:
     view = memoryview(data)
     delimiter = b"\r\n--" + boundary
     form = Form({}, {})
-    # The first boundary may be the first line.
+    # The body may begin with the first boundary, without a line break before it.
     end = -2 if data.startswith(delimiter[2:]) else data.find(delimiter)
     num_parts = 0
     while end != -1:
@@ -127,10 +127,10 @@ class FormDecoder(Generic[T]):
         self._lists = {field.encode_name for field in fields if "list" in str(field.type)}
 
     def decode(self, values: dict[str, list[str]]) -> T:
-        """Return the values as the schema has them. A name may end with `[]`, and an empty value is none.
+        """Return the values as an instance of the schema. Names may end with `[]`, and empty values are ignored.
 
         Raises:
-            APIError: A value has a wrong type, or a field that takes one has several (400).
+            APIError: A value has a wrong type, or a field has several values but accepts one (400).
         """
         found: dict[str, Any] = {}
         for sent, texts in values.items():

@@ -1,4 +1,4 @@
-"""Receives request bodies within the frontend's limits and decodes them without blocking the event loop."""
+"""Receive request bodies within the frontend's limits, and decode them without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ POISON_BODY: Final = (
 )
 
 MAX_WAITING_CHARACTERS: Final = 32 * 1024 * 1024
-"""Maximum characters of long texts that wait for a thread. More would wait for many seconds."""
+"""Maximum characters of long texts that wait for a thread. More would take many seconds to tokenize."""
 
 CHARACTERS_PER_S: Final = 4 * 1024 * 1024
-"""Approximate tokenization speed of two threads, for `Retry-After`."""
+"""Approximate tokenization speed of the two threads for long texts, for `Retry-After`."""
 
 THREAD_BYTES: Final = 512 * 1024
-"""Largest body that a thread decodes instead of a process."""
+"""Maximum bytes of a body that a thread decodes; larger bodies are decoded by a process."""
 THREAD_VALUES: Final = 1 << 14
-"""Most values of such a body. A thread blocks all other threads for a few milliseconds at these limits."""
+"""Maximum values of a body that a thread decodes.
+
+At these limits it blocks all other threads for a few milliseconds.
+"""
 
 
 class Intake:
@@ -48,7 +51,7 @@ class Intake:
         )
 
     def lease(self) -> MemoryLease:
-        """Return a request's share of the memory for large bodies; enter it until the request ends."""
+        """Return a request's lease on the memory for large bodies. Enter it as a context until the request ends."""
         return self._serving.request_memory.lease()
 
     async def receive(

@@ -86,24 +86,24 @@ MAX_MEMORY_BYTES: Final = 1 << 30
 
 
 OUT_OF_MEMORY: Final = 3
-"""Exit code of a process whose body needed more."""
+"""Exit code of a process that needed more memory for a body than the limit."""
 
 
 LONG_TEXT: Final = 1 << 20
-"""Longest text in characters that is decoded at once, which blocks all other threads."""
+"""Maximum characters of a text that is decoded in one call, which blocks all other threads."""
 
 PIECE: Final = 1 << 16
-"""Characters of a piece of a longer text."""
+"""Number of characters in each piece of a longer text."""
 
 _TEXT: Final = 1
-"""The MessagePack extension type of a long text in a message: its position in `Decoded.texts`."""
+"""The MessagePack extension type that stands for a long text: its position in `Decoded.texts`."""
 
 
 class Decoded(msgspec.Struct, tag=0, array_like=True):
-    """A decoded request without its token ids and long texts, which travel separately.
+    """A decoded request without its token ids and long texts, which are sent separately.
 
-    `token_ids` is the prompt if it is one list of ids, `token_lists` if it is several, as 64-bit integers. `texts` are
-    the pieces of long texts; with `is_prompt`, there is one, the prompt. `fields` is MessagePack, or JSON if a number
+    `token_ids` is the prompt if it is one list of 64-bit integers, `token_lists` if it is several lists. `texts` has
+    the pieces of long texts; if `is_prompt`, the only text is the prompt. `fields` is MessagePack, or JSON if a number
     does not fit in 64 bits.
     """
 
@@ -117,7 +117,7 @@ class Decoded(msgspec.Struct, tag=0, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=1, array_like=True):
-    """The error for an invalid body."""
+    """The error response for an invalid body."""
 
     status: int
     message: str
@@ -138,7 +138,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def pack(request: Any) -> tuple[Decoded, int]:
-    """Return the message for a request, and its number of token ids. Removes the token ids from the request."""
+    """Remove the token ids from a request. Return the message for the rest, and the number of token ids."""
     # The decoder's type may be a subclass that rejects unknown fields.
     schema = next(base for base in type(request).__mro__ if base in SCHEMAS)
     is_stored = isinstance(
@@ -167,7 +167,10 @@ def pack(request: Any) -> tuple[Decoded, int]:
 
 
 def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
-    """Move the token ids to the message, unless other values are among them, and return their number."""
+    """Move the token ids of the prompt to the message, and return their number.
+
+    Do nothing if they are not all integers.
+    """
     try:
         if values and isinstance(values[0], list):
             lists = [array("q", each) for each in values]
@@ -175,13 +178,13 @@ def _pack_token_ids(values: list[Any], decoded: Decoded) -> int:
             return sum(map(len, lists))
         decoded.token_ids = array("q", values).tobytes()
     except (TypeError, OverflowError):
-        # The list stays in the request, whose checks report the invalid entry.
+        # The list stays in the request, so that later checks report the invalid entry.
         return 0
     return len(values)
 
 
 def _pack_texts(request: Any, decoded: Decoded) -> None:
-    """Move long texts of the prompt or of the messages to the message."""
+    """Move long texts of the prompt or of the messages from the request to the message."""
     texts: list[list[memoryview]] = []
 
     def move(value: Any) -> Any:
@@ -216,7 +219,7 @@ def unpack(reply: bytes | bytearray) -> Any:
     schema = SCHEMAS[decoded.schema]
     request: Any
     texts = [
-        # Other threads can run between the pieces.
+        # Other threads can run between two pieces.
         "".join([str(piece, "utf-8") for piece in pieces])
         for pieces in decoded.texts or ()
     ]

@@ -1,4 +1,4 @@
-"""Limits the memory that the requests of one frontend hold together."""
+"""Limit the total memory of the large requests of one frontend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RETRY_AFTER_S: Final = 1.0
 class RequestMemory:
     """Counts the bytes of bodies larger than `FREE_BYTES`, from their arrival to the end of their requests.
 
-    The queue limit bounds smaller bodies. Incomplete bodies get at most half of the memory, so that slow senders cannot
-    keep other requests out.
+    Smaller bodies are bounded by the queue limit. Incomplete bodies may use at most half of the memory, so that slow
+    senders cannot keep other requests out.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,14 +25,14 @@ class RequestMemory:
         self._num_arriving = 0
 
     def lease(self) -> MemoryLease:
-        """Return a new share of the memory, for one request."""
+        """Return a new lease on the memory, for one request."""
         return MemoryLease(self)
 
     def count_arriving(self, num_bytes: int) -> None:
         """Count a part of a body that is arriving.
 
         Raises:
-            APIError: There is no room for it (503).
+            APIError: There is not enough memory (503).
         """
         others = self.num_bytes - self._num_arriving
         if self._num_arriving + num_bytes > self._limit // 2 or (
@@ -46,7 +46,7 @@ class RequestMemory:
         """Count memory of a request that has arrived.
 
         Raises:
-            APIError: There is no room for it (503).
+            APIError: There is not enough memory (503).
         """
         if self.num_bytes + num_bytes > self._limit:
             raise self._full()
@@ -69,7 +69,7 @@ class RequestMemory:
 
 
 class MemoryLease:
-    """The memory of one request, to be entered until the request ends."""
+    """The memory that one request uses. Enter it as a context until the request ends."""
 
     __slots__ = ("_is_complete", "_memory", "_num_bytes", "_num_counted", "_num_media")
 
@@ -82,7 +82,7 @@ class MemoryLease:
         """Count a part of the body.
 
         Raises:
-            APIError: There is no room for it (503).
+            APIError: There is not enough memory (503).
         """
         self._num_bytes += num_bytes
         if self._num_bytes > FREE_BYTES:
@@ -97,10 +97,10 @@ class MemoryLease:
             self._memory.mark_complete(self._num_counted)
 
     def count_media(self, num_bytes: int) -> None:
-        """Count the images or sounds of a request whose body is complete.
+        """Count the bytes of a request's images or sounds, after its body is complete.
 
         Raises:
-            APIError: There is no room for them (503).
+            APIError: There is not enough memory (503).
         """
         self._memory.count(num_bytes)
         self._num_media += num_bytes

@@ -13,10 +13,10 @@ import numpy as np
 from ...http.errors import APIError, bad_request
 
 FREE_BYTES: Final = 64 * 1024
-"""Bodies up to this size are not counted: they cannot have enough elements to matter."""
+"""Bodies up to this many bytes are not counted, because they cannot have enough elements to matter."""
 
 MAX_VALUES: Final = 1 << 21
-"""Maximum values of all objects and lists, including token ids."""
+"""Maximum values in all objects and lists of a body, including token ids."""
 
 MAX_OTHER_VALUES: Final = 1 << 18
 """Maximum values that are not token ids of prompts."""
@@ -37,9 +37,9 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS
 
 
 class BodyStructure:
-    """Counts the elements of one JSON text. Invalid JSON is counted, too; the decoder rejects it.
+    """Counts the elements of one JSON text. Invalid JSON is counted as well; the decoder rejects it later.
 
-    `num_values` counts the values of objects and lists so far.
+    `num_values` is the number of values in objects and lists so far.
     """
 
     def __init__(self, max_values: int = MAX_VALUES) -> None:
@@ -62,7 +62,7 @@ class BodyStructure:
 
     def _count_piece(self, piece: bytes) -> None:
         piece = (self._escape + piece).replace(b"\\\\", b"")
-        # The character that a final backslash escapes is in the next piece.
+        # The character after a final backslash is at the beginning of the next piece.
         self._escape = b"\\" if piece.endswith(b"\\") else b""
         piece = piece.removesuffix(b"\\").replace(b'\\"', b"")
         parts = piece.split(b'"')

@@ -1,1 +1,1 @@
-"""Other APIs for chats: each translates its requests to chat completions and writes answers in its own format."""
+"""APIs of other vendors: each translates its requests to chat completions, and writes answers in its own format."""

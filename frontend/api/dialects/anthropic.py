@@ -38,7 +38,7 @@ _ERROR_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Anthropic's words for statuses; other statuses from 500 on are "api_error"."""
+"""HTTP status -> Anthropic's error type. Other statuses from 500 on are "api_error"."""
 
 
 _ID_PREFIX: Final = "msg_"
@@ -46,14 +46,14 @@ _RECORDED_PREFIX: Final = "chatcmpl-"
 
 
 def recorded_id(shown_id: str) -> str:
-    """Return the ID in the record of the message with this ID."""
+    """Return the ID under which the message with this ID is recorded."""
     if not shown_id.startswith(_ID_PREFIX):
         return shown_id
     return _RECORDED_PREFIX + shown_id.removeprefix(_ID_PREFIX)
 
 
 def error_body(error: APIError, request_id: str) -> Json:
-    """Return the body of an error in Anthropic's form."""
+    """Return the body of an error in Anthropic's format."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, default)
     body: Json = {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -72,7 +72,7 @@ class Messages(DialectEndpoint[MessagesRequest]):
         return MessagesAnswer
 
     def translate(self, body: MessagesRequest) -> ChatCompletionRequest:
-        """Return the same request as a chat completion.
+        """Return the body translated to a chat completion request.
 
         Raises:
             APIError: A field is invalid (400).
@@ -142,7 +142,7 @@ class MessagesAnswer(ChatAnswer):
         return MessageChunks(self)
 
     def message(self, blocks: list[Json]) -> Json:
-        """Return a message with these content blocks, as it is before it ends."""
+        """Return a message with these content blocks and the fields that it has before it ends."""
         return {
             "id": _ID_PREFIX + self.envelope["id"].removeprefix(_RECORDED_PREFIX),
             "type": "message",
@@ -155,7 +155,7 @@ class MessagesAnswer(ChatAnswer):
         }
 
     def ending(self, delta: Delta) -> Json:
-        """Return the fields that say why the message ended."""
+        """Return the fields that describe why the message ended."""
         reason, stop = "end_turn", None
         if isinstance(delta.stop_reason, str):
             reason, stop = "stop_sequence", delta.stop_reason
@@ -171,7 +171,7 @@ class MessagesAnswer(ChatAnswer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def token_counts(self) -> Json:
-        """Return the usage so far. Cached tokens are not among the input tokens there."""
+        """Return the usage so far. In this API, input tokens do not include cached tokens."""
         [sequence] = self._group.sequences
         cached = sequence.num_cached_tokens
         counts: Json = {
@@ -197,7 +197,7 @@ def _block(kind: str) -> Json:
 
 
 def decode_input(arguments: str) -> Any:
-    """Return the object of a call's arguments, or {} if they are not one."""
+    """Return the decoded arguments of a call, or {} if they are not an object."""
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -220,7 +220,7 @@ MESSAGES_STREAM: Final = StreamFormat(
 
 
 class MessageChunks(DialectChunks):
-    """Writes the events of a message: its start, its blocks one after the other, and its end."""
+    """Writes the events of a message: its start, its content blocks one after another, and its end."""
 
     format = MESSAGES_STREAM
 
@@ -253,7 +253,7 @@ class MessageChunks(DialectChunks):
         return b"".join(events)
 
     def closing(self) -> bytes:
-        """Return nothing: the last output ends the message."""
+        """Return b"", because the last output ends the message."""
         return b""
 
     def _write(self, message: MessageDelta, events: list[bytes]) -> None:
@@ -270,7 +270,7 @@ class MessageChunks(DialectChunks):
                 self._add({"type": "input_json_delta", "partial_json": call.arguments}, events)
 
     def _enter(self, wanted: tuple[str, int], block: Json, events: list[bytes]) -> None:
-        """Open a block, unless it is open."""
+        """Open a block of this type, unless it is already open. Any other open block is closed."""
         if self._open == wanted:
             return
         self._close(events)

@@ -1,7 +1,7 @@
-"""Reads the bodies of Anthropic's Messages API as chat completion requests.
+"""Translate requests of Anthropic's Messages API to chat completion requests.
 
 The API is described at https://docs.anthropic.com/en/api/messages. Cache control has no effect, because prefixes are
-always cached. Signatures of thinking are empty, and are not checked.
+always cached. Signatures of thinking blocks are empty, and are not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_USER_CHARACTERS: Final = 256
 
 
 def translate_messages(body: MessagesRequest) -> ChatCompletionRequest:
-    """Return the same request as a chat completion.
+    """Return the body translated to a chat completion request.
 
     Raises:
         APIError: A field is invalid; it is named as in the body (400).
@@ -59,7 +59,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[Json]:
 
 
 def _message(message: Json, where: str) -> list[Json]:
-    """Return a message as one or more messages: the results of tools have messages of their own."""
+    """Return the translation of a message to one or more messages. Tool results become messages of their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         refuse(f"{where}.role", '"user", "assistant" or "system"', role)
@@ -122,7 +122,7 @@ def _tool_result(block: Json, where: str) -> Json:
 
 
 def _input_part(block: Any, where: str) -> Json:
-    """Return a block of a user or of a tool as a part of a chat message."""
+    """Return the translation of a content block of a user or a tool to a content part."""
     match _kind_of(block, where):
         case "text":
             return _text_block(block, where)
@@ -200,7 +200,7 @@ def _tool(tool: Json, where: str) -> Json:
 
 
 def _tool_choice(choice: Json | None) -> tuple[str | Json | None, bool | None]:
-    """Return the choice in OpenAI's form, and whether there may be several calls; None if any is allowed."""
+    """Return the tool choice in OpenAI's format, and whether calls may be parallel; None for the default."""
     if choice is None:
         return None, None
     is_parallel = False if choice.get("disable_parallel_tool_use") else None
@@ -232,7 +232,7 @@ def _response_format(body: MessagesRequest) -> Json | None:
 
 
 def _thinking(body: MessagesRequest) -> Json:
-    """Return the fields that turn reasoning on or off."""
+    """Return the fields that enable or disable reasoning."""
     fields: Json = {}
     if (effort := (body.output_config or {}).get("effort")) is not None:
         fields["reasoning_effort"] = expect(effort, str, "output_config.effort", "a string")

@@ -1,4 +1,4 @@
-"""The common part of all dialects: a body becomes a chat completion request, which is answered in another format."""
+"""The common part of all dialects: translate a body to a chat completion request, and answer in another format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DialectEndpoint(ChatCompletions, Generic[Body]):
 
     @abstractmethod
     def translate(self, body: Body) -> ChatCompletionRequest:
-        """Return the same request as a chat completion.
+        """Return the body translated to a chat completion request.
 
         Raises:
             APIError: A field is invalid; it is named as in the body (400).
@@ -53,7 +53,8 @@ class DialectChunks:
     def __init__(self, answer: ChatAnswer) -> None:
         self.answer = answer
         self.choice: ChatChoice = answer.choices[0]
-        # Texts and calls of one delta have lost their order, so each token is a delta where there may be both.
+        # The order of text and calls within one delta is lost. So if both are possible, each token is a delta of its
+        # own.
         self._max_tokens = 1 if answer.request.tools else TOKENS_AT_ONCE
 
     def read(self, sequence: Sequence) -> Any:
@@ -71,7 +72,7 @@ def expect(value: Any, kind: type, where: str, expected: str) -> Any:
     """Return `value` if it is an instance of `kind`.
 
     Raises:
-        APIError: It is not (400).
+        APIError: It is not (400); the message names `where` and `expected`.
     """
     if not isinstance(value, kind):
         refuse(where, expected, value)
@@ -79,5 +80,5 @@ def expect(value: Any, kind: type, where: str, expected: str) -> Any:
 
 
 def refuse(where: str, expected: str, value: object) -> NoReturn:
-    """Raise APIError 400: the field `where` is not what is `expected`."""
+    """Raise APIError 400 with the message that the field `where` must be `expected`."""
     raise bad_request(where, f"{where} must be {expected}, got {echo(value)}")

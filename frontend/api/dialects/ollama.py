@@ -1,4 +1,4 @@
-"""The routes of Ollama's API for chats, texts and embeddings. Streams are lines of JSON."""
+"""The routes of Ollama's API for chats, completions, embeddings and models. Streams are JSON lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from .ollama_request import LATEST, OllamaPrompt, translate_chat, translate_gene
 PATH: Final = "/api/"
 
 API_VERSION: Final = "0.13.0"
-"""The version of Ollama whose API this is. Some clients refuse to work with earlier ones."""
+"""The version of Ollama whose API this is. Some clients refuse to work with older versions."""
 
 
 def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Route]:
@@ -70,14 +70,14 @@ def routes(serving: Serving, intake: Intake, embeddings: Embeddings) -> list[Rou
 
 
 def served_name(serving: Serving, name: str | None) -> str | None:
-    """Return the name of a served model without the tag that clients append; other names as they are."""
+    """Return the name of a served model without the tag that clients append; other names unchanged."""
     if name and name not in serving.served_models:
         return name.removesuffix(LATEST)
     return name
 
 
 class _OllamaEndpoint(DialectEndpoint[Body]):
-    """An endpoint whose errors name the fields of its own body."""
+    """An endpoint of Ollama's API. Its errors name the fields of Ollama's body."""
 
     async def prepare(
         self, request: ChatCompletionRequest, body_size: int, receive: Receive
@@ -107,7 +107,7 @@ class OllamaChat(_OllamaEndpoint[OllamaChatRequest]):
         return OllamaChatAnswer
 
     def translate(self, body: OllamaChatRequest) -> ChatCompletionRequest:
-        """Return the same request as a chat completion."""
+        """Return the body translated to a chat completion request."""
         return translate_chat(body, served_name(self._serving, body.model))
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
@@ -126,7 +126,7 @@ class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
         return OllamaTextAnswer
 
     def translate(self, body: OllamaGenerateRequest) -> ChatCompletionRequest:
-        """Return the same request as a chat completion."""
+        """Return the body translated to a chat completion request."""
         return translate_generate(body, served_name(self._serving, body.model))
 
     def _greeting(self, request: ChatCompletionRequest) -> Json | None:
@@ -164,7 +164,7 @@ class OllamaGenerate(_OllamaEndpoint[OllamaGenerateRequest]):
 
 
 def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
-    """Return the answer to a request without a prompt, with which clients load a model."""
+    """Return the answer to a request without a prompt, which clients send to load a model; None for other requests."""
     assert isinstance(request, OllamaPrompt)
     if not request.is_empty:
         return None
@@ -172,7 +172,7 @@ def _loaded(request: ChatCompletionRequest, empty: Json) -> Json | None:
 
 
 def _option_name(name: str) -> str:
-    """Return the name of the field that sets a sampling parameter."""
+    """Return the name of the Ollama option for a sampling parameter."""
     names = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
     return f"options.{names.get(name, name)}"
 
@@ -247,7 +247,7 @@ class OllamaModels:
         return json_response({"models": cards})
 
     async def running(self, request: Request) -> Response:
-        """List the loaded models, which are those that are served."""
+        """List the loaded models. All served models are loaded."""
         loaded = {
             "expires_at": "9999-12-31T23:59:59Z",
             "size_vram": 0,
@@ -282,19 +282,19 @@ class OllamaModels:
 
     @accepts(OllamaModelRequest)
     async def pull(self, http: Request) -> Response:
-        """Report that a served model is here; others cannot be loaded into a running server."""
+        """Report success for a served model. Other models cannot be loaded into a running server."""
         await self._name_in(http)
         return json_response({"status": "success"})
 
     async def version(self, request: Request) -> Response:
-        """Return the version of the API, and that of Engine."""
+        """Return the version of Ollama's API, and Engine's own."""
         return json_response({"version": API_VERSION, "engine": __version__})
 
     async def _name_in(self, http: Request) -> str:
-        """Return the served name in a body.
+        """Return the served name of the model in a body.
 
         Raises:
-            APIError: No model is named (400), or it is not served (404).
+            APIError: The body names no model (400), or the model is not served (404).
         """
         with self._intake.lease() as lease:
             body, _ = await self._intake.receive(http.scope, http.receive, self._decoder, lease)

@@ -1,4 +1,4 @@
-"""Answers in the format of Ollama's API."""
+"""Write answers in the format of Ollama's API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .dialect import DialectChunks
 
 
 def error_body(error: APIError, request_id: str) -> Json:
-    """Return the body of an error in Ollama's form."""
+    """Return the body of an error in Ollama's format."""
     return {"error": error.message}
 
 
@@ -29,7 +29,7 @@ def _line(content: object) -> bytes:
 
 OLLAMA_STREAM: Final = StreamFormat(
     content_type=b"application/x-ndjson",
-    # Every line must be an object.
+    # Ollama's clients decode every line as an object.
     keep_alive=b"",
     done=b"",
     encode_error=lambda error: _line(error_body(error, "")),
@@ -43,11 +43,11 @@ def head_of(model: str) -> Json:
 
 
 class _OllamaAnswer(ChatAnswer):
-    """An answer in Ollama's format, of which a chat and a text differ in one field."""
+    """An answer in Ollama's format. Answers to chats and to prompts differ in one field."""
 
     @abstractmethod
     def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the fields with a part of the answer."""
+        """Return the fields that hold a part of the answer: its text, its reasoning and its tool calls."""
 
     def whole(self, outputs: list[Delta]) -> Json:
         """Return the complete response body."""
@@ -98,7 +98,7 @@ class OllamaChatAnswer(_OllamaAnswer):
     """The answer to one conversation."""
 
     def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the message with a part of the answer."""
+        """Return the field `message` with a part of the answer."""
         message: Json = {"role": "assistant", "content": content}
         if thinking:
             message["thinking"] = thinking
@@ -111,19 +111,19 @@ class OllamaTextAnswer(_OllamaAnswer):
     """The answer to one prompt."""
 
     def fields(self, content: str, thinking: str, calls: list[Json]) -> Json:
-        """Return the fields with a part of the answer."""
+        """Return the field `response` with a part of the answer."""
         return {"response": content} | ({"thinking": thinking} if thinking else {})
 
 
 class CallCollector:
-    """Collects the pieces of tool calls, because a line has whole calls only."""
+    """Collects the pieces of tool calls, because each line of a stream must have complete calls."""
 
     def __init__(self) -> None:
         self._open: ToolCallDelta | None = None
         self._arguments: list[str] = []
 
     def add(self, pieces: list[ToolCallDelta]) -> list[Json]:
-        """Return the calls that the next pieces complete."""
+        """Add pieces of calls. Return the calls that are now complete."""
         complete: list[Json] = []
         for piece in pieces:
             if self._open is not None and piece.index == self._open.index:
@@ -134,7 +134,7 @@ class CallCollector:
         return complete
 
     def finish(self) -> list[Json]:
-        """Return the call whose end is now known."""
+        """Return the last call, which is complete at the end of the answer."""
         call, self._open = self._open, None
         if call is None:
             return []
@@ -177,10 +177,10 @@ class OllamaChunks(DialectChunks):
         return lines
 
     def closing(self) -> bytes:
-        """Return nothing: the last output ends the answer."""
+        """Return b"", because the last output ends the answer."""
         return b""
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a duration as answers give it."""
+    """Return a duration in seconds as an integer number of nanoseconds."""
     return max(0, round(seconds * 1e9))

@@ -1,7 +1,7 @@
-"""Reads the bodies of Ollama's API as chat completion requests.
+"""Translate requests of Ollama's API to chat completion requests.
 
-The API is described at https://github.com/ollama/ollama/blob/main/docs/api.md. Options that choose how a model is
-loaded have no effect, because it is loaded already.
+The API is described at https://github.com/ollama/ollama/blob/main/docs/api.md. Options for loading a model have no
+effect, because the model is already loaded.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _OPTIONS: Final = {
     "frequency_penalty": "frequency_penalty",
     "repeat_penalty": "repetition_penalty",
 }
-"""The options that set a sampling parameter, with its name."""
+"""Name of an option -> the sampling parameter that it sets."""
 
 _NEUTRAL: Final = {"mirostat": 0, "tfs_z": 1}
-"""Options that are refused unless they have the value that does nothing."""
+"""Options that are rejected unless they have the value that has no effect."""
 
 
 _CONTENT: Final = re.compile(r"messages\[(\d+)\]\.content(?:\[(\d+)\])?")
 
 
 class OllamaPrompt(ChatCompletionRequest, kw_only=True):
-    """A chat completion request that may have a prompt in place of messages.
+    """A chat completion request that may have a prompt instead of messages.
 
-    `raw` is the whole prompt, to which no chat template is applied, or with `middle_before` the text before the answer,
-    which that follows. `is_empty` requests ask only whether the model is loaded.
+    `raw` is a prompt to which no chat template is applied. With `middle_before`, the model fills in the middle: `raw`
+    follows the answer. An `is_empty` request only asks whether the model is loaded.
 
-    Parts of a message's content stand for its images and its text. `num_images` are the numbers of images by message.
-    A body without messages has a message's text in one of `content_fields`.
+    The parts of a message's content stand for its images and its text. `num_images` has the number of images of each
+    message. If the body has no messages, the text is in one of `content_fields`.
     """
 
     raw: str | None = None
@@ -58,7 +58,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
     num_images: dict[int, int] = msgspec.field(default_factory=dict)
 
     def place_in_body(self, place: str) -> str:
-        """Return the place in the body of what is at a place of the chat completion request."""
+        """Return the path in the body for a path in the chat completion request, for error messages."""
         match = _CONTENT.match(place)
         if match is None:
             return place
@@ -73,7 +73,7 @@ class OllamaPrompt(ChatCompletionRequest, kw_only=True):
 
 
 def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
-    """Return the same request as a chat completion of `model`.
+    """Return the body translated to a chat completion request for `model`.
 
     Raises:
         APIError: A field is invalid (400).
@@ -97,7 +97,7 @@ def translate_chat(body: OllamaChatRequest, model: str | None) -> OllamaPrompt:
 
 
 def translate_generate(body: OllamaGenerateRequest, model: str | None) -> OllamaPrompt:
-    """Return the same request as a chat completion of `model`.
+    """Return the body translated to a chat completion request for `model`.
 
     Raises:
         APIError: A field is invalid or not supported (400).
@@ -129,7 +129,7 @@ def translate_generate(body: OllamaGenerateRequest, model: str | None) -> Ollama
 
 
 def _common(body: OllamaFields) -> Json:
-    """Return the fields of the request other than its conversation."""
+    """Return all translated fields except the conversation."""
     fields = _sampling_fields(body.options or {}) | {"stream": body.stream is not False}
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
@@ -166,7 +166,7 @@ def _sampling_fields(options: Json) -> Json:
     if (num_predict := options.get("num_predict")) is not None:
         if not isinstance(num_predict, int) or isinstance(num_predict, bool):
             refuse("options.num_predict", "an integer", num_predict)
-        # -1 and -2 ask for as much as fits.
+        # Ollama uses -1 and -2 for as many tokens as fit.
         fields["max_tokens"] = num_predict if num_predict >= 0 else None
     if (stop := options.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
@@ -177,7 +177,10 @@ def _sampling_fields(options: Json) -> Json:
 
 
 def _message(message: Json, where: str, calls: deque[str]) -> Json:
-    """Return a message in OpenAI's form. `calls` are the IDs of calls without a result, which messages here lack."""
+    """Return a message in OpenAI's format.
+
+    `calls` holds the IDs of the calls without a result so far, because Ollama's messages have no IDs.
+    """
     kept = {
         name: message[name]
         for name in ("role", "content", "thinking", "tool_call_id")
@@ -204,7 +207,7 @@ def _message(message: Json, where: str, calls: deque[str]) -> Json:
 
 
 def _with_images(message: Json, images: Any, where: str) -> Json:
-    """Return the message with images, which are base64 without a media type, before its text."""
+    """Return the message with its images before its text. The images are base64 without a media type."""
     parts: list[Json] = []
     for i, image in enumerate(expect(images, list, where, "an array")):
         data = expect(image, str, f"{where}[{i}]", "an image in base64")

@@ -1,1 +1,1 @@
-"""Requests that outlive their clients and their frontends."""
+"""Durable requests, which continue after their client or their frontend is gone, and can be read again."""

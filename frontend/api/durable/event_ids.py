@@ -1,4 +1,4 @@
-"""IDs of the events of a stream, with which a client that was disconnected continues it."""
+"""Event IDs, with which a client that was disconnected continues a stream (`Last-Event-ID`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HEADER: Final = "Last-Event-ID"
 _HEADER: Final = HEADER.lower().encode()
 
 MAX_SEQUENCES: Final = 32
-"""Maximum sequences of a stream whose events have IDs, because each ID has a number for each of them."""
+"""Maximum sequences of a stream with event IDs, because each ID has a number for every sequence."""
 
 CLOSED: Final = "done"
-"""Stands for the numbers after the last event."""
+"""The end of an ID after the last event, in place of the numbers."""
 
 _ID = re.compile(
     rf"(?P<request>[!-~]{{1,256}}):(?P<counts>\d{{1,10}}e?(?:\.\d{{1,10}}e?)*|{CLOSED})"
@@ -27,9 +27,9 @@ _ID = re.compile(
 
 
 class EventPosition(NamedTuple):
-    """A place in a stream: the tokens of each sequence that the client has, and whether it has its end.
+    """A position in a stream: how many tokens of each sequence the client has, and whether it has the end.
 
-    Without `counts`, the client has nothing. If the stream `is_closed`, it has everything.
+    With empty `counts` the client has nothing; if `is_closed`, it has everything.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ def read_last_event_id(scope: Scope) -> EventPosition | None:
     """Return the position in the header of a request; None without the header.
 
     Raises:
-        APIError: It is not the ID of an event of this server (400).
+        APIError: The header is not an event ID of this server (400).
     """
     for name, value in scope["headers"]:
         if name == _HEADER and value.strip():
@@ -50,10 +50,10 @@ def read_last_event_id(scope: Scope) -> EventPosition | None:
 
 
 def parse_event_id(text: str) -> EventPosition:
-    """Return the position that an ID stands for.
+    """Return the position that an event ID encodes.
 
     Raises:
-        APIError: It is not the ID of an event of this server (400).
+        APIError: The text is not an event ID of this server (400).
     """
     match = _ID.fullmatch(text)
     if match is None or match["counts"].count(".") >= MAX_SEQUENCES:
@@ -70,8 +70,8 @@ def parse_event_id(text: str) -> EventPosition:
 class IdentifiedChunks:
     """Adds an ID to the last event of each piece that an encoder writes.
 
-    The ID says how much of each sequence the client has when it has that event. Earlier events of the same piece have
-    none, so a client that was cut off in between gets the piece again.
+    The ID encodes how much of each sequence the client has after that event. Earlier events of the same piece have no
+    ID, so a client that is disconnected between them gets the whole piece again.
     """
 
     def __init__(self, chunks: ChunkEncoder, answer_id: str, group: RequestGroup) -> None:
@@ -86,7 +86,7 @@ class IdentifiedChunks:
 
     @property
     def format(self) -> StreamFormat:
-        """The format around the chunks."""
+        """The format of the stream around the chunks."""
         return self._chunks.format
 
     def encode(self, sequence: Sequence) -> bytes:
@@ -107,12 +107,12 @@ class IdentifiedChunks:
         return self._identify(body, CLOSED.encode()) if body else body
 
     def _identify(self, body: bytes, counts: bytes) -> bytes:
-        # JSON has no line breaks, so an empty line ends an event.
+        # JSON text has no line breaks, so an empty line marks the end of an event.
         last = body.rfind(b"\n\n", 0, -2) + 2 if body.count(b"\n\n") > 1 else 0
         return b"".join((body[:last], self._start, counts, b"\n", body[last:]))
 
 
 def _count_of(sequence: Sequence) -> bytes:
-    """Return the number of tokens that were read, with an `e` if the end was read as well."""
+    """Return the number of tokens that were read, followed by `e` if the end of the sequence was read."""
     is_end = sequence.finished and not sequence.has_updates
     return (b"%de" if is_end else b"%d") % sequence.num_read_tokens

@@ -1,4 +1,4 @@
-"""Keeps one request for its client and for the next server, if the options ask for it."""
+"""Record one request in the store, so that its client can return and another frontend can continue it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .resumption import Resumption, find_resumption
 
 
 class Keeper:
-    """Records one request. Enter it while the request is submitted.
+    """Records one request. Enter it as a context while the request is submitted.
 
-    Without `--store` and `--resume-grace` it does nothing, and for requests of the server itself. A beam search, and a
-    request with very many log-probabilities, is not recorded, because its answer is more than its tokens.
+    It does nothing without `--store` and `--resume-grace`, and for requests of the server itself. Beam searches and
+    requests with very many log-probabilities are not recorded, because tokens alone do not determine their answers.
     """
 
     def __init__(self, serving: Serving, scope: Scope, *, is_on: bool = True) -> None:
@@ -40,7 +40,7 @@ class Keeper:
         self._is_kept = False
 
     def read_position(self) -> EventPosition | None:
-        """Return where a client that returns continues its stream; None for a new request.
+        """Return the position from which a returning client continues its stream; None for a new request.
 
         Raises:
             APIError: The header is invalid (400).
@@ -51,7 +51,7 @@ class Keeper:
         """Return the request whose stream the client continues.
 
         Raises:
-            APIError: There is none for this client and route (404).
+            APIError: This client has no such request on this route (404).
         """
         found = await find_resumption(self._serving, position.request_id, self._owner, position)
         if not _is_same_route(found.record.path, get_route_path(self._scope)):
@@ -64,7 +64,7 @@ class Keeper:
         return found
 
     def watch_body(self, receive: Receive) -> Receive:
-        """Return a `receive` that also records the body."""
+        """Return a `receive` function that also records the body."""
         if not self._is_on:
             return receive
         self._body = RecordedBody(receive)
@@ -80,7 +80,7 @@ class Keeper:
         deadline: float,
         trace_headers: dict[str, str] | None,
     ) -> RequestRecord:
-        """Return the record of a request, as yet without its seeds.
+        """Return the record of a request, still without seeds.
 
         Raises:
             APIError: The idempotency key is invalid (400).
@@ -94,7 +94,7 @@ class Keeper:
             body, path = self._body.take(), get_route_path(self._scope)
             self._key = read_idempotency_key(self._scope)
             if state["has_given_id"]:
-                # Clients and proxies repeat the IDs that they give.
+                # Request IDs from the client are not used here, because clients and proxies repeat them.
                 answer_id += f"-{secrets.token_hex(8)}"
         return RequestRecord(
             path,
@@ -111,10 +111,10 @@ class Keeper:
         )
 
     async def find_same_request(self, record: RequestRecord) -> Resumption | None:
-        """Return the request that had the client's idempotency key before; None if there is none.
+        """Return the earlier request with the client's idempotency key; None if there is none.
 
         Raises:
-            APIError: It was another request (422), or is not accepted yet (409).
+            APIError: The earlier request was a different one (422), or is not accepted yet (409).
             StoreError: The store does not answer (503).
         """
         if not self._key:
@@ -140,7 +140,7 @@ class Keeper:
         return found
 
     def begin_recording(self, record: RequestRecord) -> BeginRecording | None:
-        """Return the function that begins the recording of the request; None if it is not recorded."""
+        """Return the function that begins to record the request; None if it is not recorded."""
         if not self._is_kept:
             return None
         config = self._serving.config.store
@@ -168,7 +168,7 @@ class Keeper:
 
 
 def encode_record(record: RequestRecord, group: RequestGroup) -> bytes:
-    """Return a record with the seeds of a group."""
+    """Return a record that includes the seeds of a group, as bytes."""
     seeds = [sequence.request.sampling_params.seed or 0 for sequence in group.sequences]
     return msgspec.msgpack.encode(msgspec.structs.replace(record, seeds=seeds))
 

@@ -1,4 +1,4 @@
-"""A copy of a request's sequences, to which the store adds their tokens as they arrive."""
+"""A mirror: a copy of a recorded request's sequences, which receives their tokens from the store."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from ..streaming.event_stream import ChunkEncoder
 from .event_ids import HEADER, EventPosition
 
 CATCH_UP_S: Final = 60.0
-"""Maximum seconds until a request has the tokens again that its client had, after the server was restarted."""
+"""Maximum seconds, after a restart of the server, until a request has regenerated the tokens that its client had."""
 
 TOKENS_AT_ONCE: Final = 4096
-"""Tokens that are read before other tasks run."""
+"""Number of tokens that are processed before other tasks run."""
 
 
 class _Stream:
-    """The recorded tokens of one sequence. `num_fed` of them were passed on; `logprobs` are those of the others."""
+    """The recorded tokens of one sequence.
+
+    `num_fed` tokens were passed on. `logprobs` are the log-probabilities of the other tokens.
+    """
 
     def __init__(self) -> None:
         self.tokens = array("i")
@@ -47,7 +50,7 @@ class _Stream:
 
 
 class Mirror:
-    """Collects the tokens of a request, and feeds them to a group once `open` was called."""
+    """Collects the tokens of a request, and adds them to a group once `open` is called."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
@@ -56,7 +59,7 @@ class Mirror:
         self._changed = asyncio.Event()
 
     def on_news(self, news: RequestNews) -> None:
-        """Add what is new."""
+        """Add new tokens and ends of sequences."""
         self._is_gone |= news.is_gone
         for stream in news.streams:
             self._streams.setdefault(stream.position, _Stream()).add(stream)
@@ -67,10 +70,10 @@ class Mirror:
     async def read_silently(
         self, group: RequestGroup, position: EventPosition, chunks: ChunkEncoder
     ) -> None:
-        """Make an encoder read what the client has, without writing it.
+        """Make an encoder read the output that the client already has, without writing it.
 
         Raises:
-            APIError: The position is none of this request (400), or the request has not reached it again (503).
+            APIError: The position does not belong to this request (400), or was not reached again in time (503).
         """
         counts = position.counts
         if position.is_closed:
@@ -108,12 +111,12 @@ class Mirror:
                     await self._changed.wait()
         except TimeoutError:
             raise unavailable(
-                "The request has not reached this place again after a restart", 5.0
+                "The request has not reached this position again after a restart; retry later", 5.0
             ) from None
         return stream
 
     def open(self, group: RequestGroup) -> None:
-        """Feed the group from now on."""
+        """Add tokens to the group from now on."""
         self._group = group
         self._feed_all(group)
 
@@ -131,14 +134,14 @@ GONE: Final = "the request was aborted, or the server has lost it; send it again
 
 
 def abort_mirror(group: RequestGroup) -> None:
-    """End the sequences of a mirror, whose client is gone. The request itself goes on."""
+    """Finish the sequences of a mirror whose client is gone. The request itself continues."""
     for sequence in group.sequences:
         if not sequence.finished:
             _finish(group, sequence, StreamEnd(sequence.num_generated_tokens, FinishReason.ABORT))
 
 
 def verify_same_request(is_same: bool) -> None:
-    """Raise APIError 422 unless a request is the one that had its idempotency key before."""
+    """Raise APIError 422 if a request differs from the one that used its idempotency key before."""
     if not is_same:
         raise APIError(
             422,
@@ -150,7 +153,7 @@ def verify_same_request(is_same: bool) -> None:
 def _feed(
     group: RequestGroup, sequence: Sequence, stream: _Stream, num_tokens: int, *, with_end: bool
 ) -> None:
-    """Append tokens up to a number, and the end of the sequence if it is known."""
+    """Add tokens to a sequence up to `num_tokens` in total, and its end if it is known and `with_end` is set."""
     sequence.token_ids.extend(stream.tokens[stream.num_fed : num_tokens])
     sequence.logprobs += take_logprobs(stream.logprobs, num_tokens - stream.num_fed)
     sequence.prompt_logprob_messages = stream.prompt_logprobs
@@ -164,7 +167,7 @@ def _feed(
         )
         stop = sequence.find_stop_string(ended_by_token=by_token)
         if stop is not None and end is None:
-            # The frontend that owns the request finds the same.
+            # The frontend that owns the request finds the same stop string.
             end = StreamEnd(sequence.num_generated_tokens, FinishReason.STOP, stop)
     if end is not None:
         _finish(group, sequence, end)

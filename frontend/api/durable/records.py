@@ -1,4 +1,4 @@
-"""The record of a request in the store, from which any frontend of the next server can continue it."""
+"""The record of a request in the store, from which any frontend or the next server can continue it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = re.compile(rb"[ -~]{1,255}")
 
 
 class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A request as it was received, and what its frontend chose.
+    """A request as it was received, with the values that its frontend chose.
 
     Attributes:
         path: The route.
@@ -27,10 +27,10 @@ class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
         request_id: The ID of the HTTP request.
         created: The time of the answer, in seconds since 1970.
         tenant: The tenant whose limits apply.
-        cache_owner: Who may share its cached prefixes.
-        deadline: In seconds since 1970; 0.0 for none.
+        cache_owner: The identity within which cached prefixes are shared.
+        deadline: The deadline in seconds since 1970; 0.0 for none.
         seeds: The seed of each sequence.
-        fingerprint: `system_fingerprint` of the model, with its adapter, that chose the tokens.
+        fingerprint: `system_fingerprint` of the model and adapter that generated the tokens.
         trace_headers: The W3C trace context.
         is_run: Whether the request runs without a client and stores its answer in another form, so that the recording
             is deleted after its end.
@@ -57,7 +57,7 @@ def decode_record(data: bytes) -> RequestRecord:
     """Return the record of a request.
 
     Raises:
-        APIError: It was written by a version with other fields (410).
+        APIError: The record was written by an incompatible version (410).
     """
     try:
         return _decode(data)
@@ -68,12 +68,12 @@ def decode_record(data: bytes) -> RequestRecord:
 
 
 def wall_deadline(deadline: float) -> float:
-    """Return a deadline of CLOCK_MONOTONIC in seconds since 1970; 0.0 stays 0.0."""
+    """Convert a deadline from CLOCK_MONOTONIC to seconds since 1970; 0.0 stays 0.0."""
     return deadline and time.time() + deadline - time.monotonic()
 
 
 def monotonic_deadline(deadline: float) -> float:
-    """Return a deadline in seconds since 1970 in CLOCK_MONOTONIC seconds; 0.0 stays 0.0."""
+    """Convert a deadline from seconds since 1970 to CLOCK_MONOTONIC seconds; 0.0 stays 0.0."""
     return deadline and max(time.monotonic() + deadline - time.time(), 1e-9)
 
 
@@ -81,7 +81,7 @@ def read_idempotency_key(scope: Scope) -> str:
     """Return the key in the header of a request; "" without the header.
 
     Raises:
-        APIError: The key is too long or has other characters than ASCII's (400).
+        APIError: The key is too long or has characters that are not printable ASCII (400).
     """
     for name, value in scope["headers"]:
         if name == _KEY_HEADER:
@@ -95,7 +95,7 @@ def read_idempotency_key(scope: Scope) -> str:
 
 
 class RecordedBody:
-    """Passes on what a client sends, and keeps the body."""
+    """A `receive` function that keeps a copy of the body."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -109,13 +109,13 @@ class RecordedBody:
         return message
 
     def take(self) -> bytes:
-        """Return the body, once."""
+        """Return the copy of the body, and release it."""
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def replay_body(body: bytes, then: Receive) -> Callable[[], Awaitable[Any]]:
-    """Return a `receive` that returns a body, and after that what `then` returns."""
+    """Return a `receive` function that returns a recorded body, and then the results of `then`."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
@@ -125,5 +125,5 @@ def replay_body(body: bytes, then: Receive) -> Callable[[], Awaitable[Any]]:
 
 
 def recorded_scope(scope: Scope) -> Scope:
-    """Return the scope with which a recorded body is read: the headers are about another one."""
+    """Return a scope for decoding a recorded body, without the headers of the current request."""
     return {**scope, "headers": []}

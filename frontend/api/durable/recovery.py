@@ -1,4 +1,4 @@
-"""Continues the requests of frontends that are gone: those that crashed, and those of an earlier server."""
+"""Continue the requests of frontends that have exited, in this server or an earlier one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .records import RequestRecord, decode_record, monotonic_deadline
 logger = logging.getLogger(__name__)
 
 CLAIMED_AT_ONCE: Final = 8
-"""Requests that are claimed in one call. Other frontends claim the next ones."""
+"""Number of requests that one call claims. Other frontends can claim the rest."""
 
 MAX_STARTS: Final = 3
 """Maximum number of times that a request is continued without a new token in between."""
@@ -43,18 +43,20 @@ StartGroup = Callable[[Any, list[PreparedPrompt]], Awaitable[RequestGroup]]
 
 
 class Continuable(Protocol):
-    """An endpoint that can generate the rest of its requests."""
+    """An endpoint that can continue its recorded requests."""
 
     async def continue_request(self, record: RequestRecord, start: StartGroup) -> None:
         """Generate the rest of a request.
 
         Raises:
             APIError: It can no longer be prepared, or the engine does not accept it.
-            NothingToContinue: Nobody waits for it.
+            NothingToContinue: Nobody waits for the rest.
         """
 
     async def record_failure(self, request_id: str, owner: str, error: APIError) -> bool:
-        """Record that a request was not continued. Return False if its client reads that in the token log.
+        """Record that a request could not be continued.
+
+        Return False if the token log, and not this endpoint, has to report the error to the client.
 
         Raises:
             APIError: The store does not answer (503).
@@ -62,13 +64,13 @@ class Continuable(Protocol):
 
 
 class NothingToContinue(Exception):
-    """Nobody waits for the rest of a request."""
+    """Raised if nobody waits for the rest of a request."""
 
 
 class Recovery:
-    """Claims requests from the store, and continues them with the tokens that they have.
+    """Claims recorded requests from the store, and continues them after the tokens that they have.
 
-    `endpoints` are those of the paths in the records.
+    `endpoints` maps the paths in the records to their endpoints.
     """
 
     def __init__(self, serving: Serving, endpoints: Mapping[str, Continuable]) -> None:
@@ -78,13 +80,13 @@ class Recovery:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Claim what there is, now and whenever a frontend is gone."""
+        """Start to claim requests: now, and whenever a frontend has exited."""
         self._serving.store.on_orphans = self._claim_soon
         if self._serving.store.state.num_orphans:
             self._claim_soon()
 
     def close(self) -> None:
-        """Stop. The next server continues what has not ended."""
+        """Stop. The next server continues the unfinished requests."""
         self._serving.store.on_orphans = lambda: None
         for task in self._tasks:
             task.cancel()
@@ -104,12 +106,12 @@ class Recovery:
             while claimed := await self._claim():
                 for request in claimed:
                     self._spawn(self._continue(request))
-                logger.info("continuing %d requests of a frontend that is gone", len(claimed))
+                logger.info("continuing %d requests of a frontend that has exited", len(claimed))
         finally:
             self._is_claiming = False
 
     async def _claim(self) -> Sequence[ClaimedRequest]:
-        """Return claimed requests, when the store answers."""
+        """Return claimed requests, as soon as the store answers."""
         while True:
             try:
                 return await self._serving.store.claim(CLAIMED_AT_ONCE)
@@ -139,9 +141,11 @@ class Recovery:
         log.end_claimed(claimed.request_id, claimed.owner, num_tokens, error)
 
     async def _record_failure(self, claimed: ClaimedRequest, error: APIError) -> str | None:
-        """Return the error that the client gets when it returns; None if it is recorded elsewhere.
+        """Record that a request could not be continued.
 
-        The record may be unreadable, so only the ID says what kind of request this is.
+        Return the error for the token log; None if the endpoint stored it.
+
+        The record may be unreadable, so the endpoint is determined from the request's ID.
         """
         with contextlib.suppress(APIError):
             for endpoint in self._endpoints.values():
@@ -153,7 +157,7 @@ class Recovery:
         """Generate the rest of a request.
 
         Raises:
-            APIError: That is not possible.
+            APIError: The request cannot be continued.
         """
         if claimed.num_starts > MAX_STARTS:
             raise APIError(500, POISON_REQUEST)
@@ -168,7 +172,7 @@ class Recovery:
                 await endpoint.continue_request(record, partial(self._submit, claimed, record))
                 return
             except APIError as error:
-                # There is no room at the moment.
+                # The engine has no room at the moment.
                 if error.status != 503 or self._serving.engine.dead_reason is not None:
                     raise
             if self._serving.engine.draining:
@@ -200,7 +204,7 @@ class Recovery:
         )
 
     def _adopt(self, claimed: ClaimedRequest, is_run: bool, group: RequestGroup) -> Recording:
-        """Give the sequences the tokens that they had, and begin to record what follows."""
+        """Give the sequences their recorded tokens, and continue to record them."""
         recording = group.recording = self._serving.store.log.begin(
             group,
             claimed.request_id,

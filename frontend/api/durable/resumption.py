@@ -1,4 +1,4 @@
-"""The answer to a client that returns: what was generated meanwhile, and the rest."""
+"""Resumption: the answer to a client that returns for a recorded request, read through the store."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .records import RequestRecord, decode_record
 
 
 class Resumption:
-    """A recorded request that is read through the store, to be entered until it was read.
+    """A recorded request that is read through the store. Enter it as a context while it is read.
 
     Attributes:
-        record: What is recorded about it.
+        record: The record of the request.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class Resumption:
     async def mirror(
         self, serving: Serving, request: GenerationRequest, prompts: list[PreparedPrompt]
     ) -> RequestGroup:
-        """Return the sequences of the request, still without tokens."""
+        """Return the sequences of the request, which have no tokens yet."""
         sequences = await sequence_requests(serving, request, prompts)
         return await serving.engine.groups.mirror(
             sequences, request_id=self.record.request_id, on_abort=abort_mirror
         )
 
     async def read_silently(self, group: RequestGroup, chunks: ChunkEncoder) -> None:
-        """Skip what the client has, and feed the rest to the group.
+        """Skip the output that the client has, and add the rest to the group.
 
         Raises:
-            APIError: The client's position is none of this request (400), or was not reached again (503).
+            APIError: The client's position does not belong to this request (400), or was not reached again in time
+                (503).
         """
         position = self._position
         if position is not None and (position.counts or position.is_closed):
@@ -62,11 +63,11 @@ class Resumption:
         self._mirror.open(group)
 
     def open(self, group: RequestGroup) -> None:
-        """Feed everything to the group."""
+        """Add all output to the group."""
         self._mirror.open(group)
 
     def without_end(self, chunks: ChunkEncoder) -> ChunkEncoder:
-        """Return an encoder without the closing chunks, if the client has them."""
+        """Return the encoder; if the client already has the closing chunks, without them."""
         has_end = self._position is not None and self._position.is_closed
         return _WithoutEnd(chunks) if has_end else chunks
 
@@ -77,7 +78,7 @@ async def find_resumption(
     """Return a recorded request.
 
     Raises:
-        APIError: There is none of this ID for this owner (404), or another version recorded it (410).
+        APIError: The owner has no such request (404), or another version recorded it (410).
         StoreError: The store does not answer (503).
     """
     mirror = Mirror()
@@ -85,7 +86,8 @@ async def find_resumption(
     if attachment is None:
         raise APIError(
             404,
-            f"The request {echo(request_id)} is not known here, or no longer; send it again without Last-Event-ID",
+            f"The request {echo(request_id)} does not exist or was deleted; send it again "
+            "without Last-Event-ID",
             code="request_not_found",
         )
     try:
@@ -97,7 +99,7 @@ async def find_resumption(
 
 
 class _WithoutEnd:
-    """An encoder without the chunks that come after the last output."""
+    """An encoder that omits the chunks after the last output."""
 
     def __init__(self, chunks: ChunkEncoder) -> None:
         self._chunks = chunks

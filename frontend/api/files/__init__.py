@@ -1,1 +1,1 @@
-"""OpenAI's Files: what clients upload, and the output of batches."""
+"""OpenAI's Files API: files that clients upload, and the output files of batches."""

@@ -91,7 +91,7 @@ class Files:
         identifier, owner = _key(request)
         file = await self._files.get(identifier, owner)
         parts = self._files.read_parts(file, owner)
-        # A missing part must be found before the answer starts, if it is the first.
+        # If the first part is missing, report that before the response starts.
         first = await anext(parts, b"")
 
         async def all_parts() -> AsyncIterator[bytes]:

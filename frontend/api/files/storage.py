@@ -1,4 +1,4 @@
-"""Files in the store."""
+"""Store and load files, in parts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..logprobs import Json
 from ..stored.records import Page, Records, not_found
 
 PART_BYTES: Final = 4 * 1024 * 1024
-"""Size of the parts in which a file is stored. A part makes other calls of the store wait for some milliseconds."""
+"""Maximum bytes of a stored part of a file. Writing a part delays other calls of the store by some milliseconds."""
 
 DAY_S: Final = 86400
 BATCH_DAYS: Final = 30
-"""Days after which files of batches expire, unless the client says something else."""
+"""Days after which files of batches expire, unless the client sets another time."""
 
 MIN_EXPIRY_S: Final = 3600
 MAX_EXPIRY_S: Final = 30 * DAY_S
@@ -42,7 +42,7 @@ class FileStorage:
 
         Args:
             name: The name of the file at the client.
-            purpose: What the file is for.
+            purpose: The purpose of the file in OpenAI's API, such as "batch".
             content: The content in pieces of any size.
             owner: The tenant that may read it.
             expires_s: Seconds until the file is deleted; None for the default.
@@ -78,7 +78,7 @@ class FileStorage:
         """Return the description of a file.
 
         Raises:
-            APIError: It does not exist, or has expired (404).
+            APIError: The file does not exist, or has expired (404).
         """
         file: Json = await self._files.get(identifier, owner)
         if has_expired(file):
@@ -134,7 +134,7 @@ def has_expired(file: Json) -> bool:
 
 
 def verify_expiry(anchor: str | None, seconds: int | None, param: str) -> int | None:
-    """Return after how many seconds a file expires; None for the default.
+    """Return the seconds after which a file expires; None for the default.
 
     Raises:
         APIError: The policy is invalid (400).

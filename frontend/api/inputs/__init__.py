@@ -1,1 +1,1 @@
-"""Inputs of requests that are neither text nor token ids."""
+"""Parse inputs that are neither text nor token ids: embeddings, and KV-transfer parameters."""

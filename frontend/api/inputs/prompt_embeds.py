@@ -1,4 +1,4 @@
-"""Reads the `prompt_embeds` of completion requests: embeddings in place of a prompt's tokens.
+"""Parse the `prompt_embeds` of completion requests: embeddings that replace a prompt's tokens.
 
 Shapes: T tokens of a prompt, D hidden size of the model.
 """
@@ -19,7 +19,7 @@ from ..prompts import context_exceeded
 def parse_prompt_embeds(
     given: str | list[str], config: EngineConfig
 ) -> list[tuple[str, npt.NDArray[np.int32], list[EncoderInput]]]:
-    """Return the name, the placeholder tokens, zeros, and the inputs of each prompt.
+    """Return, for each prompt, the field that errors name, zeros as placeholder tokens, and the encoder inputs.
 
     Raises:
         APIError: The server does not accept embeddings, or they do not fit the model (400).

@@ -1,4 +1,4 @@
-"""The field `kv_transfer_params`, by which proxies connect an engine that prefills with one that decodes."""
+"""Parse `kv_transfer_params`, with which routers connect an engine that prefills to one that decodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS: Final = ("do_remote_prefill", "do_remote_decode")
 
 
 class _TransferParams(msgspec.Struct, omit_defaults=True):
-    """The fields that vLLM's proxies send. Others are ignored."""
+    """The fields that vLLM's routers send. Other fields are ignored."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
@@ -27,7 +27,7 @@ class _TransferParams(msgspec.Struct, omit_defaults=True):
 
 
 def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | None:
-    """Return what a request says about its KV transfer.
+    """Return the verified KV-transfer parameters of a request; None if it has none.
 
     Raises:
         APIError: The server has no KV connector, or a field is invalid (400).
@@ -36,7 +36,7 @@ def transfer_params(value: Any, config: EngineConfig) -> dict[str, object] | Non
         return None
     if config.kv_transfer is None:
         raise bad_request(
-            FIELD, f"{FIELD} is not supported: the server has no --kv-transfer-config"
+            FIELD, f"{FIELD} is not supported, because the server has no --kv-transfer-config"
         )
     try:
         params = msgspec.convert(value, _TransferParams)

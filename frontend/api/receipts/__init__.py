@@ -1,1 +1,1 @@
-"""Receipts: what a request cost, and where its prompt left what was cached."""
+"""Receipts: what a request cost, and where its prompt first differs from a cached one."""

@@ -1,4 +1,4 @@
-"""Writes receipts (`usage.engine`)."""
+"""Write receipts: the field `usage.engine` of a response."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..logprobs import Json
 from .recent_prompts import NearestPrompt, TokenIds
 
 COMPARED_TOKENS: Final = 16
-"""Tokens after the first difference that are compared character by character."""
+"""Number of tokens after the first difference that are compared character by character."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptSource:
-    """The contents of a receipt other than the outputs.
+    """The data of a receipt that does not come from the outputs.
 
     Attributes:
         request_id: The identifier under which the engine knows the request.
         prompt: The first prompt.
-        nearest: The earlier prompt that it shares the most tokens with.
+        nearest: The earlier prompt with the longest common prefix.
     """
 
     request_id: str
@@ -42,8 +42,8 @@ def make_receipt(
     """Return the receipt of a request.
 
     Args:
-        source: The prompt.
-        sequences: The outputs. Times are those of the first.
+        source: The request's prompt and its nearest earlier prompt.
+        sequences: The outputs. Times are taken from the first one.
         tokenizer: The tokenizer of the prompt.
         messages: The conversation of the prompt; [] if there is none.
     """
@@ -68,13 +68,13 @@ def make_receipt(
 
 
 def _core_seconds(sequences: Sequence[GeneratedSequence]) -> float | None:
-    """Return the processor time of all outputs; None if it is not known, because one ended at a stop string."""
+    """Return the processor time of all outputs in seconds; None if it is unknown because one ended at a stop string."""
     times = [sequence.core_time for sequence in sequences]
     return round(sum(times), 6) if all(times) else None
 
 
 def _milliseconds(start: float, end: float) -> float | None:
-    """Return the time between two events; None if one did not take place."""
+    """Return the milliseconds between two events; None if one did not occur."""
     return round(1000 * (end - start), 3) if start and end else None
 
 
@@ -84,14 +84,14 @@ def find_difference(
     nearest: NearestPrompt | None,
     messages: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return where a prompt first differs from the nearest earlier one, in words; "" if no earlier one is known."""
+    """Return a text about where a prompt first differs from the nearest earlier one; "" if there is none."""
     if nearest is None:
         return ""
     start = nearest.num_common
     if start == len(prompt.token_ids):
-        return "the whole prompt is the beginning of an earlier one"
+        return "the whole prompt is a prefix of an earlier one"
     if start == len(nearest.token_ids):
-        return "an earlier prompt is its whole beginning"
+        return "an earlier prompt is a prefix of it"
     before = _text_of(tokenizer, prompt.token_ids[:start])
     if prompt.text is None or not prompt.text.startswith(before):
         return f"first difference at token {start:,}"
@@ -112,7 +112,7 @@ def _text_of(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
 
 
 def _place_of(text: str, position: int, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return which message a position in a rendered conversation is in, and where."""
+    """Return a description of a position in a rendered conversation: the message, and the place in it."""
     cursor = 0
     for number, message in enumerate(messages):
         try:

@@ -1,4 +1,4 @@
-"""The last prompts of a frontend, for finding where another prompt first differs from one of them."""
+"""The most recent prompts of a frontend, to find where a new prompt first differs from an earlier one."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ TokenIds = npt.NDArray[np.int32]
 
 MAX_PROMPTS: Final = 64
 MAX_TOKENS: Final = 1 << 20
-"""Maximum number of tokens of all of them, 4 MiB."""
+"""Maximum total tokens of the stored prompts (4 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NearestPrompt:
-    """The earlier prompt that a prompt shares the most tokens with: `num_common`, from the beginning."""
+    """The earlier prompt with the longest common prefix, which has `num_common` tokens."""
 
     token_ids: TokenIds
     num_common: int
 
 
 class RecentPrompts:
-    """The last prompts. One is only compared with those whose cached prefixes it may share."""
+    """The most recent prompts. A prompt is compared only with prompts of its own `owner`, whose cache it may share."""
 
     def __init__(self) -> None:
         self._prompts: deque[tuple[bytes, TokenIds]] = deque()
         self._num_tokens = 0
 
     def add(self, owner: bytes, token_ids: TokenIds) -> None:
-        """Add a prompt."""
+        """Add a prompt. The oldest prompts make room for it."""
         if len(token_ids) > MAX_TOKENS:
             return
         self._prompts.append((owner, token_ids))
@@ -42,7 +42,7 @@ class RecentPrompts:
             self._num_tokens -= len(oldest)
 
     def find_nearest(self, owner: bytes, token_ids: TokenIds) -> NearestPrompt | None:
-        """Return the earlier prompt with the longest common beginning; None if none has a common token."""
+        """Return the earlier prompt with the longest common prefix; None if no prompt has the same first token."""
         best: NearestPrompt | None = None
         for other_owner, other in reversed(self._prompts):
             if other_owner != owner:

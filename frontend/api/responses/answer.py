@@ -1,4 +1,4 @@
-"""Writes answers of the Responses API, whole or as events."""
+"""Write answers of the Responses API, as a whole or as stream events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .output import OutputBuilder
 from .request import INCLUDE_LOGPROBS, INCLUDE_REASONING, Exchange, ResponseChat
 
 _ERROR_CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""Codes of failed responses by status; those of other statuses are "server_error"."""
+"""HTTP status -> error code of a failed response. Other statuses have "server_error"."""
 
 TOKENS_OF_BACKGROUND_EVENTS: Final = 1
-"""Tokens of a stored event. With a fixed number, a repeated run writes the same events."""
+"""Number of tokens per stored event. It is fixed, so that a repeated run writes the same events."""
 
 
 def describe_response(serving: Serving, exchange: Exchange, status: str) -> Json:
-    """Return a response without output: what the request asked for."""
+    """Return a response without output, which echoes the fields of the request."""
     body = exchange.body
     defaults = serving.config.frontend.default_sampling
     reasoning, text = body.reasoning or {}, body.text or {}
@@ -93,7 +93,7 @@ class ResponsesAnswer(ChatAnswer):
 
     @property
     def exchange(self) -> Exchange:
-        """The response that is answered."""
+        """The request and its response, with the data that the answer needs."""
         exchange: Exchange = self.request.exchange
         return exchange
 
@@ -110,7 +110,7 @@ class ResponsesAnswer(ChatAnswer):
         return ResponseChunks(self)
 
     def new_builder(self, emit: Any) -> OutputBuilder:
-        """Return a builder of the output."""
+        """Return a builder of the output, which writes its events with `emit`."""
         exchange = self.exchange
         fields = call_fields(exchange.body.tools)
         return OutputBuilder(
@@ -129,7 +129,7 @@ class ResponsesAnswer(ChatAnswer):
         return self.renderer.chat_entries(delta.logprobs)
 
     def finish(self, builder: OutputBuilder, delta: Delta) -> Json:
-        """Close the last item and return the response as it ends."""
+        """Close the last item and return the final response."""
         is_cut = delta.finish_reason == "length"
         builder.close(is_cut=is_cut)
         response = self.describe("incomplete" if is_cut else "completed")
@@ -142,7 +142,7 @@ class ResponsesAnswer(ChatAnswer):
         return response
 
     def describe(self, status: str) -> Json:
-        """Return the response without its output."""
+        """Return the response without its output, with this status."""
         return describe_response(self.serving, self.exchange, status)
 
     def token_counts(self) -> Json:
@@ -168,7 +168,7 @@ def describe_failure(error: APIError) -> Json:
 
 
 def encode_error_event(error: APIError) -> bytes:
-    """Return the event for an error outside of a response."""
+    """Return the event for an error that occurred before the response existed."""
     fields = {"code": error.code, "message": error.message, "param": error.param}
     content = {"type": "error", "sequence_number": 0, **fields}
     return b"event: error\ndata: %b\n\n" % encode_whole(content)
@@ -177,18 +177,18 @@ def encode_error_event(error: APIError) -> bytes:
 RESPONSE_STREAM: Final = replace(
     OPENAI_STREAM, done=b"", encode_error=encode_error_event, has_ids=False
 )
-"""The format of the stream of a response, around its events."""
+"""The stream format of a response."""
 
 
 class EventWriter:
-    """Writes events with sequence numbers, which count from 0 or from the number of events before."""
+    """Writes events with consecutive sequence numbers, which start at 0 or after the earlier events."""
 
     def __init__(self, num_before: int = 0) -> None:
         self._events: list[bytes] = []
         self._num_events = num_before
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Write an event."""
+        """Write an event of type `kind`."""
         content = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_whole(content)))
@@ -200,9 +200,9 @@ class EventWriter:
 
 
 class ResponseChunks(DialectChunks):
-    """Writes the events of a response: its start, its items one after the other, and its end.
+    """Writes the events of a response: its start, its items one after another, and its end.
 
-    `final` is the response as it ended; None before that.
+    `final` is the final response; None before the end.
     """
 
     def __init__(self, answer: ResponsesAnswer) -> None:
@@ -216,7 +216,7 @@ class ResponseChunks(DialectChunks):
 
     @property
     def format(self) -> StreamFormat:
-        """The format around the events; an error is one more event."""
+        """The format of the stream. An error is written as one more event."""
         return replace(RESPONSE_STREAM, encode_error=self._encode_error)
 
     def encode(self, sequence: Sequence) -> bytes:

@@ -1,4 +1,4 @@
-"""Responses that run without their client."""
+"""Background responses, which run without their client and are stored."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ FLUSH_S: Final = 0.1
 """Seconds between writes of events to the store."""
 
 CANCEL_POLL_S: Final = 1.0
-"""Seconds between checks whether another frontend was asked to cancel a run."""
+"""Seconds between checks whether a client has cancelled a run through another frontend."""
 
 MAX_RUNS: Final = 1024
 """Maximum number of background responses in one frontend."""
 RETRY_S: Final = 5.0
-"""Seconds after which a client may retry if there are as many."""
+"""Seconds after which a client may retry if the frontend has `MAX_RUNS` runs."""
 
 LOST: Final = "the server was restarted and could not continue this response"
-"""The error of a response whose run is gone."""
+"""The error of a response whose run was lost."""
 
 EVENT_END: Final = b"\n\n"
 
 
 _CALLER: Final = ("request_id", "tenant", "owner", "cache_owner")
-"""The part of the state of a request that says who sent it."""
+"""The fields of a request's state that identify the client."""
 
 PATH: Final = "/v1/responses"
 
 
 class RunRecord(msgspec.Struct):
-    """The data with which a run can be continued. The rest of it is in the stored response."""
+    """The data with which a run can be continued, in addition to the stored response."""
 
     response_id: str
     body: ResponsesRequest
@@ -61,14 +61,14 @@ class RunRecord(msgspec.Struct):
 
 
 class BackgroundRun:
-    """One response that runs without its client. It takes the place of a client's connection.
+    """One response that runs without its client. It stands in for the client's connection.
 
     Attributes:
         exchange: The request.
-        response: The response as it is at present.
-        caller: The part of the state of the client's request that says who it is.
+        response: The current state of the response.
+        caller: The fields of the request's state that identify the client.
         events: All events so far.
-        num_stored_events: How many of them are in the store.
+        num_stored_events: The number of events in the store.
         is_done: Whether the response has ended and is stored.
     """
 
@@ -91,7 +91,7 @@ class BackgroundRun:
 
     @property
     def scope(self) -> Scope:
-        """The request as it comes from a client that waits."""
+        """The ASGI scope of the run, like that of a client that waits for the response."""
         return {
             "type": "http",
             "method": "POST",
@@ -111,7 +111,7 @@ class BackgroundRun:
         return self._cancelled.is_set()
 
     def begin_stream(self) -> None:
-        """Do nothing: there is no head to write."""
+        """Do nothing, because there is no connection to prepare."""
 
     def write_chunk(self, data: bytes) -> None:
         """Record events."""
@@ -119,7 +119,7 @@ class BackgroundRun:
         self.notify()
 
     async def receive(self) -> Message:
-        """Wait until the run is cancelled, and return what a client's connection returns then."""
+        """Wait until the run is cancelled, and return the message of a disconnected client."""
         await self._cancelled.wait()
         return {"type": "http.disconnect"}
 
@@ -129,7 +129,7 @@ class BackgroundRun:
             self.write_chunk(message.get("body", b""))
 
     def cancel(self) -> None:
-        """End the run."""
+        """Cancel the run."""
         self._cancelled.set()
 
     def accept(self, group: RequestGroup) -> None:
@@ -139,19 +139,19 @@ class BackgroundRun:
             self.accepted.set_result(None)
 
     def notify(self) -> None:
-        """Wake those that wait for events."""
+        """Wake the readers that wait for events."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until there are more events or the run has ended, for `timeout_s` at most."""
+        """Wait for more events or the end of the run, at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
 
 Generate = Callable[[BackgroundRun], Awaitable[None]]
-"""Generates the response of a run, and gives it the events."""
+"""Function that generates the response of a run and writes its events to the run."""
 
 
 class RunKeeper(Keeper):
@@ -171,7 +171,7 @@ class RunKeeper(Keeper):
         deadline: float,
         trace_headers: dict[str, str] | None,
     ) -> RequestRecord:
-        """Return the record of a run, as yet without its seeds."""
+        """Return the record of a run, still without seeds."""
         record = super().make_record(
             prompts,
             prefix=prefix,
@@ -203,7 +203,7 @@ class RunKeeper(Keeper):
 class BackgroundRuns:
     """The background responses of one frontend.
 
-    A run is recorded in the token log until its response is stored. If the frontend dies, another one claims the run
+    A run is recorded in the token log until its response is stored. If the frontend crashes, another one claims the run
     and continues it. Every event has the text of one token, so a continued run has the same events.
     """
 
@@ -215,19 +215,20 @@ class BackgroundRuns:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def find(self, response_id: str, owner: str) -> BackgroundRun | None:
-        """Return a run in this frontend; None if there is none of this owner."""
+        """Return a run in this frontend; None if this owner has no such run here."""
         run = self._runs.get(response_id)
         return run if run is not None and run.exchange.owner == owner else None
 
     async def start(self, run: BackgroundRun, generate: Generate) -> None:
-        """Start a run. Return when the engine has accepted it and the response is stored.
+        """Start a run. Return once the engine has accepted it and the response is stored.
 
         Raises:
             APIError: The request is invalid (400), or cannot be accepted now (429, 503).
         """
         if len(self._runs) >= MAX_RUNS:
             raise too_many_requests(
-                f"{len(self._runs)} background responses are running, at most {MAX_RUNS} are allowed",
+                f"{len(self._runs)} background responses are running, at most {MAX_RUNS} "
+                "are allowed; retry later",
                 RETRY_S,
             )
         task = asyncio.create_task(self._run(run, generate))
@@ -246,7 +247,7 @@ class BackgroundRuns:
         """Continue a run until its end.
 
         Raises:
-            APIError: It was not accepted.
+            APIError: The engine did not accept the run.
         """
         run.is_recorded.set()
         await self._run(run, generate)
@@ -256,7 +257,7 @@ class BackgroundRuns:
         """Return the run of a record; None if its response has ended or was deleted.
 
         Raises:
-            APIError: The store does not answer (503), or an earlier response is gone (404).
+            APIError: The store does not answer (503), or an earlier response was deleted (404).
         """
         run_record = msgspec.json.decode(record.body, type=RunRecord)
         identifier, body, caller = run_record.response_id, run_record.body, run_record.caller
@@ -274,7 +275,7 @@ class BackgroundRuns:
         return run
 
     async def fail(self, identifier: str, owner: str, error: APIError) -> None:
-        """Store that a response that has not ended failed, because its run cannot be continued.
+        """Store that an unfinished response has failed, because its run cannot be continued.
 
         Raises:
             APIError: The store does not answer (503).
@@ -285,9 +286,9 @@ class BackgroundRuns:
             await self._states.responses.put(identifier, stored, owner)
 
     async def fail_if_lost(self, identifier: str, owner: str, response: Json) -> None:
-        """Store that a response failed, if it has not ended although nobody generates it.
+        """If a response is unfinished but no frontend generates it, store that it has failed.
 
-        That is so if its run was recorded by a version that this one cannot read, or could not be recorded.
+        This happens if its run could not be recorded, or was recorded by a version that this one cannot read.
 
         Raises:
             APIError: The store does not answer (503).
@@ -306,7 +307,7 @@ class BackgroundRuns:
 
     @property
     def _is_stopping(self) -> bool:
-        """True if runs fail because the server stops; a successor finishes them."""
+        """True if runs end because the server stops. A successor will finish them."""
         return self._serving.engine.dead_reason is not None or self._serving.engine.draining
 
     async def _run(self, run: BackgroundRun, generate: Generate) -> None:
@@ -353,7 +354,7 @@ class BackgroundRuns:
             logger.warning("cannot store %s: %s", exchange.response_id, failure.message)
 
     async def _keep(self, run: BackgroundRun) -> None:
-        """Store the state and the events of a run from time to time, and cancel it if its client wants that."""
+        """From time to time, store the state and the events of a run, and cancel the run if its client wants that."""
         await run.is_recorded.wait()
         identifier, owner = run.exchange.response_id, run.exchange.owner
         check_at = time.monotonic() + CANCEL_POLL_S

@@ -26,7 +26,7 @@ from .states import ResponseStates, size_of
 from .truncation import drop_oldest
 
 MAX_SUMMARY_TOKENS: Final = 2048
-"""Maximum tokens of a summary; a quarter of a shorter context."""
+"""Maximum tokens of a summary. With a short context, it is at most a quarter of the context."""
 
 _INSTRUCTIONS: Final = (
     "Summarize this conversation so that it can be continued from the summary alone. Keep the task and its state, "
@@ -37,13 +37,13 @@ _KEPT_ROLES: Final = ("system", "developer")
 
 
 class CompactionChat(ResponseChat, kw_only=True):
-    """The chat completion request that asks for a summary. `kept` are the items that stay as they are."""
+    """The chat completion request that asks for a summary. The items in `kept` stay unchanged."""
 
     kept: Any = None
 
 
 class Compaction(ChatCompletions):
-    """The endpoint. Its answers have the messages of the system, and then the summary as an item."""
+    """The compaction endpoint. Its answer has the system messages, followed by the summary as an item."""
 
     cuts_max_tokens = True
 
@@ -91,7 +91,7 @@ class Compaction(ChatCompletions):
     async def _render(
         self, plan: ChatPlan, request: ChatCompletionRequest, size: int
     ) -> RenderedChat:
-        """Return the prompt; of a conversation that does not fit, the end."""
+        """Return the prompt. If the conversation does not fit into the context, the prompt has only its end."""
 
         async def render(kept: ChatCompletionRequest) -> RenderedChat:
             return await super(Compaction, self)._render(plan, kept, size)

@@ -125,7 +125,10 @@ class Conversations:
         return record
 
     async def _put(self, conversation: Json, num_items: int, owner: str) -> None:
-        """Store a conversation. The identifiers of its next items depend on how many items clients have added."""
+        """Store a conversation.
+
+        `num_items` is the number of items ever added, from which the next identifiers follow.
+        """
         record = {"conversation": conversation, "num_items": num_items}
         await self._states.conversations.put(conversation["id"], record, owner)
 
@@ -141,7 +144,7 @@ def _read_items(given: list[Json], conversation: str, num_before: int) -> list[J
             "items", f"items must have at most {MAX_ITEMS_AT_ONCE} items, got {len(given)}"
         )
     items = normalize_input(given, conversation, "items", num_before)
-    # Nothing is stored that no response could read.
+    # Reject items that a later response could not read.
     MessageBuilder().add_items(items, "items")
     return items
 

@@ -90,8 +90,8 @@ class Responses(ChatCompletions):
         """Generate the rest of a run.
 
         Raises:
-            APIError: It can no longer be prepared, or the engine does not accept it.
-            NothingToContinue: Its response has ended or was deleted.
+            APIError: The run can no longer be prepared, or the engine does not accept it.
+            NothingToContinue: The response has ended or was deleted.
         """
         run = await self.runs.read_run(record)
         if run is None:
@@ -122,7 +122,7 @@ class Responses(ChatCompletions):
         return True
 
     async def _translate(self, exchange: Exchange, size: int) -> tuple[ResponseChat, int]:
-        """Return the chat of an exchange and its size in bytes; `size` is that of the body, 0 if it is not known."""
+        """Return the chat request and its approximate size in bytes. `size` is the size of the body, 0 if unknown."""
         size = size or sum(map(size_of, exchange.input))
         size += sum(map(size_of, exchange.context))
         exchange.files = await self._states.load_files(
@@ -179,7 +179,10 @@ class Responses(ChatCompletions):
     async def _end(
         self, answer: ResponsesAnswer, response: Json | None, run: BackgroundRun | None
     ) -> None:
-        """Store a response that has ended, before its client knows. Without the store it is answered all the same."""
+        """Store a response that has ended, before its client receives the end.
+
+        If the store fails, answer nevertheless.
+        """
         if response is None:
             return
         if run is not None:

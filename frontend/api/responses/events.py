@@ -1,4 +1,4 @@
-"""Sends the events of stored responses."""
+"""Send the events of stored and running responses to clients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .output import OutputBuilder
 from .states import ENDED, ResponseStates
 
 WAIT_S: Final = 60.0
-"""Seconds after which a reader of a run looks at it again, even if nobody woke it."""
+"""Seconds after which a reader checks a run, even if nothing has woken it."""
 
 POLL_S: Final = 0.1
-"""Seconds between looks at the events of a run in another frontend."""
+"""Seconds between checks for new events of a run in another frontend."""
 
 
 async def send_events(
@@ -60,7 +60,7 @@ async def read_run(run: BackgroundRun, first: int) -> AsyncIterator[bytes]:
 async def read_stored(
     states: ResponseStates, identifier: str, owner: str, first: int
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a response from the store, from number `first` on, while another frontend writes them.
+    """Yield the stored events of a response from number `first` on, while another frontend writes them.
 
     Raises:
         APIError: The response was deleted meanwhile (404), or the store does not answer (503).
@@ -80,7 +80,7 @@ async def read_stored(
         if response["status"] in ENDED and not parts:
             ending = f"response.{response['status']}"
             if response["status"] == "failed" and not last.startswith(f"event: {ending}".encode()):
-                # Its run was lost before it could write this, and maybe events that the client has read.
+                # The run was lost before it could store its last events, some of which the client may have read.
                 writer = EventWriter(max(position, first))
                 writer.emit(ending, response=response)
                 yield writer.take()
@@ -89,7 +89,7 @@ async def read_stored(
 
 
 async def repeat_events(response: Json, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a response that has ended, from number `first` on, each text in one piece."""
+    """Yield the events of a finished response from number `first` on, with each text in one piece."""
     writer = EventWriter()
     running = response | {
         "status": "in_progress",

@@ -1,7 +1,7 @@
 """Identifiers of responses, conversations and items.
 
-An item's identifier contains that of the response or conversation that it was created in, so a reference finds it
-without an index.
+An item's identifier contains the identifier of the response or conversation that it was created in. So a reference to
+an item can be resolved without an index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 _ITEM: Final = re.compile(r"[a-z]{2,8}_([0-9a-f]{32})(c?)[0-9a-f]+")
 
 RESPONSE: Final = "resp"
-"""The beginning of the identifiers of responses."""
+"""The prefix of the identifiers of responses."""
 
 ITEM_PREFIXES: Final = {
     "message": "msg",
@@ -24,11 +24,11 @@ ITEM_PREFIXES: Final = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-"""Beginnings of the identifiers of items, by the type of item."""
+"""Type of an item -> the prefix of its identifier."""
 
 
 def new_id(prefix: str) -> str:
-    """Return an identifier that nobody can guess."""
+    """Return a random identifier, which cannot be guessed."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 

@@ -1,4 +1,4 @@
-"""Reads the items of an input: stores them in one form, and translates them to chat messages."""
+"""Parse the items of an input: store them in one format, and translate them to chat messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .namespaces import full_name
 ROLES: Final = ("user", "assistant", "system", "developer")
 
 ENCODED_TEXT: Final = "engine1."
-"""Beginning of `encrypted_content`: a text follows in base64."""
+"""Prefix of `encrypted_content`. The text follows in base64; it is not encrypted."""
 
 _ITEM_TYPES: Final = (
     "message, reasoning, function_call, function_call_output, custom_tool_call, "
@@ -29,7 +29,7 @@ _PART_TYPES: Final = "input_text, input_image, input_file, input_audio, output_t
 
 
 Files: TypeAlias = Mapping[str, tuple[str, bytes]]
-"""Names and contents of files by their identifiers."""
+"""File identifier -> name and content."""
 
 
 def file_id_of(part: Json) -> str:
@@ -50,7 +50,7 @@ def find_files(items: Iterable[Json]) -> set[str]:
 
 
 def _with_content(part: Json, file: tuple[str, bytes]) -> Json:
-    """Return a content part with the content of the file that it refers to."""
+    """Return a content part with the content of the file that it refers to filled in."""
     filename, content = file
     media_type = mimetypes.guess_type(filename)[0] or "application/octet-stream"
     url = f"data:{media_type};base64,{base64.b64encode(content).decode()}"
@@ -60,7 +60,7 @@ def _with_content(part: Json, file: tuple[str, bytes]) -> Json:
 
 
 def encode_text(text: str) -> str:
-    """Return a text in the form of `encrypted_content`, which clients send back."""
+    """Return a text in the format of `encrypted_content`, which clients send back."""
     return ENCODED_TEXT + base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -109,17 +109,17 @@ def _normalize(item: Json, where: str, owner_id: str, index: int) -> Json:
 
 
 class MessageBuilder:
-    """Translates items to chat messages. Items that the model wrote one after the other become one message.
+    """Translates items to chat messages. Successive items of the model become one message.
 
     Args:
-        files: The stored files that parts refer to.
+        files: The stored files that content parts refer to.
     """
 
     def __init__(self, files: Files | None = None) -> None:
         self.messages: list[Json] = []
         self._files = files or {}
         self._open: Json | None = None
-        """The last message, if it is the model's and may still grow."""
+        """The last message, if the model wrote it and the next item may be added to it."""
 
     def add_items(self, items: Iterable[Json], param: str) -> None:
         """Translate items.
@@ -185,7 +185,7 @@ class MessageBuilder:
         message.setdefault("tool_calls", []).append(call)
 
     def _begin_turn(self, *missing: str) -> Json:
-        """Return the open message of the model if it has none of these fields, and otherwise a new one."""
+        """Return the open message of the model if it has none of these fields yet, otherwise a new message."""
         message = self._open
         if message is None or any(message.get(name) is not None for name in missing):
             message = self._open = {"role": "assistant", "content": None}
@@ -200,7 +200,7 @@ class MessageBuilder:
         return [self._part(part, f"{where}.output[{i}]") for i, part in enumerate(parts)]
 
     def _part(self, part: Any, where: str) -> Json:
-        """Return a content part in the form of chat completions."""
+        """Return a content part in the format of chat completions."""
         kind = expect(part, dict, where, "an object").get("type")
         if (file := self._files.get(file_id_of(part))) is not None:
             part = _with_content(part, file)
@@ -221,7 +221,7 @@ class MessageBuilder:
 
 
 def _reasoning_of(item: Json, where: str) -> str:
-    """Return the text of reasoning: its content, or what was encoded, or its summary."""
+    """Return the text of a reasoning item: its content, its decoded `encrypted_content`, or its summary."""
     if parts := item.get("content"):
         return _join_texts(parts, f"{where}.content")
     encoded = item.get("encrypted_content")
@@ -251,7 +251,7 @@ def _join_texts(parts: Any, where: str) -> str:
 
 
 def _tool_name(item: Json, where: str) -> str:
-    """Return the name by which the model knows the tool of a call."""
+    """Return the name by which the model knows the tool of a call item."""
     namespace = item.get("namespace")
     name = _string(item, "name", where)
     return full_name(namespace, name) if isinstance(namespace, str) else name
@@ -265,7 +265,7 @@ def _image(url: str, detail: Any = None) -> Json:
 
 
 def _file(part: Json, where: str) -> Json:
-    """Return a file as text, or as an image."""
+    """Return the content part for a file: a text or an image."""
     if part.get("file_data") is None:
         name = "file_url" if part.get("file_url") is not None else "file_data"
         refuse(f"{where}.{name}", "left out for file_data, a text or an image in base64", None)

@@ -1,4 +1,4 @@
-"""Tools as coding agents send them: groups of functions, and tools that only OpenAI's servers run."""
+"""Tools as coding agents send them: namespaces of functions, and tools that only OpenAI's servers can run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ NAMESPACE: Final = "namespace"
 LEFT_OUT: Final = frozenset(
     {"image_generation", "local_shell", "tool_search", "web_search", "web_search_preview"}
 )
-"""Tools that agents offer with every request. The model is not shown them, because nobody here runs them."""
+"""Types of tools that agents offer with every request but this server cannot run. They are not shown to the model."""
 
 _SEPARATOR: Final = "__"
 
 
 class PlacedTool(NamedTuple):
-    """A tool in the form of chat completions, where its fields are in an inner object.
+    """A tool in the format of chat completions, where its fields are in an inner object.
 
     Attributes:
-        where: The field of the request that has it.
-        tool: The tool. Its name is unique among those of all namespaces.
-        namespace: Its namespace; "" for none.
-        name: Its name within the namespace.
+        where: The request field of the tool, for error messages.
+        tool: The tool. Its name is unique across all namespaces.
+        namespace: The namespace of the tool; "" for none.
+        name: The name of the tool within its namespace.
     """
 
     where: str
@@ -44,10 +44,10 @@ def full_name(namespace: str, name: str) -> str:
 
 
 def place_tools(tools: Iterable[Json] | None) -> list[PlacedTool]:
-    """Return the tools that the model is shown, those of namespaces included.
+    """Return the tools that are shown to the model, including those of namespaces.
 
     Raises:
-        APIError: A tool has a type that is not served, or two have the same name (400).
+        APIError: A tool has a type that is not supported, or two tools have the same name (400).
     """
     placed = list(_place_tools(tools or ()))
     names: dict[str, PlacedTool] = {}
@@ -70,7 +70,7 @@ def _place_tools(tools: Iterable[Json]) -> Iterator[PlacedTool]:
 
 
 def is_left_out(tool: Json) -> bool:
-    """Return whether the model is not shown a tool."""
+    """Return whether a tool is hidden from the model."""
     kind = tool.get("type")
     return isinstance(kind, str) and (kind in LEFT_OUT or kind.startswith("web_search_preview_"))
 
@@ -83,7 +83,7 @@ def _place_namespace(group: Json, where: str) -> Iterator[PlacedTool]:
         place = f"{where}.tools[{i}]"
         inner = expect(tool, dict, place, "an object")
         if i == 0 and isinstance(about, str) and about:
-            # The model sees no groups, so the first function describes its group.
+            # The model does not see namespaces, so the first function describes the namespace.
             text = inner.get("description")
             inner = inner | {"description": f"{about}\n\n{text}" if text else about}
         yield _place_tool(inner, place, namespace)
@@ -99,7 +99,7 @@ def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
         )
     assert isinstance(kind, str)
     if isinstance(tool.get(kind), dict):
-        # Chat completions have this form, and some clients send it here.
+        # This is the format of chat completions, which some clients send here.
         return PlacedTool(where, tool, "", tool[kind].get("name"))
     fields = {k: v for k, v in tool.items() if k != "type" and v is not None}
     name = fields.get("name")
@@ -109,7 +109,7 @@ def _place_tool(tool: Json, where: str, namespace: str = "") -> PlacedTool:
 
 
 def call_fields(tools: Iterable[Json] | None) -> Mapping[str, Json]:
-    """Return the fields that name the tool in a call, for the full names of the tools of namespaces."""
+    """Return full name -> the call fields that name the tool, for the tools of namespaces."""
     return {
         each.tool[each.tool["type"]]["name"]: {"name": each.name, "namespace": each.namespace}
         for each in place_tools(tools)
@@ -118,7 +118,7 @@ def call_fields(tools: Iterable[Json] | None) -> Mapping[str, Json]:
 
 
 def choose_full_name(choice: Any) -> Any:
-    """Return a reference to a tool with its full name."""
+    """Return a reference to a tool, with the full name that the model knows."""
     if not isinstance(choice, dict):
         return choice
     namespace, name = choice.get("namespace"), choice.get("name")

@@ -10,19 +10,19 @@ from .ids import item_id
 from .items import encode_text
 
 Emit = Callable[..., None]
-"""Writes an event; gets its type, and its fields by name."""
+"""Function that writes an event, from its type and its fields."""
 
 
 class OutputBuilder:
     """The output of one response.
 
-    Items come one after the other, and each has an event for its start, its parts, their text and its end.
+    Items are written one after another, with events for the start of the item, its parts, their text and its end.
 
     Args:
-        response_id: The response.
+        response_id: The identifier of the response.
         emit: Writes the events.
-        name_call: Returns the fields of a call that name its tool.
-        is_custom: Returns whether a call, given by its index, is one of a custom tool.
+        name_call: Returns the fields that name the tool of a call.
+        is_custom: Returns whether the call with an index is a call of a custom tool.
         summarizes: Whether reasoning is a summary instead of content.
         encrypts: Whether items of reasoning have `encrypted_content`.
     """
@@ -54,7 +54,8 @@ class OutputBuilder:
     def add(self, message: MessageDelta, logprobs: list[Json]) -> None:
         """Add a piece of the message, with the logprobs of the tokens that came with it.
 
-        A parser may hold text back, so logprobs wait for the text. Those of anything else are dropped.
+        A parser may hold text back, so logprobs are kept until their text arrives. Logprobs of reasoning and calls are
+        dropped.
         """
         self._unplaced += logprobs
         if message.reasoning:
@@ -72,7 +73,7 @@ class OutputBuilder:
             self._unplaced = []
 
     def close(self, *, is_cut: bool = False) -> None:
-        """End the open item. It is incomplete if the answer was cut."""
+        """Close the open item. It is incomplete if the answer was cut off."""
         item = self._open
         if item is None:
             return
@@ -92,7 +93,7 @@ class OutputBuilder:
         self._emit("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _enter(self, kind: str, call: ToolCallDelta | None = None) -> None:
-        """Begin an item, unless it is open."""
+        """Begin an item of this kind, unless it is already open."""
         number = -1 if call is None else call.index
         if self._open is not None and self._open["type"] == kind and self._call == number:
             return
@@ -191,9 +192,9 @@ def _argument_events(item: Json) -> str:
 
 
 def _place_logprobs(text: str, entries: list[Json]) -> tuple[list[Json], list[Json]]:
-    """Return the logprobs of the tokens that wrote a text, and those of the tokens after it.
+    """Split logprobs into those of the tokens of `text`, and those of later tokens.
 
-    Each entry has the bytes of its token. Tokens before the text are left out, because they are not shown.
+    Each entry has the bytes of its token. Tokens before the text are dropped, because they are not shown.
     """
     written = text.encode()
     start = b"".join(bytes(entry["bytes"]) for entry in entries).rfind(written)

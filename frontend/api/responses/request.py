@@ -1,4 +1,4 @@
-"""Translates the bodies of the Responses API to chat completion requests."""
+"""Translate requests of the Responses API to chat completion requests."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _SENT_NAMES: Final = (
     ("reasoning_effort", "reasoning.effort"),
     ("truncate_prompt_tokens", "truncation"),
 )
-"""Names of fields in chat completions, and of the same fields here."""
+"""Name of a field in chat completions, and of the same field here, for error messages."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A response with everything that its answer needs beside the chat.
+    """A request of the Responses API, with the data that its answer needs in addition to the chat.
 
     Attributes:
-        body: The request.
+        body: The body of the request.
         response_id: The identifier of the response.
         created_at: When the response was created, in seconds since 1970.
         input: The items of the request itself.
-        context: The items before them: those of earlier responses, or of the conversation.
+        context: The items before `input`, from earlier responses or from the conversation.
         owner: The tenant that may read the response.
         files: The stored files that the items refer to.
     """
@@ -66,12 +66,12 @@ class Exchange:
 
     @property
     def summarizes_reasoning(self) -> bool:
-        """True if reasoning is the summary of its item instead of the content."""
+        """True if the text of reasoning is the summary of its item instead of the content."""
         reasoning = self.body.reasoning or {}
         return bool(reasoning.get("summary") or reasoning.get("generate_summary"))
 
     def includes(self, name: str) -> bool:
-        """Return whether the client asked for a part of the output that is left out otherwise."""
+        """Return whether the client asked for an optional part of the output (`include`)."""
         return name in (self.body.include or ())
 
 
@@ -83,7 +83,7 @@ class ResponseChat(ChatCompletionRequest, kw_only=True):
 
 
 def translate_response(exchange: Exchange) -> ResponseChat:
-    """Return the same request as a chat completion.
+    """Return the exchange translated to a chat completion request.
 
     Raises:
         APIError: A field is invalid; it is named as in the body (400).
@@ -140,7 +140,7 @@ def _prompt_fields(
         "tools": tools or None,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        # The format is that of text, which there is none of if a call is forced.
+        # The format applies to text, and there is no text if a call is forced.
         "response_format": None if _forces_call(choice) else _response_format(text.get("format")),
         "verbosity": verbosity,
         "reasoning_effort": effort,
@@ -181,7 +181,7 @@ def _tool_choice(choice: str | Json | None, *, has_tools: bool) -> str | Json | 
                 kind,
             )
     elif choice == "auto" and not has_tools:
-        # It is the default, which clients send with every request.
+        # Clients send this default value with every request.
         return None
     return choice
 
@@ -207,7 +207,7 @@ def _response_format(form: Any) -> Json | None:
 
 
 def rename_fields(error: APIError, body: ResponseFields) -> APIError:
-    """Return an error of a chat completion with the names that the fields have in this body."""
+    """Return an error of the chat completion, with the field names of this body."""
     if error.status != 400 or error.param is None:
         return error
     param = error.param
@@ -233,7 +233,7 @@ def rename_fields(error: APIError, body: ResponseFields) -> APIError:
 
 
 def _rename_tool(param: str, body: ResponseFields) -> str:
-    """Return the place of a tool in the body for a place among those that the model is shown."""
+    """Return the path of a tool in the body, for its path in the chat completion request."""
     number, _, rest = param.removeprefix("tools[").partition("]")
     with contextlib.suppress(APIError, IndexError, ValueError):
         placed = place_tools(body.tools)[int(number)]
@@ -242,10 +242,10 @@ def _rename_tool(param: str, body: ResponseFields) -> str:
 
 
 def conversation_id(body: ResponseFields) -> str | None:
-    """Return the conversation that a response belongs to.
+    """Return the identifier of the conversation that a response belongs to; None if there is none.
 
     Raises:
-        APIError: The field has a wrong form, or is combined with another (400).
+        APIError: The field is malformed, or combined with `previous_response_id` (400).
     """
     if body.conversation is None:
         return None
@@ -263,7 +263,7 @@ def conversation_id(body: ResponseFields) -> str | None:
 
 
 def without_nulls(value: msgspec.Struct) -> Json:
-    """Return the fields of a body that the client sent."""
+    """Return the fields of a body that are not null."""
     return {
         name: field
         for name in value.__struct_fields__

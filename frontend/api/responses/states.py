@@ -1,4 +1,4 @@
-"""The stored responses and conversations, and what a new response takes from them."""
+"""Stored responses and conversations, and the items that a new response takes from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .items import Files, find_files, normalize_input
 from .request import Exchange, conversation_id
 
 MAX_EARLIER: Final = 10_000
-"""Maximum number of earlier responses that one continues."""
+"""Maximum length of a chain of responses (`previous_response_id`)."""
 
 ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
 
@@ -24,8 +24,8 @@ ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
 class ResponseStates:
     """Reads and writes responses and conversations.
 
-    A stored response has the fields `response`, as clients see it, and `input`, the items of its own request. The
-    earlier items are those of the response before it.
+    A stored response has the fields `response`, as clients see it, and `input`, the items of its own request. Earlier
+    items are stored with the response that it continues.
 
     Args:
         store: The client of the store.
@@ -46,7 +46,7 @@ class ResponseStates:
         """Return a new response with the items that it takes from the store.
 
         Raises:
-            APIError: Something that the request refers to does not exist (404), or the items are too large (400).
+            APIError: An object that the request refers to does not exist (404), or the items are too large (400).
         """
         identifier = new_id("resp")
         context, items = await self.read_items(body, identifier, owner)
@@ -55,10 +55,10 @@ class ResponseStates:
     async def read_items(
         self, body: ResponseFields, identifier: str, owner: str
     ) -> tuple[list[Json], list[Json]]:
-        """Return the items before those of a request, and its own.
+        """Return the items before those of a request, and the items of the request itself.
 
         Raises:
-            APIError: Something that the request refers to does not exist (404), or the items are too large (400).
+            APIError: An object that the request refers to does not exist (404), or the items are too large (400).
         """
         conversation = conversation_id(body)
         items = normalize_input(body.input, identifier, "input")
@@ -74,7 +74,7 @@ class ResponseStates:
         """Return the stored files that items refer to.
 
         Raises:
-            APIError: A file does not exist (404), or all together are too large (400).
+            APIError: A file does not exist (404), or the files are too large in total (400).
         """
         files: dict[str, tuple[str, bytes]] = {}
         num_bytes = 0
@@ -90,7 +90,7 @@ class ResponseStates:
         return files
 
     async def save(self, exchange: Exchange, response: Json) -> None:
-        """Store a response, unless its client does not want that, and add it to its conversation if it has ended.
+        """Store a response (unless the client set `store: false`). If it has ended, add it to its conversation.
 
         Raises:
             APIError: The store does not answer (503).
@@ -126,7 +126,7 @@ class ResponseStates:
             page = Page(MAX_OBJECTS_AT_ONCE, is_descending=False, after=found[-1]["id"])
 
     async def read_earlier(self, identifier: str, owner: str) -> list[Json]:
-        """Return the items of a response and of those that it continues, the earliest first."""
+        """Return the items of a response and of all responses that it continues, the earliest first."""
         turns: list[list[Json]] = []
         next_id: str | None = identifier
         while next_id is not None:
@@ -155,7 +155,7 @@ class ResponseStates:
             if len(turns) % 16 == 0:
                 self._verify_size([item for each in turns for item in each], "previous_response_id")
             if conversation := response.get("conversation"):
-                # Its earlier items are in the conversation.
+                # The earlier items of this response are in the conversation.
                 before = await self._items_before(conversation["id"], turn, owner)
                 turns.append(before)
                 break
@@ -177,7 +177,7 @@ class ResponseStates:
             )
 
     async def _resolve(self, item: Json, index: int, owner: str) -> Json:
-        """Return the item that a reference names; any other item as it is."""
+        """Return the item that a reference names; any other item unchanged."""
         if item["type"] != "item_reference":
             return item
         identifier = item["id"]

@@ -1,4 +1,4 @@
-"""The routes of stored responses: read, delete, cancel, and list what a response was given."""
+"""The routes of stored responses: read, delete, cancel, and list the input items."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .events import read_run, read_stored, repeat_events, send_events
 from .states import ENDED, ResponseStates
 
 CANCEL_S: Final = 10.0
-"""Maximum seconds that a request to cancel waits for the end of the response."""
+"""Maximum seconds that a cancel request waits for the end of the response."""
 CANCEL_POLL_S: Final = 0.1
-"""Seconds between looks at a response that another frontend runs."""
+"""Seconds between checks of a response that another frontend runs."""
 
 
 class StoredResponses:
@@ -84,11 +84,11 @@ class StoredResponses:
         return json_response(list_body(*cut_page(items, page, "The item")))
 
     async def _find(self, identifier: str, owner: str) -> Json:
-        """Return the record of a response. It has failed if its run is gone."""
+        """Return the stored response. If its run was lost, it is marked as failed first."""
         record: Json = await self._states.responses.get(identifier, owner)
         if record["response"]["status"] not in ENDED:
             await self._runs.fail_if_lost(identifier, owner, record["response"])
-            # It may also have ended meanwhile.
+            # The response may also have ended meanwhile.
             record = await self._states.responses.get(identifier, owner)
         return record
 
@@ -113,7 +113,7 @@ class StoredResponses:
 
 
 def _key(request: Request) -> tuple[str, str]:
-    """Return the identifier in the path, and the owner."""
+    """Return the identifier in the path, and the owner of the request."""
     return request.path_params["id"], request.scope["state"]["owner"]
 
 

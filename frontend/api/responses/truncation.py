@@ -1,4 +1,4 @@
-"""Drops the oldest messages of a conversation that is too long (`truncation: auto`)."""
+"""Drop the oldest messages of a conversation that is too long for the context (`truncation: auto`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Render = Callable[[ChatCompletionRequest], Awaitable[RenderedChat]]
 async def drop_oldest(
     request: ChatCompletionRequest, render: Render, max_model_len: int, max_output: int | None
 ) -> RenderedChat:
-    """Return the prompt with as many of the last messages as fit, and the instructions at the beginning.
+    """Return the prompt with the instructions at the beginning and as many of the last messages as fit.
 
-    Room is left for the output: what was requested or a quarter of the context, but at most half of the context.
+    Room is kept for the output: the requested number of tokens or a quarter of the context, but at most half of it.
 
     Raises:
         APIError: The last message alone is too long, or a message is invalid (400).
@@ -30,11 +30,11 @@ async def drop_oldest(
     head = 0
     while head < len(messages) and messages[head]["role"] in ("system", "developer"):
         head += 1
-    # The result of a tool is never the first, because it belongs to the call before it.
+    # A tool result is never the first message, because it belongs to the call before it.
     starts = [i for i in range(head, len(messages)) if messages[i]["role"] != "tool"]
 
     async def keep_from(number: int) -> RenderedChat | None:
-        """Return the prompt if it fits."""
+        """Return the prompt with the messages from `number` on; None if it does not fit."""
         kept = messages[:head] + messages[starts[number] :]
         try:
             chat = await render(msgspec.structs.replace(request, messages=kept))

@@ -68,7 +68,7 @@ def _verify(request: ChatCompletionRequest) -> None:
 
 
 def _located(error: APIError, index: int) -> APIError:
-    """Return the error of one conversation, with `messages` replaced by `messages[index]`."""
+    """Return the error of one conversation, with `messages` renamed to `messages[index]`."""
     if error.param is None or not error.param.startswith("messages"):
         return error
     param = error.param.replace("messages", f"messages[{index}]", 1)
@@ -86,7 +86,7 @@ class _Conversation:
 
 
 class _Answer(Answer[ChatCompletionRequest]):
-    """The answers to the conversations, in the chat endpoint's format, in one list of choices."""
+    """The answers to all conversations as the choices of one response, in the format of chat completions."""
 
     def __init__(
         self,

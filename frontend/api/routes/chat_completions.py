@@ -37,14 +37,14 @@ from ..tools.forced_calls import ForcedCallParser, NamedCall, RequiredCalls
 from ..tools.tool_choice import ToolChoice, ToolMode, parse_tool_choice
 
 EFFORT_TOKENS: Final = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
-"""Limits of reasoning tokens by `reasoning_effort`, for models whose chat template does not read it."""
+"""`reasoning_effort` -> maximum reasoning tokens, for models whose chat template does not read the effort."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
     """The verified fields of a request, except its conversation.
 
-    `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 without a limit.
+    `params` are verified, but their `max_tokens` depends on the prompt. `max_reasoning_tokens` is -1 for no limit.
     """
 
     tools: ToolChoice
@@ -56,7 +56,7 @@ class ChatPlan:
 class ChatCompletions(Endpoint[ChatCompletionRequest]):
     """The chat completions endpoint.
 
-    `cuts_max_tokens` says whether more tokens than the rest of the context may be requested; there are fewer then.
+    `cuts_max_tokens` is true if a request for more tokens than the context has left is reduced instead of rejected.
     """
 
     cuts_max_tokens: ClassVar[bool] = False
@@ -103,7 +103,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         constraint = tools.constraint or asked_for
         max_reasoning_tokens = self._max_reasoning_tokens(request, tools)
         if tools.mode is ToolMode.AUTO:
-            # A model that was not trained to call tools writes calls that are none.
+            # A model that was not trained to call tools would write calls that no parser recognizes.
             is_limited = tools.is_limited or max_reasoning_tokens >= 0 or serving.describes_tools
             constraint = await self._constrain_auto(tools, asked_for, receive, is_limited)
         params = self._params(request, tools, constraint)
@@ -202,7 +202,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
     ) -> Constraint | None:
         """Return the constraint on an answer that may be text or calls.
 
-        Unless it `is_limited`, there is none beside the request's own.
+        Unless the callable tools are limited (`is_limited`), only the request's own constraint applies.
         """
         verified = await self._serving.verify_constraint(constraint, receive)
         if constraint is not None and verified is not None:
@@ -233,7 +233,7 @@ class ChatCompletions(Endpoint[ChatCompletionRequest]):
         )
         if tools.mode is ToolMode.AUTO:
             _ = self._serving.call_format  # Raises APIError if there is none.
-            # Some models mark calls with special tokens, which the parser must see.
+            # Some models mark calls with special tokens, which the parser must see in the text.
             params.skip_special_tokens = False
         if self._serving.has_special_reasoning_marks:
             params.skip_special_tokens = False
@@ -262,7 +262,7 @@ def _max_tokens_param(request: ChatCompletionRequest) -> str:
 
 
 class ChatChoice:
-    """One sequence and the parsers of its output."""
+    """One sequence of a chat, and the parsers of its output."""
 
     def __init__(self, answer: ChatAnswer, index: int) -> None:
         serving, prompt = answer.serving, answer.prompt
@@ -279,7 +279,7 @@ class ChatChoice:
         self._token_ids: list[int] = []
 
     def _new_tool_parser(self, tools: ToolChoice) -> ToolParser | None:
-        # A stream that another frontend continues must have the same IDs.
+        # If another frontend continues the stream, the calls must have the same IDs.
         new_id = self._answer.serving.call_ids(f"{self._answer.envelope['id']} {self.index}")
         match tools.mode:
             case ToolMode.NAMED:
@@ -300,7 +300,7 @@ class ChatChoice:
         return self._reasoning.num_reasoning_tokens(self._token_ids, self._answer.serving.tokenizer)
 
     def read(self, delta: Delta) -> MessageDelta:
-        """Return what a piece of a stream adds to the message."""
+        """Return the message fields that a piece of a stream adds."""
         is_end = delta.finish_reason is not None
         message = self._parser.feed(delta.text, is_end)
         return self._finish(message, delta, is_end=is_end)
@@ -340,7 +340,7 @@ class ChatChoice:
 
 
 def _is_cut(delta: Delta) -> bool:
-    """Return whether a text may end anywhere: at `max_tokens`, a deadline, or a stop string of the request."""
+    """Return whether the text may be cut off anywhere: at `max_tokens`, a deadline, or a stop string of the request."""
     return delta.finish_reason == "length" or delta.stop_reason is not None
 
 
@@ -408,21 +408,18 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         if delta.tool_calls:
             message["content"] = content or None
             message |= choice.calls.whole(delta.tool_calls)
-        # Clients that support reasoning read these fields even if there is none.
+        # Clients with reasoning support read these fields even if there is no reasoning.
         return message | (_reasoning(delta) if self.serving.separates_reasoning else {})
 
 
 def _reasoning(delta: MessageDelta) -> Json:
-    """Return the reasoning under both names that clients read."""
+    """Return the reasoning under both field names that clients read."""
     reasoning = delta.reasoning or None
     return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _echoed(request: ChatCompletionRequest, role: str) -> str:
-    """Return the text that `echo` puts before the answer.
-
-    It is the text of the last message, if that has the role of the answer.
-    """
+    """Return the text that `echo` puts before the answer: the last message, if it has the same role as the answer."""
     if not (request.echo and request.messages) or request.messages[-1].get("role") != role:
         return ""
     return text_of_content(request.messages[-1].get("content"))

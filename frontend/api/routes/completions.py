@@ -34,10 +34,10 @@ from ..structured.constraint import Constraint, parse_constraint
 from .source_text import source_input
 
 DEFAULT_MAX_TOKENS = 16
-"""The `max_tokens` of requests without one, as in OpenAI's API."""
+"""The default of `max_tokens`, as in OpenAI's API."""
 
 PROMPTS_AT_ONCE: Final = 128
-"""Prompts that are prepared before other tasks run; takes about 2 ms."""
+"""Number of prompts that are prepared before other tasks run; takes about 2 ms."""
 
 
 class Completions(Endpoint[CompletionRequest]):
@@ -94,10 +94,10 @@ class Completions(Endpoint[CompletionRequest]):
     async def _encode_around(
         self, suffix: str, prompts: list[Prompt], request: CompletionRequest
     ) -> None:
-        """Make each of `prompts` a prompt for the text between it and `suffix`.
+        """Turn each prompt into a fill-in-the-middle prompt with `suffix`.
 
         Raises:
-            APIError: The model does not fill in the middle, or another field has no meaning then (400).
+            APIError: The model does not fill in the middle, or another field cannot be combined with `suffix` (400).
         """
         serving = self._serving
         infill = require_infill(serving.infill_format)
@@ -130,7 +130,7 @@ class Completions(Endpoint[CompletionRequest]):
             for name in ("echo", "prompt_logprobs"):
                 if getattr(request, name) not in (None, False):
                     raise bad_request(name, f"{name} is not supported with prompt_embeds")
-            # Hashing and checks release the interpreter.
+            # Hashing and checks run in a thread, because they release the interpreter lock.
             found = await executor.run(
                 body_size, parse_prompt_embeds, request.prompt_embeds, config
             )
@@ -190,7 +190,7 @@ class Completions(Endpoint[CompletionRequest]):
 
 
 _ALWAYS_PRESENT: Final = ("token_ids", "prompt_logprobs", "prompt_token_ids")
-"""Fields that clients of vLLM read in every whole answer."""
+"""Fields that vLLM's clients expect in every response that is not streamed."""
 
 
 def _only_scores_prompt(request: CompletionRequest) -> bool:
@@ -199,7 +199,7 @@ def _only_scores_prompt(request: CompletionRequest) -> bool:
 
 
 class _Choice:
-    """One sequence and the state of its rendering."""
+    """One choice of a completion: its sequence and the state of its rendering."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ ENCODING_FORMATS: Final = ("float", "base64")
 
 
 class Embeddings:
-    """The routes that return a vector, or the class, of each input."""
+    """The routes that return a vector or a class for each input."""
 
     def __init__(self, serving: Serving, intake: Intake, pooling: Pooling) -> None:
         self._serving = serving
@@ -74,7 +74,7 @@ class Embeddings:
         body_size: int,
         answer: Callable[[RequestGroup, Iterator[Vector]], Response],
     ) -> Response:
-        """Return what `answer` makes of the embeddings of a request's inputs.
+        """Embed the inputs of a request, and return the result of `answer` for the embeddings.
 
         Raises:
             APIError: The request is invalid (400), or the engine cannot accept it now.
@@ -86,7 +86,7 @@ class Embeddings:
 
     @accepts(PoolingRequest)
     async def pool(self, http: Request) -> Response:
-        """Return the vector of each input: its embedding, or the probabilities of the classes."""
+        """Return the vector of each input: its embedding, or its class probabilities."""
         with self._intake.lease() as lease:
             request, body_size = await self._intake.receive(
                 http.scope, http.receive, self._pooling_decoder, lease
@@ -192,7 +192,7 @@ class Embeddings:
 
 
 def usage_of(group: RequestGroup) -> dict[str, int]:
-    """Return the number of tokens that a request read."""
+    """Return the token usage of a request."""
     num_tokens = sum(sequence.num_prompt_tokens for sequence in group.sequences)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 

@@ -1,4 +1,4 @@
-"""`GET /v1/chat/completions/{id}/events` and its like: a recorded stream from any place."""
+"""`GET /v1/chat/completions/{id}/events` and similar routes, which stream a recorded request from any position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Events:
     Args:
         serving: The state that the endpoints share.
         endpoint: The endpoint that answered the request.
-        recorded_id: Returns the ID in the record for the ID in an answer.
+        recorded_id: Returns the recorded ID of the answer with a given ID.
     """
 
     def __init__(

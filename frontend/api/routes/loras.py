@@ -25,7 +25,7 @@ from ..schema import LoadLoraRequest, UnloadLoraRequest
 from ..serving import Serving
 
 LOAD_S: Final = 300.0
-"""Seconds that a load may wait for the replicas."""
+"""Maximum seconds for all replicas to load an adapter."""
 
 
 class Loras:
@@ -40,7 +40,7 @@ class Loras:
 
     @accepts(LoadLoraRequest)
     async def load(self, http: Request) -> Response:
-        """Add an adapter once every replica that is up has loaded it."""
+        """Load an adapter on every replica that is up, then serve it."""
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._load_decoder, lease
@@ -92,7 +92,7 @@ class Loras:
             raise bad_request("lora_path", str(error)) from None
 
     async def _load_everywhere(self, adapter: LoraAdapter, request_id: str) -> None:
-        """Run a request of one token with the adapter on every replica.
+        """Load the adapter on every replica, by a request for one token.
 
         Raises:
             APIError: The adapter cannot be used (400), or no replica is up (503).
@@ -101,7 +101,8 @@ class Loras:
         loads = (self._load_on(rank, adapter, request_id) for rank in ranks)
         if not any(await asyncio.gather(*loads)):
             raise unavailable(
-                "No replica is up, so the adapter was not loaded", self._serving.retry_after_s
+                "No replica is up, so the adapter was not loaded; retry later",
+                self._serving.retry_after_s,
             )
 
     async def _load_on(self, rank: int, adapter: LoraAdapter, request_id: str) -> bool:

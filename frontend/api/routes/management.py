@@ -1,4 +1,4 @@
-"""Routes for operators, probes and load balancers."""
+"""Routes for operators, probes and load balancers: models, health, status, metrics and caches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Management:
         """List the served model names."""
         names = self._serving.served_models
         cards = [self._card(name) for name in names]
-        # Anthropic's clients read pages of models.
+        # Anthropic's clients expect a page of models.
         page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return json_response({"object": "list", "data": cards} | page)
 
@@ -47,14 +47,14 @@ class Management:
             "root": model.model if adapter is None else adapter.path,
             "parent": None if adapter is None else model.served_names[0],
             "max_model_len": model.max_model_len,
-            # Anthropic's names.
+            # These are the field names of Anthropic's API.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
         }
 
     async def livez(self, request: Request) -> Response:
-        """Return 200 until the engine fails for good: the supervisor restarts processes that crash or hang."""
+        """Return 200 unless the engine has failed for good. The supervisor restarts processes that crash or hang."""
         engine = self._serving.engine
         is_alive = engine.watch is None or not engine.watch.is_supervisor_silent
         return self._status(is_alive and engine.dead_reason is None)
@@ -112,7 +112,7 @@ class Management:
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        """Return the number of sequences that run or wait, of all frontends."""
+        """Return the number of running and waiting sequences of all frontends."""
         return json_response({"server_load": self._serving.engine.metrics.count_unfinished()})
 
     async def reset_prefix_cache(self, request: Request) -> Response:

@@ -42,7 +42,7 @@ class Replicas:
         return json_response({"replicas": described})
 
     async def command(self, request: Request) -> Response:
-        """Execute an action; answer once the supervisor reports that it has begun."""
+        """Start an action on a replica. Answer once the supervisor reports that it has begun."""
         index = parse_rank(request.path_params["index"], "replica", self._serving.num_replicas)
         wanted = request.path_params["action"]
         if wanted not in set(ReplicaAction):
@@ -87,7 +87,7 @@ class Replicas:
         """
         watch = self._serving.engine.watch
         if watch is None or not watch.status.replicas:
-            raise unavailable("The server is starting", self._serving.retry_after_s)
+            raise unavailable("The server is starting; retry later", self._serving.retry_after_s)
         return watch
 
 
@@ -95,7 +95,7 @@ def parse_rank(text: str, param: str, num_replicas: int) -> int:
     """Return the number of a replica.
 
     Raises:
-        APIError: It is invalid (400).
+        APIError: The text is not the number of a replica (400).
     """
     if text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas:
         return int(text)

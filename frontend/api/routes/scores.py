@@ -1,7 +1,7 @@
-"""`POST /v1/score` and `POST /v1/rerank`: how well texts fit each other.
+"""`POST /v1/score` and `POST /v1/rerank`: how well two texts match.
 
-A model with a classification head of one class reads both texts together. Of any other model it is the cosine of the
-texts' embeddings.
+A classification head with one class reads both texts together. For any other model, the score is the cosine similarity
+of the texts' embeddings.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scores:
 
     @accepts(RerankRequest)
     async def rerank(self, http: Request) -> Response:
-        """Return the documents in the order of their scores."""
+        """Return the documents, ordered by their scores."""
         with self._intake.lease() as lease:
             request, _ = await self._intake.receive(
                 http.scope, http.receive, self._rerank_decoder, lease
@@ -114,7 +114,7 @@ class Scores:
         right: list[Prompt],
         answer: Callable[[RequestGroup, list[float]], Response],
     ) -> Response:
-        """Return what `answer` makes of the score of each text of `right` and the one of `left` that belongs to it."""
+        """Score each text of `right` with its partner in `left`. Return the result of `answer` for the scores."""
         serving, model = self._serving, self._serving.config.model
         try:
             verify_compares(model)

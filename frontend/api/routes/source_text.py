@@ -1,4 +1,4 @@
-"""Prompts of encoder-decoder models of text: the prompt is the encoder's source, and the decoder starts anew."""
+"""Prompts of text-to-text encoder-decoder models: the prompt is the encoder's input."""
 
 from __future__ import annotations
 

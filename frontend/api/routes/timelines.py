@@ -1,4 +1,4 @@
-"""`GET /debug/requests` and `GET /debug/requests/{id}`: the latest requests, and what happened to one."""
+"""`GET /debug/requests` and `GET /debug/requests/{id}`: list recent requests, and explain what happened to one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ID: Final = re.compile(r"[!-.0-~/]{1,128}")
 
 
 class Timelines:
-    """Explains requests. The scheduler's module is not imported: `engine replay` runs in a process of its own."""
+    """Explains requests. `engine replay` runs in a separate process, because this one must not import the scheduler."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._turn = asyncio.Lock()
 
     async def list(self, request: Request) -> Response:
-        """Return the times and counts of the requests that run, or ended last, in this frontend."""
+        """Return the times and counts of this frontend's running and recently ended requests."""
         serving = self._serving
         recent = serving.engine.list_recent_requests()
         now = time.monotonic()
@@ -51,7 +51,7 @@ class Timelines:
         )
 
     async def explain(self, request: Request) -> Response:
-        """Dump the event logs, and return the timeline of a request from each that knows it."""
+        """Dump the event logs of all cores, and return the timeline of a request from each log that contains it."""
         serving, identifier = self._serving, request.path_params["id"]
         if serving.config.frontend.dump_dir is None:
             raise APIError(
@@ -78,13 +78,15 @@ class Timelines:
         timelines = [text for text in found if text]
         if not timelines:
             raise APIError(
-                404, f"The event logs of the cores do not have the request {echo(identifier)}"
+                404,
+                "The event logs of the cores do not contain the request "
+                f"{echo(identifier)}; only recent requests are kept",
             )
         return json_response({"id": identifier, "timelines": timelines})
 
 
 def _describe(request: RecentRequest, now: float) -> Json:
-    """Return a request as JSON. Times are milliseconds since its arrival, null for what has not taken place."""
+    """Return a request as JSON. Times are milliseconds since its arrival; null if the event has not occurred."""
 
     def since_arrival(time: float) -> float | None:
         return round(1000 * (time - request.arrival_time), 3) if time else None
@@ -109,7 +111,7 @@ def _describe(request: RecentRequest, now: float) -> Json:
 
 
 async def _replay(file: str, identifier: str) -> str:
-    """Return what `engine replay --why` writes; "" if the log does not have the request."""
+    """Return the output of `engine replay --why`; "" if the log does not contain the request."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "engine.core.replay", file, "--why", identifier),
         stdin=asyncio.subprocess.DEVNULL,

@@ -49,12 +49,12 @@ _STREAMED_FORMATS: Final = ("json", "text")
 _GRANULARITIES: Final = ("segment", "word")
 
 MAX_PROMPT_CHARACTERS: Final = 1 << 14
-"""Maximum length of a prompt, of which the model reads the last few hundred tokens."""
+"""Maximum characters of a prompt. The model reads only its last few hundred tokens."""
 
 FILE: Final = "file"
 
 Work: TypeAlias = Callable[[TextReceiver | None], Coroutine[Any, Any, Transcript]]
-"""Transcribes a file, and calls a function with each piece of text."""
+"""Function that transcribes a file, and passes each piece of text to its argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Plan:
 
 
 class Transcriptions:
-    """A route that writes down, or translates, what is said in a file."""
+    """A route that transcribes or translates the speech in a file."""
 
     body_type = "multipart/form-data"
 
@@ -116,7 +116,7 @@ class Transcriptions:
         base: SequenceRequest,
         scope: Scope,
     ) -> Work:
-        """Return the work of a request."""
+        """Return the function that transcribes the file of a request."""
         engine = self._serving.engine
         request_id = scope["state"]["request_id"]
         core_index = 0
@@ -143,7 +143,7 @@ class Transcriptions:
 
         Raises:
             APIError: A value is not allowed (400).
-            ParameterError: The model cannot do it.
+            ParameterError: The model does not support the task or the language.
         """
         audio = verify_transcribes(self._serving.config.model)
         verify_choice("response_format", request.response_format, FORMATS)
@@ -225,7 +225,7 @@ class Transcriptions:
 
             async def on_text(text: str, logprobs: list[PositionLogprobs]) -> None:
                 nonlocal is_first
-                # The first token of a text begins with a space, which the whole text does not have.
+                # The first token of a text begins with a space, which the complete text does not have.
                 text = text.lstrip() if is_first else text
                 if not text:
                     return
@@ -242,7 +242,7 @@ class Transcriptions:
             await events.write(done | {"usage": _usage(transcript)})
 
     def _whole(self, transcript: Transcript, plan: _Plan) -> Response:
-        """Return the response in the wanted format."""
+        """Return the response in the requested format."""
         match plan.response_format:
             case "text":
                 return PlainTextResponse(transcript.text + "\n")

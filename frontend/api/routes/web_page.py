@@ -1,4 +1,4 @@
-"""The web page of `GET /`: one file of HTML, style, program and icon each, built from `frontend/web/src`."""
+"""The web page of `GET /`: HTML, style, program and icon, built from `frontend/web/src`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CONTENT_SECURITY_POLICY: Final = (
     "connect-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""The page may load and call only its own server, and cannot turn text into HTML or programs."""
+"""The page may load and call only its own server, and cannot turn text into HTML or scripts."""
 
 GREETING: Final = "Engine is running. /docs describes its API.\n"
-"""The answer to clients that are no browsers, such as Ollama's command and Claude Code."""
+"""The answer to clients that are not browsers, such as Ollama's command line and Claude Code."""
 
 _MEDIA_TYPES: Final = {
     ".html": "text/html",
@@ -36,12 +36,12 @@ _BASE: Final = '<base href="/">'
 
 
 class WebFile:
-    """A file in memory, also compressed.
+    """A file in memory, uncompressed and compressed.
 
     Args:
         content: The bytes of the file.
         media_type: Its type.
-        vary: The request headers that choose the answer.
+        vary: The request headers that the response depends on.
     """
 
     def __init__(self, content: bytes, media_type: str, vary: str = "Accept-Encoding") -> None:
@@ -50,7 +50,8 @@ class WebFile:
         self._media_type = media_type
         self._etag = hashlib.sha256(content).hexdigest()[:32]
         self._headers = {
-            # Browsers ask each time and get 304 until the file changes, so that a new server has a new page at once.
+            # Browsers revalidate the file each time, and get 304 until it changes. So a new server has a new page at
+            # once.
             "Cache-Control": "no-cache",
             "Content-Security-Policy": CONTENT_SECURITY_POLICY,
             "Cross-Origin-Resource-Policy": "same-origin",
@@ -62,7 +63,7 @@ class WebFile:
     async def get(self, request: Request) -> Response:
         """Return the file; 304 without a body if the client has it."""
         is_compressed = "gzip" in request.headers.get("accept-encoding", "").lower()
-        # The bytes of the two forms differ, so a strong tag must differ, too.
+        # The two encodings have different bytes, so their strong tags must differ.
         etag = f'"{self._etag}{"-gzip" if is_compressed else ""}"'
         headers = {**self._headers, "ETag": etag}
         known = request.headers.get("if-none-match", "")
@@ -97,9 +98,9 @@ def web_page_routes(root_path: str) -> list[Route]:
 
 
 def prefers_html(accept: str) -> bool:
-    """Return whether an Accept header names text/html, as those of browsers do, and no other type before it.
+    """Return whether an Accept header names text/html before any other type, as browsers' headers do.
 
-    `*/*` counts for nothing, because clients that are no browsers send it.
+    `*/*` does not count, because clients that are not browsers send it.
     """
     weights: dict[str, float] = {}
     for choice in accept.lower().split(","):

@@ -1,4 +1,4 @@
-"""The request bodies. A field that is null is treated as absent."""
+"""The schemas of the request bodies. A field that is null is treated as absent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed response."""
 
-    # Without a stream, even a field that is null is an error.
+    # Without `stream`, the presence of this field is an error, even if it is null.
     include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
     continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET
     include_obfuscation: bool | msgspec.UnsetType | None = msgspec.UNSET
@@ -46,11 +46,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[Int] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
-    # `n` is the number of beams.
+    # With beam search, `n` is the number of beams.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Adds `engine` to the usage: what the request cost, and where its prompt left what was cached.
+    # Adds the field `engine` to the usage: a receipt of the request's costs.
     include_receipt: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: Int | None = None
@@ -60,13 +60,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    # The tenant, unless the server has several API keys.
+    # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
-    # Where the blocks of the prompt are, or that they stay for another engine.
+    # KV transfer: where another engine holds the prompt's blocks, or that this one should hold them.
     kv_transfer_params: dict[str, Any] | None = None
 
-    # Constraints under their names in SGLang, llama.cpp and earlier releases of vLLM.
+    # Constraints, under their names in SGLang, llama.cpp and earlier releases of vLLM.
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
@@ -76,14 +76,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    # Aliases of fields above; see ALIASES.
+    # Other names of fields above; see ALIASES.
     no_stop_trim: bool | None = None
     n_predict: Int | None = None
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
     repeat_penalty: float | None = None
 
-    # What is stored with an answer, and whether it is stored, which only answers of chats can be.
+    # Whether an answer is stored, and metadata that is stored with it. Only chat answers can be stored.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
 
@@ -99,7 +99,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     guided_decoding_backend: str | None = None
 
-    # Rejected (see REFUSED), because an answer that ignored them would be wrong.
+    # Rejected (see REFUSED), because an answer that ignores them would be wrong.
     guided_whitespace_pattern: Any = None
     logits_processors: Any = None
     vllm_xargs: Any = None
@@ -158,7 +158,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] | None = None
-    # The whole prompt, in place of what the chat template makes of `messages`.
+    # The token ids of the prompt, instead of `messages` and the chat template.
     prompt_token_ids: list[Int] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -181,7 +181,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     modalities: list[str] | None = None
     echo: bool | None = None
-    # Text that the answer may repeat. Drafts come from it; the answer stays the same.
+    # Text that the answer may repeat. It provides drafts and does not change the answer.
     prediction: dict[str, Any] | None = None
 
     chat_template: Any = None
@@ -196,7 +196,7 @@ class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """The fields that all requests share which embed, compare or classify texts."""
+    """The fields that requests to embed, compare or classify texts share."""
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = None
@@ -204,7 +204,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
-    # The tenant, unless the server has several API keys.
+    # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
     # Accepted because clients send them; they have no effect.
@@ -220,7 +220,7 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     encoding_format: str | None = None
     dimensions: Int | None = None
     normalize: bool | None = None
-    # One of the model's prompts, which is put before every text.
+    # The name of one of the model's prompts, whose text is put before every input.
     prompt_name: str | None = None
 
 
@@ -239,10 +239,10 @@ class ClassificationRequest(PoolingFields, kw_only=True):
 
 
 class ComparisonFields(PoolingFields, kw_only=True):
-    """The fields that all requests share which compare texts."""
+    """The fields that requests to compare texts share."""
 
     use_activation: bool | None = None
-    # Variables of the template that pairs of texts are put into.
+    # Variables of the chat template that combines a pair of texts.
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -263,27 +263,27 @@ class RerankRequest(ComparisonFields, kw_only=True):
 
 
 class TranslationRequest(msgspec.Struct, kw_only=True):
-    """The fields beside `file` in the form of `POST /v1/audio/translations`."""
+    """The fields other than `file` in the form of `POST /v1/audio/translations`."""
 
     model: str | None = None
     prompt: str | None = None
     response_format: str | None = None
     temperature: float | None = None
-    # Of the sound, which is otherwise detected.
+    # The language of the sound; detected if absent.
     language: str | None = None
     seed: Int | None = None
     priority: Int | None = None
-    # The tenant, unless the server has several API keys.
+    # The tenant. Ignored if the server has several API keys.
     user: str | None = None
 
 
 class TranscriptionRequest(TranslationRequest, kw_only=True):
-    """The fields beside `file` in the form of `POST /v1/audio/transcriptions`."""
+    """The fields other than `file` in the form of `POST /v1/audio/transcriptions`."""
 
     timestamp_granularities: list[str] | None = None
     stream: bool | None = None
     include: list[str] | None = None
-    # Long sounds are always cut at quiet places.
+    # Long sounds are always split at quiet places.
     chunking_strategy: str | None = None
 
 
@@ -315,8 +315,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class LoadLoraRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /v1/load_lora_adapter`.
 
-    `lora_path` is a directory on the server, or a repository on the hub. With `load_inplace` it replaces the adapter of
-    this name.
+    `lora_path` is a directory on the server, or a repository on the hub. With `load_inplace` it replaces an adapter
+    with the same name.
     """
 
     lora_name: str | None = None
@@ -332,7 +332,7 @@ class UnloadLoraRequest(msgspec.Struct, kw_only=True):
 
 
 UNLIMITED: Final = -1
-"""The `max_tokens` that lets an answer use the rest of the context."""
+"""The `max_tokens` with which an answer may use the rest of the context."""
 
 ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "max_tokens": ("n_predict", "max_new_tokens"),
@@ -340,7 +340,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "repetition_penalty": ("repeat_penalty",),
     "include_stop_str_in_output": ("no_stop_trim",),
 }
-"""Names that other servers use for fields. A field's own name has priority."""
+"""Field -> names that other servers use for it. The field's own name has priority."""
 
 _NOT_SUPPORTED = "is not supported"
 
@@ -368,10 +368,10 @@ REFUSED: dict[str, str] = {
     "prompt": "is not supported; this server has no prompt templates: send instructions and input",
     "context_management": "is not supported; use truncation auto",
 }
-"""Rejected fields, with the rest of the error message."""
+"""Rejected field -> the rest of the error message."""
 
 WITHOUT_EFFECT: Final = ("metadata", "prompt_cache_options", "moderation")
-"""Accepted fields of any size that the server never reads, unless the answer is stored."""
+"""Accepted fields of any size that the server ignores, unless the answer is stored."""
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
@@ -389,4 +389,4 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "samplers": ([], ""),
     "context_management": ([],),
 }
-"""Values of rejected fields that are accepted because they request nothing."""
+"""Rejected field -> values that are accepted, because they have no effect."""

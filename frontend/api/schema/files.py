@@ -10,7 +10,7 @@ from . import Int
 
 
 class FileRequest(msgspec.Struct, kw_only=True):
-    """The fields beside `file` in the form of `POST /v1/files`."""
+    """The fields other than `file` in the form of `POST /v1/files`."""
 
     purpose: str | None = None
     expires_anchor: str | None = msgspec.field(name="expires_after[anchor]", default=None)

@@ -10,7 +10,7 @@ from . import Int
 
 
 class OllamaFields(msgspec.Struct, kw_only=True):
-    """The fields that requests for text share."""
+    """The fields that chat and completion requests share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -20,7 +20,7 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
 
-    # Accepted because clients send it; the model stays loaded.
+    # Accepted because clients send it. The model always stays loaded.
     keep_alive: float | str | None = None
 
 
@@ -40,12 +40,12 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True):
     template: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
-    # Tokens of an earlier answer; deprecated in favor of /api/chat.
+    # The tokens of an earlier answer. Ollama deprecates this field in favor of /api/chat.
     context: list[Int] | None = None
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /api/embed`, and with `prompt` of the older `POST /api/embeddings`."""
+    """The body of `POST /api/embed`, and (with `prompt`) of the older `POST /api/embeddings`."""
 
     model: str | None = None
     input: str | list[str] | None = None

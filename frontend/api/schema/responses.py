@@ -49,7 +49,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     background: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Int | None = None
-    # It limits calls of hosted tools only, of which there are none.
+    # It limits calls of hosted tools only, and this server has none.
     max_tool_calls: Int | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -58,7 +58,7 @@ class ResponsesRequest(ResponseFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Int | None = None
-    # The tenant, unless the server has several API keys.
+    # The tenant. Ignored if the server has several API keys.
     user: str | None = None
     safety_identifier: str | None = None
 
@@ -101,7 +101,7 @@ SAMPLING_FIELDS = (
     "cache_salt",
     "include_receipt",
 )
-"""Fields that have the same name and meaning in chat completions."""
+"""Fields with the same name and meaning as in chat completions."""
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True):

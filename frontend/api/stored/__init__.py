@@ -1,1 +1,1 @@
-"""Objects that endpoints keep for their clients."""
+"""Helpers for objects that endpoints store for clients: records, pages and metadata."""

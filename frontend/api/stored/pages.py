@@ -1,4 +1,4 @@
-"""Reads the query of a list, and writes its pages."""
+"""Parse the query of a list route, and write its pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .records import Page, not_found
 def parse_page(
     query: QueryParams, *, default: int = 20, most: int = 100, order: str = "desc"
 ) -> Page:
-    """Return the page that a query asks for.
+    """Return the page that a query requests.
 
     Raises:
         APIError: A parameter is invalid (400).
@@ -29,7 +29,7 @@ def parse_page(
 
 
 def cut_page(items: Sequence[Json], page: Page, what: str) -> tuple[list[Json], bool]:
-    """Return a page of a list that is complete, and whether there are more items.
+    """Return a page of a list that is completely in memory, and whether there are more items.
 
     Raises:
         APIError: The item after which the page begins does not exist (404).

@@ -1,4 +1,4 @@
-"""Objects in the store, as JSON."""
+"""Objects of one kind in the store, encoded as JSON."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ...store.client import RETRY_S, StoreClient, StoreError, UnknownObject
 from ..logprobs import Json
 
 SYSTEM: Final = "#engine"
-"""The owner of objects that no client reads. No tenant has this name."""
+"""The owner of objects that clients cannot read. No tenant has this name."""
 
 MAX_OBJECTS_AT_ONCE: Final = 1000
-"""Objects that are read from the store with one call."""
+"""Maximum number of objects that are read from the store with one call."""
 
 _decode: Final = msgspec.json.Decoder().decode
 
 
 def not_found(what: str, identifier: str) -> APIError:
-    """Return a 404 for an object that does not exist, or belongs to somebody else."""
+    """Return a 404 for an object that does not exist or has another owner."""
     return APIError(404, f"{what} {echo(identifier)} was not found", param="id", code="not_found")
 
 
 class Records:
-    """The objects of one kind. Each belongs to an owner, and does not exist for others.
+    """The objects of one kind. Each object belongs to an owner; for others it appears not to exist.
 
     Args:
         store: The client of the store.
         kind: The kind of the objects.
-        what: The kind in error messages.
+        what: The name of the kind in error messages.
     """
 
     def __init__(self, store: StoreClient, kind: str, what: str) -> None:
@@ -105,9 +105,9 @@ class Records:
 
         Args:
             owner: The owner of the records.
-            page: Which records.
+            page: The part of the list to return.
             parent: The parent of the records; None for any.
-            prefix: What the identifiers of the records have before that of the page.
+            prefix: The prefix of the records' identifiers, which the page's `after` omits.
 
         Raises:
             APIError: The record after which the page begins does not exist (404), or the store does not answer (503).
@@ -116,7 +116,7 @@ class Records:
         return [_decode(record) for record in records], has_more
 
     async def read_parts(self, parent: str, owner: str, after: str = "") -> tuple[list[bytes], str]:
-        """Return the bytes of the records with this parent in order, and the identifier of the last one.
+        """Return the bytes of the records with this parent in order, and the identifier of the last record.
 
         Raises:
             APIError: The store does not answer (503).
@@ -159,7 +159,7 @@ def _translate_errors() -> Iterator[None]:
 
 
 class Page(msgspec.Struct, frozen=True):
-    """The part of a list to return: at most `limit` after the object `after`."""
+    """The part of a list to return: at most `limit` objects after the object `after`."""
 
     limit: int
     is_descending: bool

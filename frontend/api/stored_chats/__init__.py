@@ -1,1 +1,1 @@
-"""Chat completions that clients store."""
+"""Chat completions that are stored for clients (`store: true`), and their routes."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` with answers that are stored if their requests ask for it."""
+"""`POST /v1/chat/completions`, which stores the answers of requests with `store: true`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class StoredChatCompletions(ChatCompletions):
     """The chat completions endpoint, with a store.
 
-    An answer is stored before its client receives the end. If the store cannot take it, it is answered all the same.
+    An answer is stored before its client receives the end. If the store fails, the client receives the answer
+    nevertheless.
     """
 
     def __init__(self, serving: Serving, intake: Intake, records: ChatRecords) -> None:
@@ -82,7 +83,7 @@ class StoredChatCompletions(ChatCompletions):
     async def _store(
         self, answer: _KeptAnswer, outputs: list[Delta], weight: int, owner: str
     ) -> Json:
-        """Store an answer with these outputs, and return it."""
+        """Store an answer with these outputs, and return the answer."""
         request, run = answer.request, self._serving.executor.run
         messages = request.messages or []
 
@@ -100,7 +101,7 @@ class StoredChatCompletions(ChatCompletions):
 
 
 class _KeptAnswer(ChatAnswer):
-    """An answer whose outputs are kept while they are streamed."""
+    """An answer whose outputs are collected while they are streamed, so that it can be stored."""
 
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
@@ -112,14 +113,14 @@ class _KeptAnswer(ChatAnswer):
         return _KeptChunks(self) if self.request.store else super().chunks()
 
     def whole_with_new_parsers(self, outputs: list[Delta]) -> Json:
-        """Return the complete response body of an answer, which may have been streamed."""
+        """Return the complete response body of an answer that may have been streamed."""
         answer = ChatAnswer(*self._fields)
         answer.receipt_source = self.receipt_source
         return answer.whole(outputs) | {"object": "chat.completion"}
 
 
 class _KeptChunks(ChatChunks):
-    """Keeps the outputs that it writes."""
+    """Encodes a stream, and collects its outputs."""
 
     __slots__ = ("_kept",)
 

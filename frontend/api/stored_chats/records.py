@@ -1,4 +1,4 @@
-"""Stored chat completions: the answers, the messages that they answer, and what lists are filtered by."""
+"""Stored chat completions: the answers, the messages before them, and the fields by which lists are filtered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHAT: Final = "The chat completion"
 
 
 class ChatEntry(msgspec.Struct):
-    """What a list needs to know of a chat completion."""
+    """The fields of a stored chat completion that lists are filtered and sorted by."""
 
     id: str
     model: str
@@ -21,18 +21,18 @@ class ChatEntry(msgspec.Struct):
 
 
 class ChatFilter(msgspec.Struct, frozen=True):
-    """Which chat completions a list has: those of a model, and with these metadata."""
+    """The filter of a list: only chat completions of a model, and with this metadata."""
 
     model: str | None
     metadata: dict[str, str]
 
     def matches(self, entry: ChatEntry) -> bool:
-        """Return whether a chat completion belongs to the list."""
+        """Return whether a chat completion passes the filter."""
         return self.model in (None, entry.model) and self.metadata.items() <= entry.metadata.items()
 
 
 class ChatRecords:
-    """Reads and writes stored chat completions. Those of another owner do not exist."""
+    """Reads and writes stored chat completions. Those of other owners appear not to exist."""
 
     def __init__(self, store: StoreClient) -> None:
         self._answers = Records(store, "chat", _WHAT)
@@ -119,7 +119,7 @@ class ChatRecords:
                 if len(found) == page.limit:
                     return found, True
                 answer = await self._answers.find_data(entry.id, owner)
-                # The store may have deleted it to make room.
+                # The store may have deleted the answer to make room.
                 if answer is not None:
                     found.append((entry, _with_metadata(answer, entry)))
             if has_more:

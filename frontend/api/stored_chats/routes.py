@@ -36,7 +36,7 @@ class StoredChats:
         self._decoder = BodyDecoder(MetadataRequest, serving.config.frontend.strict)
 
     async def list(self, request: Request) -> Response:
-        """List chat completions, the oldest first, of one model and with some metadata if the query asks for these."""
+        """List chat completions, the oldest first. The query may filter by model and metadata."""
         page = parse_page(request.query_params, order="asc")
         wanted = _parse_filter(request.query_params)
         found, has_more = await self._records.list_page(_owner(request), page, wanted)
@@ -89,7 +89,7 @@ class StoredChats:
 
 
 def chat_routes(serving: Serving, intake: Intake, records: ChatRecords) -> list[Route]:
-    """Return the routes. `POST /chat/completions` is not among them."""
+    """Return the routes, except `POST /chat/completions`."""
     chats = StoredChats(serving, intake, records)
     one = "/chat/completions/{id}"
     return [
@@ -105,7 +105,7 @@ def _parse_filter(query: QueryParams) -> ChatFilter:
     """Return the filter that a query describes.
 
     Raises:
-        APIError: It has too many or too large metadata (400).
+        APIError: The metadata has too many or too large entries (400).
     """
     metadata = {
         match[1]: value
@@ -117,7 +117,7 @@ def _parse_filter(query: QueryParams) -> ChatFilter:
 
 
 def _describe(message: Json, identifier: str) -> Json:
-    """Return a message with its identifier, and its parts apart from its text."""
+    """Return a message with its identifier, and with its parts separate from its text."""
     content = message.get("content")
     is_text = content is None or isinstance(content, str)
     return message | {

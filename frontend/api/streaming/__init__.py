@@ -1,1 +1,1 @@
-"""Streamed responses as server-sent events."""
+"""Streamed responses, as server-sent events or in a dialect's format."""

@@ -1,4 +1,4 @@
-"""The part of a stream's events that completions and chat completions share."""
+"""The part of a stream's encoding that completions and chat completions share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AnswerT = TypeVar("AnswerT", bound=Answer[Any])
 
 
 class Chunks(ABC, Generic[AnswerT]):
-    """Writes the chunks of an answer, with usage if the request asks for it.
+    """Encodes the chunks of an answer, with usage if the request asks for it.
 
-    If only text is new (`is_plain`), a chunk is a template, made once per request, with the text between `before` and
-    `after` in its choice.
+    If a choice has nothing but new text (`is_plain`), its chunk is filled into a template, which is made once per
+    request: the text is inserted between `before` and `after`.
     """
 
     __slots__ = (
@@ -65,9 +65,11 @@ class Chunks(ABC, Generic[AnswerT]):
         self._id_start = b""
 
     def identify_plain(self, start: bytes) -> bool:
-        """Begin plain chunks with an event ID: `start` and the number of tokens read. Return False if none is plain.
+        """Begin plain chunks with an event ID: `start` and the number of tokens read.
 
-        Call this for answers with one sequence.
+        Return False if no chunk is plain.
+
+        Call this only for answers with one sequence.
         """
         if not self._is_plain:
             return False
@@ -88,7 +90,7 @@ class Chunks(ABC, Generic[AnswerT]):
             return b""
         head = self._heads[sequence.position]
         if self._id_start:
-            # One expression is faster than an ID that is added to the whole chunk.
+            # One expression is faster than adding an ID to the finished chunk.
             number = b"%d" % sequence.num_read_tokens
             return b"".join((self._id_start, number, head, encode_whole(text), self._tail))
         return b"".join((head, encode_whole(text), self._tail))
@@ -134,6 +136,6 @@ class Chunks(ABC, Generic[AnswerT]):
 
 @cache
 def _plain_tail(after: bytes, include_usage: bool) -> bytes:
-    """Return the end of a plain chunk. It is one object for all requests, which stays in the processor's cache."""
+    """Return the end of a plain chunk. All requests share one object, which stays in the processor's cache."""
     end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
     return after + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + end

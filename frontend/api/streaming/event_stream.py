@@ -1,6 +1,7 @@
 """Server-sent events, written to the connection with one write for all new output.
 
-The callback that delivers tokens writes them, without a task. Writing pauses while the client does not read.
+The callback that delivers tokens writes them directly, without switching to a task. Writing pauses while the client
+does not read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WRITE_S: Final = 0.002
 """Seconds that a stream encodes before other streams and callbacks run."""
 
 KEEP_ALIVE_S: Final = 15.0
-"""Seconds without a chunk before something else is sent, so that proxies keep the connection open."""
+"""Seconds without a chunk before a keep-alive is sent, so that proxies keep the connection open."""
 
 
 def event(content: object) -> bytes:
@@ -34,7 +35,7 @@ def event(content: object) -> bytes:
 
 
 def error_with_retry(error: APIError) -> dict[str, object]:
-    """Return the body of an error, with `retry_after` because headers have been sent already."""
+    """Return the body of an error, with `retry_after` in it because the headers have been sent already."""
     body = error.body
     if (seconds := error.headers.get("retry-after")) is not None:
         body["error"]["retry_after"] = int(seconds)
@@ -43,14 +44,14 @@ def error_with_retry(error: APIError) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """The way in which a dialect writes a stream around its chunks.
+    """The parts of a stream that surround its chunks, in the format of a dialect.
 
     Attributes:
-        content_type: The value of the header.
-        keep_alive: What is sent during silence, and ignored by clients; b"" if the format has no such thing.
-        done: What follows the last chunk.
-        encode_error: Writes the error that ends a stream.
-        has_ids: Whether a chunk can have an ID, with which a client returns.
+        content_type: The value of the Content-Type header.
+        keep_alive: Bytes that are sent during silence, and that clients ignore; b"" if the format has none.
+        done: Bytes after the last chunk.
+        encode_error: Encodes the error that ends a stream.
+        has_ids: Whether a chunk can have an event ID, with which a client can resume.
     """
 
     content_type: bytes
@@ -61,7 +62,7 @@ class StreamFormat:
 
     @property
     def start(self) -> Message:
-        """The message that starts the response."""
+        """The ASGI message that starts the response."""
         return {
             "type": "http.response.start",
             "status": 200,
@@ -83,7 +84,7 @@ OPENAI_STREAM: Final = StreamFormat(
 
 
 class ChunkEncoder(Protocol):
-    """Encodes the new output of sequences as chunks of a stream in one format."""
+    """Encodes the new output of sequences as chunks of a stream."""
 
     @property
     def format(self) -> StreamFormat:
@@ -103,7 +104,8 @@ class ChunkEncoder(Protocol):
 class ChunkWriter(Protocol):
     """The client's connection, without the ASGI layers, which only add headers.
 
-    `is_paused` is true while the client reads too slowly. `on_writable` is called when it reads again or disconnects.
+    `is_paused` is true while the client reads too slowly. `on_writable` is called when the client reads again or
+    disconnects.
     """
 
     is_paused: bool
@@ -112,14 +114,17 @@ class ChunkWriter(Protocol):
     """False for HTTP/1.0, where a stream ends by closing the connection."""
 
     def begin_stream(self) -> None:
-        """Prepare a response without a length; called before the response starts."""
+        """Prepare to stream a response without a Content-Length. Called before the response starts."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Send a piece of the body of a response that has started; do nothing after a disconnect."""
+        """Send a piece of the body of a response that has started. This does nothing after a disconnect."""
 
 
 class EventStream:
-    """One streamed response. It starts with its first write, so an earlier failure still gets its HTTP status."""
+    """One streamed response.
+
+    It starts with the first write, so that an earlier failure can still set the HTTP status.
+    """
 
     __slots__ = (
         "_chunks",
@@ -150,8 +155,8 @@ class EventStream:
     ) -> None:
         """Write until every sequence has finished or the client is gone.
 
-        While the client does not read, new output accumulates and later becomes one chunk. What `before_end` does is
-        done before the client receives the end.
+        While the client does not read, new output accumulates and later becomes one chunk. `before_end` is called
+        before the client receives the end.
 
         Raises:
             APIError: The request failed before anything was written.
@@ -231,7 +236,7 @@ class EventStream:
         return bool(group.updates)
 
     def _encode(self, update: list[Sequence]) -> bytes:
-        """Return the events of the first of these sequences, and give the others back after `WRITE_S`.
+        """Return the events of the first of these sequences. Give the others back to the group after `WRITE_S`.
 
         Raises:
             APIError: A sequence failed.
@@ -249,7 +254,7 @@ class EventStream:
         return b"".join(pieces)
 
     def _end(self, error: Exception | None) -> None:
-        """Stop writing at once, though the task of `run` may resume later."""
+        """Stop writing immediately, although the task of `run` may resume later."""
         self._group.on_update = self._connection.on_writable = None
         if self._ended.done():
             return

@@ -1,4 +1,4 @@
-"""The outputs of a stream, kept until its answer is stored."""
+"""Collect the outputs of a stream, so that the whole answer can be stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeptOutputs:
             self._ends[position] = delta
 
     def read(self) -> list[Delta] | None:
-        """Return the whole outputs; None if one has not ended."""
+        """Return the complete outputs; None if a sequence has not ended."""
         whole: list[Delta] = []
         for texts, token_ids, end in zip(self._texts, self._token_ids, self._ends, strict=True):
             if end is None:

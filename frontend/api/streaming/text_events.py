@@ -14,9 +14,9 @@ from .event_stream import KEEP_ALIVE_S, OPENAI_STREAM, ChunkWriter, StreamFormat
 
 
 class TextEvents:
-    """One streamed response, to be entered until it ends. It starts with its first event, or after some silence.
+    """One streamed response. Enter it as a context until it ends.
 
-    An error after that becomes an event.
+    It starts with its first event, or after some seconds of silence. An error after that is sent as an event.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class TextEvents:
         self._format = form
         self._is_started = False
         self._wrote_at = time.monotonic()
-        # Comments and events come from two tasks.
+        # Comments and events are sent by two tasks.
         self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -76,7 +76,7 @@ class TextEvents:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self) -> None:
-        """Send comments during silence, because proxies close silent connections; clients ignore comments."""
+        """Send comments during silence, because proxies close silent connections. Clients ignore comments."""
         while True:
             silent_s = time.monotonic() - self._wrote_at
             if silent_s >= self._keep_alive_s:

@@ -1,1 +1,1 @@
-"""Constraints on the response, such as JSON schemas."""
+"""Structured output: constraints on the response, such as JSON schemas and grammars."""

@@ -29,17 +29,17 @@ _FIELDS = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Fields of other servers and earlier releases of vLLM, with their names in `structured_outputs`."""
+"""Field of another server or an earlier release of vLLM -> its name in `structured_outputs`."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint on an answer, with the request field that sets it.
+    """A constraint on an answer, and the request field that sets it.
 
-    `owner` is the tool that the field belongs to. `parts` are checked separately first, so that an error names the
-    part.
+    `owner` is the tool that the field belongs to. Each of `parts` is checked separately first, so that an error names
+    the part.
     """
 
     param: str
@@ -52,7 +52,7 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     """Return the constraint of a request; None if it has none.
 
     Raises:
-        APIError: It is invalid, or there are several (400).
+        APIError: The constraint is invalid, or there are several (400).
     """
     response_format = request.response_format and _from_response_format(request.response_format)
     wanted = {k: v for k, v in (request.structured_outputs or {}).items() if v is not None}
@@ -60,7 +60,7 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
     found = {"response_format": response_format, "structured_outputs": structured_outputs}
     for field, name in _FIELDS.items():
         value = getattr(request, field)
-        # Clients without a constraint send "".
+        # Clients send "" if they want no constraint.
         found[field] = None if value is None or value == "" else _constraint(name, value, field)
     constraints = [Constraint(field, output) for field, output in found.items() if output]
     if len(constraints) > 1:
@@ -72,7 +72,7 @@ def parse_constraint(request: GenerationRequest) -> Constraint | None:
 def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
     """Return a constraint that also permits tool calls.
 
-    A grammar of the client's own is returned unchanged, because it can describe calls itself.
+    A grammar that the client wrote is returned unchanged, because it can describe calls itself.
     """
     answer = lark_expression(constraint.structured_output)
     if answer is None:
@@ -83,10 +83,10 @@ def allow_calls(constraint: Constraint, call_rules: str) -> Constraint:
 
 
 def json_schema(schema: object, param: str, *, is_strict: bool = False) -> StructuredOutput:
-    """Return the constraint to a JSON schema, given as an object, as a boolean, or as a string that contains one.
+    """Return the constraint for a JSON schema, given as an object, a boolean, or a string that contains one.
 
     Raises:
-        APIError: It is not a schema (400).
+        APIError: The value is not a schema (400).
     """
     with reject_deep_nesting(param):
         if isinstance(schema, str):
@@ -100,7 +100,7 @@ def json_schema(schema: object, param: str, *, is_strict: bool = False) -> Struc
 
 
 def _decode(text: str, param: str) -> Any:
-    """Return decoded JSON; raise APIError 400 if the text is not valid."""
+    """Return the decoded JSON. Raise APIError 400 if the text is not valid JSON."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -108,7 +108,10 @@ def _decode(text: str, param: str) -> Any:
 
 
 def _structural_tag(value: dict[str, Any] | str, param: str) -> StructuredOutput:
-    """Return the constraint to a structural tag with prepared schemas. Its form is checked when it is compiled."""
+    """Return the constraint for a structural tag, with its schemas prepared.
+
+    Its format is checked when it is compiled.
+    """
     with reject_deep_nesting(param):
         tag = _decode(value, param) if isinstance(value, str) else value
         structures = tag.get("structures") if isinstance(tag, dict) else None
@@ -174,7 +177,7 @@ def _from_structured_outputs(constraints: dict[str, Any]) -> StructuredOutput | 
 
 
 def _constraint(name: str, value: Any, param: str) -> StructuredOutput:
-    """Return the constraint called `name` in `structured_outputs`, from the field `param`."""
+    """Return the constraint called `name` in `structured_outputs`. Errors name the field `param`."""
     if name == "json":
         return json_schema(value, param)
     if name == "json_object":

@@ -1,4 +1,4 @@
-"""Converts a client's JSON schema to one that a grammar can enforce and that models can complete."""
+"""Convert a client's JSON schema to one that a grammar can enforce and that models can complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KNOWN_FORMATS = frozenset(
 
 
 def prepare_schema(schema: Schema, *, is_strict: bool) -> Schema:
-    """Return a copy with closed objects, without keywords that only narrow it and cannot be enforced.
+    """Return a copy of a schema with closed objects, without unenforceable keywords that only narrow it.
 
     A strict schema loses unknown formats and `uniqueItems`, which client libraries add automatically. For any other
     schema, `lenient` makes the compiler ignore what it cannot enforce.
@@ -80,7 +80,7 @@ def _find_closed(root: Schema) -> list[Schema]:
     seen: set[tuple[int, bool]] = set()
     queue = [(root, True)]
     while queue:
-        # `is_alone` means that no other schema describes the value.
+        # `is_alone` means that no other schema applies to the same value.
         part, is_alone = queue.pop()
         if (id(part), is_alone) in seen:
             continue

@@ -1,1 +1,1 @@
-"""Tool definitions, `tool_choice` and tool calls of chat completions."""
+"""Tools of chat completions: definitions, `tool_choice`, and calls in the response."""

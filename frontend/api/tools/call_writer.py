@@ -1,4 +1,4 @@
-"""Writes tool calls in a response: function calls, calls of custom tools, and the older `function_call`."""
+"""Write tool calls into a response: function calls, calls of custom tools, and the older `function_call`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CallWriter:
     def translate(
         self, deltas: list[ToolCallDelta], *, is_end: bool, is_cut: bool
     ) -> list[ToolCallDelta]:
-        """Return the calls with a custom tool's input in place of the arguments that contain it.
+        """Return the calls, where a custom tool's input replaces the arguments that contain it.
 
-        At the end of a text that `is_cut`, a call with incomplete arguments is left out.
+        At the end of a text that `is_cut`, a call with incomplete arguments is dropped.
         """
         if not self._tools.custom:
             return deltas
@@ -59,7 +59,7 @@ class CallWriter:
         return self._fields(list(pieces.values()))
 
     def is_custom(self, index: int) -> bool:
-        """Return whether a call that was translated is one of a custom tool."""
+        """Return whether a call that was written is a call of a custom tool."""
         return index in self._custom_indices
 
     def _kind_of(self, index: int) -> tuple[str, str]:

@@ -14,7 +14,7 @@ _FIRST_CHARACTERS_OF_JSON: Final = '{["-0123456789tfn'
 
 
 class ForcedCallParser:
-    """The tool parser for a text that consists of calls only.
+    """The tool parser for a text that consists only of calls.
 
     A text that ends before its first call begins becomes content.
     """
@@ -41,9 +41,9 @@ class ForcedCallParser:
 
 
 class NamedCall:
-    """A text that is the arguments of one function or, with `is_input`, the input of one custom tool.
+    """A text that is the arguments of one function, or (with `is_input`) the input of one custom tool.
 
-    Arguments are JSON. Any other text, such as reasoning that was cut off, begins no call.
+    Arguments are JSON. Any other text, such as reasoning that was cut off, does not begin a call.
     """
 
     def __init__(self, name: str, new_id: CallIds, *, is_input: bool = False) -> None:
@@ -119,6 +119,6 @@ class RequiredCalls:
 
 
 def _name_in(header: str) -> str:
-    """Return the function's name in `{"name": "f", "parameters":`, after completing it to valid JSON."""
+    """Return the function's name in `{"name": "f", "parameters":`. The header is completed to valid JSON first."""
     name: str = json.loads(header + "null}")["name"]
     return name

@@ -1,4 +1,4 @@
-"""Parses `tool_choice` and the older `function_call`: which calls are allowed, and how they are forced."""
+"""Parse `tool_choice` and the older `function_call`: which calls are allowed, and whether they are forced."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ToolChoice:
 
     Attributes:
         mode: Whether calls are possible or forced.
-        name: The tool of NAMED.
-        functions: The parameters of the tools of AUTO by name.
+        name: The tool that must be called in the mode NAMED.
+        functions: Name of a tool -> its parameters, in the mode AUTO.
         constraint: The constraint on the text in the forced modes.
-        shown: The tools in the form that templates read, in every mode except NONE.
+        shown: The tools in the format that templates read; empty in the mode NONE.
         custom: The names of the custom tools that may be called.
-        writes_input: Whether the whole text of NAMED is a custom tool's input.
-        is_limited: Whether AUTO excludes some of the tools that the model sees.
+        writes_input: Whether the whole text is a custom tool's input, in the mode NAMED.
+        is_limited: Whether the model sees tools that it may not call, in the mode AUTO.
         is_legacy: Whether the request uses `functions`, which allow one call at a time.
         is_parallel: Whether there may be several calls.
     """
@@ -146,7 +146,7 @@ def _choice_of(
 
 
 def _refuse_format(request: ChatCompletionRequest, param: str, choice: object) -> None:
-    """Raise APIError 400 for a response format with a choice that leaves no room for text."""
+    """Raise APIError 400 if a response format is combined with a tool choice that allows no text."""
     constraint = parse_constraint(request)
     if constraint is not None:
         field = constraint.param.split(".")[0]
@@ -163,7 +163,7 @@ def _allowed_tools(
     """Return the tools that may be called, and the choice among them."""
     if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         return tools, choice
-    # The Responses API has the same fields without the inner object.
+    # The Responses API has the same fields, without the inner object.
     where, wanted = "tool_choice", choice
     if "allowed_tools" in choice:
         where, wanted = "tool_choice.allowed_tools", choice["allowed_tools"]
@@ -231,7 +231,7 @@ def _constrain_calls(tools: dict[str, Tool], is_parallel: bool) -> Constraint:
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
     if not is_parallel:
         calls["maxItems"] = 1
-    # Leniency holds for a whole document. The parts are checked alone, so a strict tool's schema stays strict there.
+    # Leniency applies to a whole document. The parts are also checked alone, so a strict tool's schema stays strict.
     output = encode_schema(calls, is_strict=all(tool.is_strict for tool in tools.values()))
     parts = tuple(tool.constrain_call() for tool in tools.values())
     return Constraint("tools", output, parts=parts)

@@ -23,14 +23,14 @@ _ANNOTATIONS = {"type", "title", "description", "$schema"}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function with parameters, or a custom tool: a function whose only parameter is a text.
+    """A function with parameters, or a custom tool, which is a function whose only parameter is a text.
 
     Attributes:
         name: The name of the tool.
         param: The request field that errors name.
         schema: The JSON schema of the parameters.
         is_strict: Whether the schema must be enforced completely.
-        shown: The function in the form that templates read.
+        shown: The function in the format that templates read.
         is_custom: Whether it is a custom tool.
         grammar: A Lark grammar for the text of a custom tool; None if `schema` describes it.
     """
@@ -44,7 +44,7 @@ class Tool:
     grammar: str | None = None
 
     def prepared(self) -> dict[str, Any]:
-        """Return the schema in the form that a grammar enforces."""
+        """Return the schema in a form that a grammar can enforce."""
         return prepare_schema(self.schema, is_strict=self.is_strict)
 
     def constrain_call(self) -> Constraint:
@@ -81,7 +81,7 @@ def parse_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
 
 
 def tools_for_template(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the tools of a tokenization request in the form that templates read."""
+    """Return the tools of a tokenization request in the format that templates read."""
     return [
         _parse_custom(tool, f"tools[{i}]").shown if tool.get("type") == "custom" else tool
         for i, tool in enumerate(tools or ())
@@ -109,7 +109,7 @@ def _parse_function(
         raise _wrong(param, "a JSON schema (an object)", parameters)
     schema: dict[str, Any] = {"type": "object"} | (parameters or {})
     if schema.keys() <= _ANNOTATIONS:
-        # A function without parameters. One that takes arbitrary parameters sets `additionalProperties`.
+        # The function has no parameters. A function with arbitrary parameters sets `additionalProperties`.
         schema["properties"] = {}
     return Tool(
         name,
