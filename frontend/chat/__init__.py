@@ -1,4 +1,4 @@
-"""Chat support: templates, special tokens, tool calls and reasoning."""
+"""Chat support: chat templates, special tokens in messages, tool calls and reasoning."""
 
 from .detection import ChatFormats, choose_formats, prepare_formats, reasoning_parser
 from .model_templates import ModelTemplates

@@ -1,4 +1,4 @@
-"""Chooses the formats of tool calls and reasoning that a chat template shows."""
+"""Choose the formats of tool calls and reasoning, from the options or from what the chat template shows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOOL_MARKERS: Final[Sequence[tuple[str, ToolCallParserName]]] = (
     ('<tool_call>\\n{\\"name\\"', "hermes"),
     ('<tool_call>\n{"name"', "hermes"),
 )
-"""Markers of formats whose calls are not found in a rendered chat, in the order of precedence."""
+"""Markers of formats whose calls cannot be found in a rendered chat -> the format, in the order of precedence."""
 
 REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
     ("<|channel|>", "openai_gptoss"),
@@ -58,7 +58,7 @@ REASONING_MARKERS: Final[Sequence[tuple[str, ReasoningParserName]]] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[_Name]):
-    """A format that was chosen, with the reason; no name if there is none."""
+    """The name of a chosen format ("" for none), and the reason for the choice."""
 
     name: _Name | None
     reason: str
@@ -109,7 +109,7 @@ def prepare_formats(config: FrontendConfig, templates: ModelTemplates) -> ChatFo
 
 
 def choose_formats(config: FrontendConfig, template: ChatTemplate | None) -> ChatFormats:
-    """Return the configured formats; "auto" means those that the template shows."""
+    """Return the configured formats; "auto" means the formats that the template shows."""
     return ChatFormats(
         _choose_tool_calls(config.tool_call_parser, template),
         _choose_reasoning(config.reasoning_parser, template),
@@ -129,7 +129,7 @@ def _choose_tool_calls(
         return Choice("generic", "the chat template shows no tools")
     name = _format_of_rendered_call(template)
     if name is not None:
-        return Choice(name, "the chat template writes calls like this")
+        return Choice(name, "the chat template writes calls in this format")
     for marker, named in TOOL_MARKERS:
         if marker in template.source:
             return Choice(named, f"the chat template contains {marker}")
@@ -152,7 +152,7 @@ def _choose_reasoning(
 
 
 def _format_of_rendered_call(template: ChatTemplate) -> ToolCallParserName | None:
-    """Return the format whose parser finds the call in a chat that the template renders."""
+    """Return the format whose parser finds the tool call in a chat rendered by the template."""
     rendered = template.render_call(_QUESTION, _NAME, {"text": _VALUE})
     _, question, text = rendered.rpartition(_QUESTION)
     if not question:

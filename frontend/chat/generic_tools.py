@@ -1,4 +1,4 @@
-"""Writes tools, calls and results as text, for models whose chat template has no form for them."""
+"""Write tools, calls and results as text, for models whose chat template does not support tools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write_tools_as_text(
 def _introduce(
     tools: Sequence[Mapping[str, Any]], messages: list[dict[str, Any]], role: str
 ) -> None:
-    """Describe the tools in the first message if that has this role, else in a message before it."""
+    """Describe the tools in the first message if it has this role, otherwise in a new message before it."""
     lines = "\n".join(_write_tool(tool) for tool in tools)
     text = _INTRODUCTION.format(tools=lines)
     first = messages[0] if messages else {"role": ""}
@@ -98,7 +98,7 @@ def _write_result(content: str | list[Any] | None) -> str | list[Any]:
 def _join(
     first: str | list[Any] | None, separator: str, second: str | list[Any] | None
 ) -> str | list[Any]:
-    """Return the content that consists of two others, each a text or a list of parts."""
+    """Return the concatenation of two contents, each a text or a list of parts."""
     if isinstance(first, list) or isinstance(second, list):
         middle = _as_parts(separator)
         return [*_as_parts(first), *middle, *_as_parts(second)]

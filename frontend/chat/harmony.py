@@ -1,4 +1,4 @@
-"""Reads the channels of gpt-oss (the Harmony format).
+"""Parse the channels of gpt-oss's answers (the Harmony format).
 
 An answer is a sequence of messages `<|start|>assistant<|channel|>CHANNEL<|message|>TEXT<|end|>`, of which the prompt
 contains the first start. The channels are `analysis` (reasoning), `commentary` and `final`. A call is a message to a
@@ -33,7 +33,7 @@ _RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
 
 class _State(Enum):
     START = auto()
-    """The parser is before a message."""
+    """The parser is before the head of a message."""
     HEADER = auto()
     REASONING = auto()
     CONTENT = auto()
@@ -43,8 +43,8 @@ class _State(Enum):
 class HarmonyParser:
     """Splits one text, fed in pieces, into reasoning and content. `prompt` is the rendered chat.
 
-    Calls of functions are content, in one spelling that the tool parser reads. Messages to other recipients, such as
-    the built-in browser, are reasoning.
+    Function calls become content, in a uniform spelling for the tool parser. Messages to other recipients, such as the
+    built-in browser, become reasoning.
     """
 
     marks: tuple[str, ...] = (_CHANNEL, _CONSTRAIN, _MESSAGE)
@@ -52,7 +52,8 @@ class HarmonyParser:
     def __init__(self, prompt: str = "", *, constrained: bool = False) -> None:
         self._buffer = ""
         self._state = _State.START
-        self._kinds: set[_State] = set()  # The kinds of the messages so far.
+        # The kinds of the messages so far.
+        self._kinds: set[_State] = set()
         self._delta = ReasoningDelta()
         _, start, tail = prompt.rpartition(_START)
         if start:
@@ -78,19 +79,19 @@ class HarmonyParser:
         return self._delta
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether a text without special tokens lacks the markers of reasoning."""
+        """Return whether the markers of reasoning are missing in a text without special tokens."""
         return has_special_tokens(self.marks, tokenizer)
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return False: the end of reasoning is followed by the head of another message."""
+        """Return False, because the head of another message follows the end of the reasoning."""
         return False
 
     def allow_reasoning_before(
         self, constraint: StructuredOutput, tokenizer: Tokenizer, max_tokens: int = -1
     ) -> StructuredOutput:
-        """Return the constraint, changed to apply to the final message.
+        """Return the constraint, changed so that it applies only to the final message.
 
-        A Lark grammar may describe calls, which are messages of their own, so no final message is required with one.
+        A Lark grammar may describe calls, which are separate messages. So with one, a final message is not required.
         """
         if self._begins_in_answer:
             return constraint
@@ -113,13 +114,13 @@ class HarmonyParser:
         return msgspec.structs.replace(constraint, reasoning=reasoning)
 
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """Return how many of `token_ids` come before the answer or the first call."""
+        """Return the number of `token_ids` before the answer or the first call."""
         if self._begins_in_answer:
             return 0
         ends = (f"{_CHANNEL}final", f"{_CHANNEL}commentary", "assistant to=")
         return num_tokens_before(ends, token_ids, tokenizer)
 
-    # Each step consumes text or changes the state. It returns False if it needs more text for either.
+    # Each step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _step(self) -> bool:
         if self._state is _State.START:
@@ -158,7 +159,7 @@ class HarmonyParser:
         return True
 
     def _begin(self, kind: _State) -> None:
-        """Begin a message, separated from an earlier one of its kind."""
+        """Begin a message. A separator is added if there is an earlier message of the same kind."""
         self._state = kind
         if kind in self._kinds:
             self._emit("\n\n")

@@ -1,4 +1,4 @@
-"""Finds markers in incomplete text."""
+"""Find markers in text that is still arriving, and the part of it that must be held back."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def may_begin(text: str, markers: Sequence[str]) -> bool:
-    """Return whether `text` is empty or the beginning of a marker."""
+    """Return whether `text` is empty or a prefix of a marker."""
     return any(marker.startswith(text) for marker in markers)
 
 
 def start_of_marker(text: str, markers: Sequence[str]) -> int:
-    """Return where the possible beginning of a marker at the end of `text` starts; its length if there is none."""
+    """Return where a possible beginning of a marker starts at the end of `text`; its length if there is none."""
     end = len(text)
     first_chars = {marker[0] for marker in markers}
     longest = max((len(marker) for marker in markers), default=1)
@@ -29,5 +29,5 @@ def start_of_marker(text: str, markers: Sequence[str]) -> int:
 
 
 def start_of_held(text: str, markers: Sequence[str]) -> int:
-    """Return where the held-back end of `text` starts: whitespace and the possible beginning of a marker."""
+    """Return where the text to hold back starts: final whitespace, or a possible beginning of a marker."""
     return len(text[: start_of_marker(text, markers)].rstrip())

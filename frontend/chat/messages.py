@@ -1,4 +1,4 @@
-"""Converts clients' messages to the form that chat templates read."""
+"""Convert clients' messages to the format that chat templates read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 IMAGE_PART: Final = {"type": "image"}
 AUDIO_PART: Final = {"type": "audio"}
-"""The content parts in place of an image and of a sound. Only these objects are ones."""
+"""The content parts that replace an image and a sound. They are recognized by object identity."""
 
 VIDEO_PART: Final = {"type": "video"}
-"""The content part in place of a video. Only this object is one."""
+"""The content part that replaces a video. It is recognized by object identity."""
 
 MEDIA_MARK: Final = "\ufdd2"
-"""A Unicode noncharacter that stands for an image, a video or a sound where a chat template reads only text."""
+"""A Unicode noncharacter that stands for an image, a video or a sound in templates that read only text."""
 
 CUSTOM_INPUT: Final = "input"
-"""The parameter of the function that represents a custom tool."""
+"""The parameter name of the function that represents a custom tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The features that a chat template supports. A template that supports neither content form gets strings."""
+    """The features that a chat template supports. A template that supports neither form of content gets strings."""
 
     reads_strings: bool
     reads_parts: bool
@@ -40,7 +40,7 @@ class TemplateTraits:
 
 
 def normalize_messages(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return a copy of `messages` for the template.
+    """Return a copy of `messages` in the format that the template reads.
 
     Raises:
         ParameterError: A field is invalid; the error names it.
@@ -94,7 +94,8 @@ def _normalize(message: Message, where: str, traits: TemplateTraits) -> dict[str
 def _replace_function_calls(messages: list[dict[str, Any]]) -> None:
     """Convert calls and results of the older `functions` interface to tool calls and tool results.
 
-    They have no IDs, so IDs of nine letters and digits are created, which every known template accepts.
+    The old interface has no call IDs. So IDs of nine letters and digits are created, which every known template
+    accepts.
     """
     call_id = None
     for i, message in enumerate(messages):
@@ -108,7 +109,7 @@ def _replace_function_calls(messages: list[dict[str, Any]]) -> None:
 
 
 def text_of_content(content: Any) -> str:
-    """Return the text of a message's validated content."""
+    """Return the text of a message's content, which has been validated."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(_text_of(p, "") for p in content)
@@ -146,7 +147,7 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Return the call as a function call with an object as arguments, as templates expect it.
+    """Return the call as a function call whose arguments are an object, as templates expect.
 
     The input of a custom tool becomes the argument of the function that represents the tool.
     """
@@ -176,9 +177,9 @@ def _normalize_function(function: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def _decode_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Return the object that a call's arguments encode in JSON, or an empty one if they are invalid.
+    """Return the object that a call's JSON arguments encode, or an empty object if they are invalid.
 
-    A call that was cut at `max_tokens` is incomplete. Rejecting it would end the conversation, because clients send
+    A call that was cut off at `max_tokens` is incomplete. Rejecting it would end the conversation, because clients send
     the same history with every request.
     """
     try:

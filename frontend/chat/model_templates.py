@@ -10,7 +10,7 @@ _USED = ("default", "tool_use")
 
 
 class ModelTemplates:
-    """The model's chat templates, or `instead`: a template or the path of one.
+    """The model's chat templates, or the one template `instead`, given as its text or its path.
 
     Raises:
         ChatTemplateError: The template cannot be used.
@@ -40,11 +40,11 @@ class ModelTemplates:
         }
 
     def describe_tools(self) -> None:
-        """From now on, describe tools in the system message, for a model without a form of its own for them."""
+        """From now on, describe tools in the system message, because the model's template does not support tools."""
         for template in self._by_name.values():
             template.describe_tools()
 
     def choose(self, with_tools: bool) -> ChatTemplate | None:
-        """Return the template for tool use if there is one and `with_tools`; None if the model has no template."""
+        """Return the tool-use template if `with_tools` and there is one, else the default one, which may be None."""
         default = self._by_name.get("default")
         return self._by_name.get("tool_use", default) if with_tools else default

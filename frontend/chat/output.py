@@ -1,4 +1,4 @@
-"""Splits a model's generated text into the parts of a message."""
+"""Split a model's generated text into reasoning, content and tool calls."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from .tool_calls import ToolCallDelta, ToolParser
 
 @dataclass(slots=True)
 class MessageDelta:
-    """The part of a message that a piece of text adds."""
+    """The reasoning, content and tool calls that a piece of text adds to a message."""
 
     reasoning: str = ""
     content: str = ""
@@ -21,7 +21,7 @@ class MessageDelta:
 
 
 class ChatOutputParser:
-    """Parses one text: reasoning first, then tool calls in the rest. Either parser may be None."""
+    """Parses one text: first reasoning, then tool calls in the rest. Either parser may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
@@ -61,7 +61,7 @@ class ChatOutputParser:
         return delta
 
     def _read_calls(self, delta: MessageDelta, finished: bool) -> None:
-        """Move the calls out of the content."""
+        """Parse the content, and move the tool calls in it to `tool_calls`."""
         if self._tools is not None:
             pieces = [self._tools.feed(delta.content)]
             if finished:

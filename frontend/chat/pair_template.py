@@ -1,4 +1,4 @@
-"""Renders a pair of texts into the prompt of a model that compares texts."""
+"""Render a pair of texts into the prompt of a model that compares texts (a reranker)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PairTemplate:
         self._guard = guard
 
     def encode(self, query: str, document: str, kwargs: dict[str, Any]) -> Sequence[int]:
-        """Return the tokens of the prompt. `kwargs` are more variables of the template.
+        """Return the tokens of the prompt. `kwargs` are additional variables of the template.
 
         Raises:
             ChatTemplateError: The template failed.
-            ParameterError: A text or a variable is refused.
+            ParameterError: A text or a variable was rejected.
         """
         messages = [
             {"role": "query", "content": query},

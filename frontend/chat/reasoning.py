@@ -1,4 +1,4 @@
-"""Separates a model's reasoning from its answer."""
+"""Separate a model's reasoning from its answer."""
 
 import re
 from bisect import bisect_left
@@ -19,17 +19,17 @@ from .held_text import find_first, may_begin, start_of_held
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """A format in which reasoning is the text from the first of `starts` to the first of `ends`."""
+    """A format in which reasoning is the text between the first of `starts` and the first of `ends`."""
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     implied: bool = False
-    """True if text without a start marker is reasoning until an end marker."""
+    """True if a text without a start marker is reasoning up to an end marker."""
 
 
 @dataclass(slots=True)
 class ReasoningDelta:
-    """The part of a message that a piece of text adds."""
+    """The reasoning and content that a piece of text adds to a message."""
 
     reasoning: str = ""
     content: str = ""
@@ -55,7 +55,7 @@ class ReasoningParser(Protocol):
         ...
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether a text without special tokens lacks the markers of reasoning."""
+        """Return whether the markers of reasoning are missing in a text without special tokens."""
         ...
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
@@ -67,17 +67,17 @@ class ReasoningParser(Protocol):
     ) -> StructuredOutput:
         """Return the constraint extended so that unconstrained reasoning may precede the answer.
 
-        The reasoning has at most `max_tokens` tokens, if that is not -1 and `can_limit`.
+        If `max_tokens` is not -1 and `can_limit` is true, the reasoning has at most `max_tokens` tokens.
         """
         ...
 
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """Return how many of `token_ids` come before the end of the reasoning."""
+        """Return the number of `token_ids` before the end of the reasoning."""
         ...
 
 
 class ReasoningParserFactory(Protocol):
-    """Creates the parsers of one format."""
+    """Creates reasoning parsers for one format."""
 
     def __call__(self, prompt: str, *, constrained: bool = False) -> ReasoningParser:
         """Return a parser for the answer to a rendered prompt; `constrained` if a grammar applies to the answer."""
@@ -87,17 +87,18 @@ class ReasoningParserFactory(Protocol):
 class _State(Enum):
     START = auto()
     REASONING_START = auto()
-    """The state in the reasoning before its first character that is not whitespace."""
+    """The parser is in the reasoning, before its first character that is not whitespace."""
     REASONING = auto()
     CONTENT_START = auto()
     CONTENT = auto()
 
 
 class MarkedReasoningParser:
-    """Splits a text in which reasoning comes first, between two markers.
+    """Splits a text that begins with reasoning between two markers.
 
-    Whitespace around the reasoning is dropped, except before content that is `constrained`, where it is part of the
-    answer. `prompt` is the rendered chat, because templates may open or even close the reasoning themselves.
+    Whitespace around the reasoning is dropped. If the content is `constrained`, whitespace before it is part of the
+    answer and is kept. `prompt` is the rendered chat, because templates may open or even close the reasoning
+    themselves.
     """
 
     def __init__(
@@ -143,11 +144,11 @@ class MarkedReasoningParser:
         return self._format.starts + self._format.ends
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether a text without special tokens lacks the markers of reasoning."""
+        """Return whether the markers of reasoning are missing in a text without special tokens."""
         return has_special_tokens(self.marks, tokenizer)
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return whether an end is a token, which can be forced after any text."""
+        """Return whether an end marker is a single token, which can be forced after any text."""
         return bool(_token_ids(self._format.ends, tokenizer))
 
     def allow_reasoning_before(
@@ -168,7 +169,7 @@ class MarkedReasoningParser:
         return msgspec.structs.replace(constraint, reasoning=reasoning)
 
     def num_reasoning_tokens(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-        """Return how many of `token_ids` come before the end of the reasoning."""
+        """Return the number of `token_ids` before the end of the reasoning."""
         if self._begins_closed:
             return 0
         if not self._begins_opened:
@@ -212,7 +213,7 @@ def has_special_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> bool:
 
 
 def num_tokens_before(texts: Sequence[str], token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return how many tokens come before the first of the texts; all if there is none."""
+    """Return the number of tokens before the first of the texts; all if none occurs."""
     pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
     whole = b"".join(pieces)
     found = [at for text in texts if (at := whole.find(text.encode())) >= 0]
@@ -228,7 +229,7 @@ def _token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _first_token_ids(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the IDs of the texts that are a single token, or of the tags with which they begin."""
+    """Return the ID of each text, or of the tag at its beginning, if that is a single token."""
     tags = [match[0] if (match := _TAG.match(text)) else text for text in texts]
     return tuple(dict.fromkeys(_token_ids((*texts, *tags), tokenizer)))
 
@@ -255,9 +256,9 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat | None]] = {
     "gemma4": ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
     "openai_gptoss": None,
 }
-"""The formats by the names of `--reasoning-parser`; None for one that is not reasoning between two markers."""
+"""Name of `--reasoning-parser` -> the format; None if the format is not text between two markers."""
 
 
 def marked_reasoning_parser(format: ReasoningFormat) -> ReasoningParserFactory:
-    """Return a factory for the parsers of a format."""
+    """Return a factory for parsers of a format."""
     return partial(MarkedReasoningParser, format)

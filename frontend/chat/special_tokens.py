@@ -1,4 +1,4 @@
-"""Handles special tokens in the text of chat messages by the configured policy."""
+"""Keep clients from injecting special tokens through the text of chat messages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from ...protocol.errors import ParameterError
 from ..tokenizer import Tokenizer
 
 _MARK: Final = "\ufdd0"
-"""A Unicode noncharacter inserted into special tokens in text, so that they stay text until the prompt is encoded."""
+"""A Unicode noncharacter.
+
+It is inserted into special tokens in text, so that they stay text until the prompt is encoded.
+"""
 
 _RESERVED: Final = re.compile("[\ufdd0\ufdd1]")
 """Characters that requests may not contain: the mark, and the character that delimits `LiteralEncoder` spellings."""
 
 _MARKS_IN_OUTPUT: Final = re.compile(r"\ufdd0|\\ufdd0")
-"""The mark, as itself or as `tojson(ensure_ascii=True)` writes it."""
+"""The mark, either literally or as `tojson(ensure_ascii=True)` writes it."""
 
 _STANDARD_ROLES: Final = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -131,7 +134,7 @@ class SpecialTokenGuard:
         return self._protect_edges("".join([*pieces, text[end:]]))
 
     def _protect_edges(self, text: str) -> str:
-        """Add marks where the text could form a special token together with adjacent text of the prompt."""
+        """Add marks at the ends of a text that could form a special token together with adjacent text of the prompt."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         sizes = range(1, min(self._longest, end - start + 1))
         if any(text[end - n : end] in self._beginnings for n in sizes):
@@ -160,7 +163,7 @@ class SpecialTokenGuard:
 
 
 def _any_of(tokens: Collection[str]) -> str:
-    """Return an expression for the longest of `tokens` that reads each character once per position."""
+    """Return a regular expression for the longest of `tokens` that reads each character once per position."""
     if len(tokens) == 1:
         return re.escape(next(iter(tokens)))
     followers: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Moves lines that change with every request out of the part of a prompt that is found in the prefix cache.
+"""Move lines that change with every request to the end of the prompt, so that the prefix cache works.
 
-Agents write the time, or a header for billing, at the start of their system prompt. All that follows such a line is
-computed again whenever it changes. At the end of the last message, it changes nothing that comes before it.
+Agents write the time, or a header for billing, at the start of their system prompt. When such a line changes,
+everything after it must be computed again. At the end of the last message, the line has nothing after it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ RULES: Final = {
     "date": r".*\b(today'?s|current)[ _]date\b(?! and).*\d.*|.*\btoday is\b.*\d.*",
     "clock": r".*\b(current|local|system)[ _](date[ _]?(and[ _])?)?time\b.*\d.*|(time|now|timestamp)\s*[:=].*\d.*",
 }
-"""Rule -> the lines that it moves, without leading and trailing spaces, in any case of letters."""
+"""Rule -> regular expression for the lines that it moves, without surrounding spaces, ignoring case."""
 
 MAX_LINE_CHARACTERS: Final = 512
-"""Longer lines are not moved, so that matching takes little time."""
+"""Lines with more characters are not moved, so that matching takes little time."""
 
 _SYSTEM: Final = ("system", "developer")
 _INPUTS: Final = ("user", "tool", "function")
@@ -30,7 +30,7 @@ class StablePrefix:
     """Rules for the lines of system prompts that are moved to the end of the conversation.
 
     Args:
-        rules: Names of `RULES`, or regular expressions between slashes for whole lines.
+        rules: Names of `RULES`, or regular expressions between slashes that match whole lines.
 
     Raises:
         ConfigError: A rule is neither.
@@ -42,7 +42,7 @@ class StablePrefix:
         self._has_rules = bool(patterns)
 
     def apply(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Return the messages of a request with the lines moved. Messages that are invalid stay as they are."""
+        """Return the messages of a request with the matching lines moved. Invalid messages are left unchanged."""
         if not self._has_rules:
             return messages
         moved: list[str] = []
@@ -61,7 +61,7 @@ class StablePrefix:
         return messages
 
     def _keep(self, content: Any, moved: list[str]) -> Any:
-        """Return the content without the lines that match, which are added to `moved`."""
+        """Return the content without the matching lines, which are appended to `moved`."""
         if isinstance(content, str):
             lines = content.split("\n")
             kept = [line for line in lines if not self._matches(line)]
@@ -75,7 +75,7 @@ class StablePrefix:
         for part in content:
             text = part.get("text") if isinstance(part, Mapping) else None
             kept_text = self._keep(text, moved)
-            # A part of nothing but such lines would leave a separator behind.
+            # A part that has only such lines is dropped completely, because an empty part would leave a separator.
             if not isinstance(text, str) or kept_text or not text:
                 parts.append(part if kept_text is text else {**part, "text": kept_text})
         return parts
@@ -93,7 +93,7 @@ def _pattern_of(rule: str) -> str:
             re.compile(rule[1:-1])
         except re.error as error:
             raise ConfigError(
-                f"--stable-prefix {rule}: not a regular expression: {error}"
+                f"--stable-prefix {rule}: invalid regular expression: {error}"
             ) from None
         return rule[1:-1]
     raise ConfigError(

@@ -1,7 +1,7 @@
-"""Renders chat templates: Jinja as in transformers, in a sandbox with limits.
+"""Render chat templates: Jinja as in transformers, in a sandbox with limits.
 
-A template comes with a checkpoint, so it is untrusted. It gets plain values, no attributes of Python objects, and
-limited time.
+A template comes with a checkpoint, so it is untrusted. It can access plain values only, not the attributes of Python
+objects, and its time is limited.
 """
 
 import json
@@ -26,21 +26,21 @@ from .special_tokens import SpecialTokenGuard
 
 MAX_RENDER_SECONDS = 10.0
 MAX_REPETITION = 1_000_000
-"""Maximum elements of a repeated string or list (`value * n`)."""
+"""Maximum number of elements of a repeated string or list (`value * n`)."""
 _DEADLINE = "_deadline"
-# The final space shows whether the template trims content. If it does, trim the text before the mark, too.
+# The final space shows whether the template trims content. If so, the text before the mark must be trimmed as well.
 _CONTINUE_HERE = "\u241fcontinue here\u241f "
 
 
 class ChatTemplateError(EngineError, ValueError):
-    """The template rejects a chat or cannot be used. The message may be sent to clients."""
+    """Raised if the template rejects a chat or cannot be used. The message may be sent to clients."""
 
 
 class ChatTemplate:
     """One compiled template. `render` is thread-safe.
 
-    `content_format` says how the template reads a message's content: "string", "openai" (a list of parts), or "auto" to
-    detect it.
+    `content_format` is the form in which the template reads a message's content: "string", "openai" (a list of parts),
+    or "auto" to detect it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         content_format: ContentFormat = "auto",
     ) -> None:
-        """Compile a template. `special_tokens` are the values of bos_token, eos_token and so on.
+        """Compile a template. `special_tokens` maps names such as bos_token to the tokens.
 
         Raises:
             ChatTemplateError: The template is not valid.
@@ -70,7 +70,7 @@ class ChatTemplate:
         self._reads_system = True
 
     def describe_tools(self) -> None:
-        """From now on, describe tools in the system message, in place of the template's own form for them."""
+        """From now on, describe tools in the system message, instead of in the template's own format."""
         self._describes_tools = self.shows_tools = True
         self._reads_system = self._probe_system()
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
     def render_call(self, question: str, name: str, arguments: dict[str, Any]) -> str:
-        """Return a chat in which the question is answered by one call; "" if the template cannot show it."""
+        """Return a chat in which the question is answered with one call; "" if the template does not support calls."""
         properties = {key: {"type": "string", "description": key} for key in arguments}
         schema = {"type": "object", "properties": properties}
         function = {"name": name, "description": name, "parameters": schema}
@@ -180,7 +180,7 @@ class ChatTemplate:
         )
 
     def _probe_tools(self) -> bool:
-        """Compare small chats with and without a tool. A template that fails with one does not support tools."""
+        """Return whether the template shows tools, by comparing small chats with and without a tool."""
         schema = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}}
         function = {"name": "f", "description": "c", "parameters": schema}
         chat = [{"role": "system", "content": "d"}, {"role": "user", "content": "e"}]
@@ -263,7 +263,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Checks the time limit in each loop iteration and at each call."""
+    """Checks the time limit in each loop iteration and at each call of a template."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -279,7 +279,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            raise SecurityError("it may not use **")
+            raise SecurityError("it must not use the operator **")
         for sequence, times in ((left, right), (right, left)):
             repeats = isinstance(sequence, (str, list, tuple)) and isinstance(times, int)
             if repeats and len(sequence) * times > MAX_REPETITION:
@@ -300,7 +300,7 @@ def _timed(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _explain(error: jinja2.TemplateError) -> str:
-    """Return the error with a note that it comes from the chat template."""
+    """Return the message of an error, with a note that it comes from the chat template."""
     if isinstance(error, _TemplateRefusal):
         return f"the chat template rejected the messages: {error.message}"
     return f"the chat template failed: {error.message or type(error).__name__}"

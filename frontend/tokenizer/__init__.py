@@ -1,4 +1,4 @@
-"""Tokenizers: text to token IDs and back, from a Hugging Face directory or a GGUF file."""
+"""Tokenizers: convert text to token IDs and back, from a Hugging Face directory or a GGUF file."""
 
 import os
 
@@ -7,7 +7,7 @@ from .config import TokenizerConfig
 from .load import load_tokenizer, tokenizer_json_path
 from .tokenizer import Tokenizer
 
-# The tokenizers library reads this at each call. Its thread pool does not speed up single prompts.
+# The tokenizers library reads this variable at each call. Its thread pool does not speed up single prompts.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The tokenizer of a server that was started without one."""
+"""The tokenizer of a server that was started with --skip-tokenizer-init."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_TOKENIZER = "this server was started with --skip-tokenizer-init"
 
 
 class AbsentTokenizer(Tokenizer):
-    """A tokenizer for which every token has an empty text, and which encodes nothing."""
+    """A tokenizer that cannot encode, and that decodes every token to an empty text."""
 
     def __init__(self) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -34,5 +34,5 @@ class AbsentTokenizer(Tokenizer):
         return ""
 
     def read_config(self) -> dict[str, Any]:
-        """Return no fields."""
+        """Return an empty configuration."""
         return {}

@@ -1,4 +1,4 @@
-"""Tokenizer settings of a Hugging Face directory outside tokenizer.json."""
+"""Read the tokenizer settings of a Hugging Face directory other than tokenizer.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerConfig:
         self.added_tokens = sorted(self._added_tokens(), key=lambda added: added[0])
 
     def adds(self, name: str) -> bool:
-        """Return whether the config adds a named token, such as `bos_token`, to prompts."""
+        """Return whether the config adds a named token, such as `bos_token`, to every prompt."""
         return self._fields.boolean(f"add_{name}", False) and name in self.named_tokens
 
     def chat_templates(self) -> dict[str, str]:

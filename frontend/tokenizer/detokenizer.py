@@ -1,8 +1,8 @@
-"""Detokenizes incrementally and finds stop strings in the text.
+"""Detokenize incrementally, and find stop strings in the text.
 
-Text is the UTF-8 decoding of the tokens' bytes: a character appears with its last byte, and the cost per token does not
-grow with the text. All pieces together equal `Tokenizer.decode` of all tokens, except that an incomplete last character
-never appears.
+The text is the UTF-8 decoding of the tokens' bytes. A character is returned with its last byte, and the cost per token
+does not grow with the text. The concatenated pieces equal `Tokenizer.decode` of all tokens, except that an incomplete
+last character is never returned.
 """
 
 from codecs import utf_8_decode
@@ -65,7 +65,7 @@ class IncrementalDetokenizer:
     def append(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """Return the text that `token_ids` add; "" after a stop string has matched.
 
-        An incomplete character is held back. So is a possible beginning of a stop string, unless `finished`.
+        An incomplete character is held back, and so is a possible beginning of a stop string, unless `finished`.
         """
         if self.stop_reason is not None:
             return ""
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         return text[:cut]
 
     def _consume_until(self, token_ids: Sequence[int], num_chars: int) -> None:
-        """Count the first of `token_ids` that together have `num_chars` characters."""
+        """Count the shortest prefix of `token_ids` that has at least `num_chars` characters as consumed."""
         for token_id in token_ids:
             self.num_tokens += 1
             num_chars -= len(self._decode((token_id,)))

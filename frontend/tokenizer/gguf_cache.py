@@ -1,4 +1,4 @@
-"""Caches GGUF tokenizers, each converted once to the files of a Hugging Face directory."""
+"""Cache GGUF tokenizers, each of which is converted once to the files of a Hugging Face directory."""
 
 import hashlib
 import os
@@ -45,7 +45,7 @@ def converted_directory(path: Path) -> Path:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether the directory is undamaged. Remove a damaged one, for example after a full disk."""
+    """Return whether the directory is complete. Remove a damaged one, for example after the disk was full."""
     if not directory.is_dir():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Converts the `tokenizer.ggml.*` metadata of a GGUF file to tokenizer.json and tokenizer_config.json."""
+"""Convert the `tokenizer.ggml.*` metadata of a GGUF file to tokenizer.json and tokenizer_config.json."""
 
 import base64
 import logging
@@ -132,7 +132,7 @@ def _read(path: str | PathLike[str], metadata: Mapping[str, Any]) -> _Vocabulary
     vocabulary = _Vocabulary(path, metadata, [], [])
     if vocabulary.get("model") is None:
         return vocabulary
-    # An empty token would match everywhere, so it is renamed; its id stays in use.
+    # An empty token would match everywhere, so it is renamed; its ID stays in use.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(vocabulary.strings("tokens"))]
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(
@@ -171,8 +171,9 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.fields.text("pre", "")
     if not name:
         logger.warning(
-            "%s does not say how its tokenizer splits words (no tokenizer.ggml.pre). "
-            "The default may tokenize differently than the model expects; convert the model again.",
+            "%s does not name the word-splitting rules of its tokenizer (no "
+            "tokenizer.ggml.pre). The default may tokenize differently than the model "
+            "expects; convert the model again.",
             vocabulary.path,
         )
         name = "default"
@@ -187,7 +188,11 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary, merges: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the parts for `merges` and texts as they are, or for merges of the scores after a space."""
+    """Return the parts of tokenizer.json for SentencePiece.
+
+    With `merges`, texts are left as they are. Without, the merges follow from the scores, and a space is put before
+    texts.
+    """
     to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     from_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     normalizers, decoders = [to_space], [from_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -211,8 +216,8 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: Sequence[str] | None = None)
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[str]:
     """Return the merges that reproduce the ranking of SentencePiece's scores.
 
-    SentencePiece joins the adjacent pair whose union has the best score. So every split of a token into two tokens is a
-    merge, and merges of better tokens come first.
+    SentencePiece joins the adjacent pair whose concatenation has the best score. So every split of a token into two
+    tokens is a merge, ordered by the score of the token.
     """
     scores = vocabulary.numbers("scores")
     tokens = [
@@ -254,14 +259,17 @@ def _bpe(
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return the parts of BERT's tokenizer. A GGUF file marks the starts of words, and BERT the other pieces."""
+    """Return the parts of tokenizer.json for BERT.
+
+    A GGUF file marks pieces at the starts of words; BERT marks the other pieces.
+    """
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     pieces = {}
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         starts = token.startswith(_SPACE) and token != _SPACE
         piece = token.removeprefix(_SPACE) if starts else f"##{token}"
         pieces[token if kind in special else piece] = i
-    # The file does not say whether texts are lowercased.
+    # The file does not contain whether texts are lowercased.
     is_cased = any(piece != piece.lower() and not piece.startswith("[") for piece in pieces)
     return {
         "normalizer": {
@@ -314,7 +322,7 @@ def _unigram(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
     """Return the tokens that are recognized in a text before any other processing."""
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
-    # Phi-3's markers strip the whitespace after them, which GGUF has no field for.
+    # Phi-3's markers strip the whitespace after them, but GGUF has no field for that.
     strips_right = (
         vocabulary.metadata.get("general.architecture") == "phi3"
         and vocabulary.get("model") == "llama"

@@ -1,4 +1,4 @@
-"""Loads tokenizers from a Hugging Face directory, or from a GGUF file through a cached directory."""
+"""Load tokenizers from a Hugging Face directory, or from a GGUF file through a cached conversion."""
 
 from os import PathLike
 from pathlib import Path
@@ -51,7 +51,7 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
     """Return the path of the checkpoint's tokenizer.json, which for a GGUF file is converted and cached.
 
     Raises:
-        CheckpointError: There is none, or it cannot be converted.
+        CheckpointError: There is no tokenizer.json, or the GGUF file cannot be converted.
     """
     path = Path(path)
     directory = path if path.is_dir() else converted_directory(path)
@@ -66,7 +66,7 @@ def tokenizer_json_path(path: str | PathLike[str]) -> Path:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """Add tokens that tokenizer.json lacks, and make the named ones special, as transformers does."""
+    """Add tokens that tokenizer.json lacks, and mark the named tokens as special, as transformers does."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for _, token in config.added_tokens:
         content = token.text("content")

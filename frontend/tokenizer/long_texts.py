@@ -1,4 +1,4 @@
-"""Encodes long texts in other processes.
+"""Encode long texts in other processes.
 
 The tokenizers library blocks all threads while it copies a text and its tokens, which takes 20 ms for a megabyte.
 """
@@ -21,10 +21,10 @@ import numpy as np
 from ...protocol.errors import ParameterError
 
 LONG_TEXT: Final = 1 << 18
-"""Longest text in characters that is encoded in this process."""
+"""Maximum characters of a text that is encoded in this process."""
 
 HEAD: Final = struct.Struct("<??Q")
-"""Header of a text: whether special tokens are added, whether they are text in it, and its number of bytes."""
+"""Header of a text: whether to add special tokens, whether those in it are plain text, and its number of bytes."""
 
 REPLY: Final = struct.Struct("<?Q")
 """Header of a reply: whether it is an error, and its number of bytes."""
@@ -36,10 +36,10 @@ PIECE: Final = 1 << 16
 
 
 class LongTexts:
-    """Encodes long texts. Each thread that does so has a process of its own, which starts on demand."""
+    """Encodes long texts. Each thread that uses it has its own process, which is started on demand."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` has the tokenizer.json."""
+        """Prepare to start processes. `directory` contains the tokenizer.json."""
         self._directory = directory
         self._threads = threading.local()
 
@@ -49,16 +49,16 @@ class LongTexts:
         """Return the token IDs of a text, as a view of int32.
 
         Raises:
-            ParameterError: The process needs too much memory for it.
+            ParameterError: Encoding the text needs too much memory.
             ValueError: The process cannot encode it.
         """
-        # Other threads can run between the pieces.
+        # Other threads can run between two pieces.
         pieces = [text[start : start + PIECE].encode() for start in range(0, len(text), PIECE)]
         head = HEAD.pack(add_special_tokens, special_is_text, sum(map(len, pieces)))
         process = getattr(self._threads, "process", None)
         reply = None if process is None else _exchange(process, [head, *pieces])
         if reply is None:
-            # A process that was idle may have been killed, which says nothing about this text.
+            # An idle process may have been killed, so its end need not be caused by this text.
             process = self._threads.process = self._start()
             reply = _exchange(process, [head, *pieces])
         if reply is None:
@@ -85,7 +85,7 @@ class LongTexts:
 def _exchange(
     process: subprocess.Popen[bytes], parts: list[bytes]
 ) -> tuple[bool, memoryview] | None:
-    """Send a text and return the reply; None if the process has ended."""
+    """Send a text and return (is an error, reply); None if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(OSError):
         for part in parts:

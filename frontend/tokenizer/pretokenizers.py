@@ -1,6 +1,6 @@
 """Regular expressions that split text into words for byte-level BPE, by their names in `tokenizer.ggml.pre`.
 
-A GGUF file names the scheme but does not contain it. The expressions are those of the original tokenizers. If there are
+A GGUF file names the scheme but does not contain it. The expressions come from the original tokenizers. If a scheme has
 several, each is applied to the text that the previous ones did not match.
 """
 
@@ -35,7 +35,7 @@ _KIMI_K2 = (
     rf"\p{{Han}}+|{_cased_words(_CONTRACTION + '?', _NOT_HAN)}|\p{{N}}{{1,3}}"
     rf"|{_PUNCTUATION}|{_SPACES}"
 )
-# Letters that have case, but not the styled alphabets of mathematics.
+# Letters that have case, except the styled alphabets of mathematics.
 _CASED_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{1D400}-\x{1D7FF}]]+"
 _CJK = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
 _ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
@@ -43,15 +43,15 @@ _ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The splitting rules of a tokenizer."""
+    """The word-splitting rules of a tokenizer."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """True if a word in the vocabulary is always one token, regardless of the merges."""
+    """True if a word that is in the vocabulary is always one token, regardless of the merges."""
     add_bos: bool = False
-    """True if prompts begin with the BOS token if the file does not say."""
+    """Whether prompts begin with the BOS token, if the file does not contain this setting."""
     nfc: bool = False
-    """True if text is converted to Unicode normal form C before it is split."""
+    """Whether text is converted to Unicode normal form C before it is split."""
 
 
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))

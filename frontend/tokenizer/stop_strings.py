@@ -1,4 +1,4 @@
-"""Finds the first of several strings in a text that arrives in pieces, in time linear in the text."""
+"""Find the first of several strings in a text that arrives in pieces, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 _CACHED_AUTOMATA: Final = 64
-"""Number of cached automata. The sequences of a request share one, and clients repeat their stop strings."""
+"""Maximum cached automata. The sequences of a request share one, and clients often repeat their stop strings."""
 
 
 class Match(NamedTuple):
-    """A stop string in a text. Positions are characters relative to the last piece; `start` may be negative."""
+    """A stop string in a text. Positions are in characters relative to the last piece; `start` may be negative."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ _automaton = lru_cache(maxsize=_CACHED_AUTOMATA)(_Automaton)
 
 
 class StopStrings:
-    """The matching state of one text. The match that ends first wins, then the longest."""
+    """The matching state of one text. The match that ends first wins; of several, the longest."""
 
     __slots__ = ("_automaton", "_node")
 
@@ -79,11 +79,14 @@ class StopStrings:
 
     @property
     def num_possible(self) -> int:
-        """The number of final characters that may begin a match."""
+        """The number of characters at the end of the text that may begin a match."""
         return self._automaton.depths[self._node]
 
     def find(self, piece: str, *, is_protected: bool = False) -> Match | None:
-        """Return the first match that ends in the next piece; no match ends in a piece that `is_protected`."""
+        """Return the first match that ends in the next piece, or None.
+
+        If `is_protected`, matches in the piece do not count.
+        """
         automaton, node = self._automaton, self._node
         if not node and not any(c in piece for c in automaton.first_characters):
             return None

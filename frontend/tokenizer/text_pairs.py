@@ -1,4 +1,4 @@
-"""Joins two texts into one input, as models read them that compare texts."""
+"""Join two texts into one input for models that compare texts (cross-encoders)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import tokenizers
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """The tokens of two texts. Those from `second_segment` on have the second token type; 0 if none has."""
+    """The tokens of two texts. Tokens from index `second_segment` on have token type 1; 0 means that none has."""
 
     token_ids: list[int]
     second_segment: int
 
 
 class PairJoiner:
-    """The special tokens that a tokenizer puts before, between and after two texts."""
+    """Joins two texts with the special tokens that a tokenizer puts before, between and after them."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         encoding = backend.encode("a", "a")
@@ -46,10 +46,13 @@ class PairJoiner:
         *,
         has_special: bool = True,
     ) -> TextPair:
-        """Return two texts as one input, without the ends of the longer text, then of both, if there are too many."""
+        """Return two texts as one input.
+
+        If it is too long, first the longer text is cut at its end, then both equally.
+        """
         if max_tokens is not None:
             room = max(max_tokens - self.num_special * has_special, 0)
-            # Neither text loses a token while the other is longer.
+            # Neither text is cut while the other is longer.
             num_first = min(len(first), max(room - len(second), room - room // 2))
             first, second = first[:num_first], second[: room - num_first]
         if not has_special:

@@ -1,6 +1,6 @@
 """The bytes of each token.
 
-A token may contain part of a character, so text is the UTF-8 decoding of the joined bytes of all tokens.
+A token may contain a part of a character. So the text of several tokens is the UTF-8 decoding of their joined bytes.
 """
 
 import re
@@ -28,7 +28,7 @@ BYTE_OF_CHAR = _byte_level_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a token in a byte-level vocabulary. Added tokens may be plain text instead."""
+    """Return the bytes of a token in a byte-level vocabulary. Added tokens may be plain text."""
     try:
         return bytes([BYTE_OF_CHAR[char] for char in token])
     except KeyError:
@@ -36,7 +36,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _word_piece_bytes(prefix: str, token: str) -> bytes:
-    """Return the bytes of a piece of a word, which continues the previous one if it starts with `prefix`."""
+    """Return the bytes of a word piece. A piece that starts with `prefix` continues the word before it."""
     if token.startswith(prefix):
         return token.removeprefix(prefix).encode()
     return f" {token}".encode()
@@ -55,7 +55,7 @@ def parse_decoding(decoder: dict[str, Any] | None) -> Decoding:
     """Return the decoding described by the `decoder` section of a tokenizer.json.
 
     Raises:
-        ValueError: The decoder does not work token by token.
+        ValueError: The decoder cannot be applied to single tokens.
     """
     replacements: list[tuple[str, str]] = []
     byte_fallback = strips = fused = False
@@ -98,7 +98,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """A mapping from token ID to bytes, filled on first use so that it does not slow down startup.
+    """Token ID -> bytes, filled on first use so that it does not slow down startup.
 
     Hidden IDs, and IDs without a token, have b"".
     """
@@ -121,7 +121,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """A mapping from token ID to text, filled on first use; None if the bytes are not whole characters."""
+    """Token ID -> text, filled on first use; None if the bytes are not whole characters."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Converts lists of token IDs to arrays."""
+"""Convert lists of token IDs to arrays."""
 
 from __future__ import annotations
 

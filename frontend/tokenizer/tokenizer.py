@@ -1,4 +1,4 @@
-"""The tokenizer of one model."""
+"""The tokenizer of one model, based on the tokenizers library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokenizer:
     """Encodes prompts and decodes tokens. It is thread-safe, and encoding releases the GIL.
 
     Attributes:
-        path: The tokenizer.json that it was loaded from.
+        path: The tokenizer.json of the model.
         chat_templates: Names ("default", "tool_use", ...) -> Jinja sources.
 
     Raises:
@@ -69,11 +69,11 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def move_long_texts(self) -> None:
-        """From now on, encode long texts in other processes. Call this before `literal_encoder`."""
+        """From now on, encode long texts in other processes. Must be called before `literal_encoder`."""
         self._long_texts = LongTexts(self.path.parent)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
-        """Return the token IDs of `text`. Special tokens in it are recognized.
+        """Return the token IDs of `text`. Special tokens in the text are recognized.
 
         Raises:
             ParameterError: The text is long and needs too much memory.
@@ -86,13 +86,13 @@ class Tokenizer:
 
     @property
     def pair_joiner(self) -> PairJoiner:
-        """The joiner of two texts that are encoded without special tokens."""
+        """The object that joins two texts that were encoded without special tokens."""
         if self._pair_joiner is None:
             self._pair_joiner = PairJoiner(self._backend)
         return self._pair_joiner
 
     def special_tokens(self) -> list[str]:
-        """Return the tokens that are special anywhere in a text."""
+        """Return the tokens that are special wherever they occur in a text."""
         added = self._backend.get_added_tokens_decoder()
         named = (self.bos_token, self.eos_token, self.pad_token)
         return [t.content for t in added.values() if t.special or t.content in named]
@@ -110,11 +110,11 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def text_by_id(self, skip_special_tokens: bool) -> Mapping[int, str | None]:
-        """Return a mapping from token ID to the token's text; None if the text depends on adjacent tokens."""
+        """Return a mapping from token ID to text; None if the text depends on adjacent tokens."""
         return self._visible_texts if skip_special_tokens else self._texts
 
     def bytes_by_id(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Return a mapping from token ID to the bytes that it adds to a text."""
+        """Return a mapping from token ID to the bytes that the token adds to a text."""
         return self._visible_bytes if skip_special_tokens else self._bytes
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -133,10 +133,10 @@ class Tokenizer:
 
 
 class LiteralEncoder:
-    """Encodes special tokens in a text as ordinary characters, unless they have their `spelling`.
+    """Encodes special tokens in a text as ordinary characters, except where they are written in their `spelling`.
 
-    The spelling of a special token is its number between two U+FDD1, which no client's text may contain. The spellings
-    have the flags of their tokens, so text is split at them in the same way.
+    The `spelling` of a special token is its number between two characters U+FDD1, which clients' texts may not contain.
+    Spellings have the same flags as their tokens, so text is split at them in the same way.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LiteralEncoder:
         for added in content["added_tokens"]:
             added["special"] |= added["content"] in special_tokens
         self._backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-        # Special tokens in a text are not recognized.
+        # The encoder does not recognize special tokens in a text.
         self._backend.encode_special_tokens = True
         flags = {added.content: added for added in backend.get_added_tokens_decoder().values()}
         self._spellings = {token: f"\ufdd1{i}\ufdd1" for i, token in enumerate(special_tokens)}

@@ -1,4 +1,4 @@
-"""Tool calls: the formats in which models write them, their parser and their grammars."""
+"""Tool calls in generated text: the formats of model families, their parser and their grammars."""
 
 from .formats import FORMATS, CallFormat
 from .grammar import call_rules, text_or_calls

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls."""
+"""The tool-call formats of model families (`--tool-call-parser`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_HEADER: Final = 256
 
 
 class CallSyntax(Protocol):
-    """The way in which one call is written between the markers of its block."""
+    """The syntax of one call within a block."""
 
     @property
     def before(self) -> str:
@@ -29,16 +29,16 @@ class CallSyntax(Protocol):
 
     @property
     def first(self) -> str:
-        """The first character of a call without a marker; "" if it can be any."""
+        """The first character of a call that has no marker before it; "" if it can be any character."""
         ...
 
     @property
     def is_only_call(self) -> bool:
-        """True if nothing separates such a call from the next one, so that a block has only one."""
+        """True if nothing separates a call from the next one, so that a block can have only one."""
         ...
 
     def reader(self, markers: tuple[str, ...], functions: Mapping[str, Parameters]) -> CallReader:
-        """Return a reader for the text after `before`."""
+        """Return a reader for the text after the marker `before`."""
         ...
 
 
@@ -95,7 +95,7 @@ class GemmaNotation:
 
 @dataclass(frozen=True)
 class TaggedNotation:
-    """Arguments between tags. They begin with one of `first`."""
+    """Arguments between tags. They begin with one of the texts in `first`."""
 
     tags: Tags
     first: tuple[str, ...]
@@ -110,11 +110,11 @@ class NamedCall:
     """The syntax `before prefix NAME suffix after ARGUMENTS end`.
 
     Attributes:
-        prefix: Text before the name. Models may leave it out.
-        suffix: A regular expression for text after the name, which models may leave out.
+        prefix: The text before the name. Models may omit it.
+        suffix: A regular expression for text after the name. Models may omit it.
         after: The text between the name and the arguments.
-        is_after_optional: True if models may leave `after` out.
-        ends: The marks after the arguments.
+        is_after_optional: True if models may omit `after`.
+        ends: The markers after the arguments.
         has_id: True if prefix, name and suffix together are the call's ID.
     """
 
@@ -130,12 +130,12 @@ class NamedCall:
 
     @property
     def is_only_call(self) -> bool:
-        """True if nothing marks the start of the call."""
+        """True if no marker starts the call."""
         return not self.before
 
     @cached_property
     def header(self) -> re.Pattern[str]:
-        """The expression for everything before the arguments."""
+        """The regular expression for everything before the arguments."""
         prefix = rf"(?:{re.escape(self.prefix.strip())}\s*)?" if self.prefix else ""
         suffix = f"(?:{self.suffix})?" if self.suffix else ""
         after = re.escape(self.after.strip())
@@ -193,14 +193,14 @@ class _NamedCallReader:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format in which calls are blocks `opening call call ... closing` in the text.
+    """A format in which calls are written in blocks `opening call call ... closing`.
 
     Brackets, commas and whitespace between calls are optional.
 
     Attributes:
         closing: The end of a block; None if a block has no marker at its end.
-        bare: True if a text that starts with a bracket is a block without an opening.
-        new_id: Creates the IDs of calls to which the model gives none, from random numbers.
+        bare: True if a text that starts with a bracket is a block, even without an opening marker.
+        new_id: Creates IDs, from random numbers, for calls to which the model gives none.
     """
 
     openings: tuple[str, ...]
@@ -211,20 +211,20 @@ class CallFormat:
 
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """The marks after arguments."""
+        """The markers after arguments, which are ignored."""
         named = (syntax for syntax in self.calls if isinstance(syntax, NamedCall))
         return tuple(end.strip() for syntax in named for end in syntax.ends)
 
     @cached_property
     def markers(self) -> tuple[str, ...]:
-        """The texts that cannot be part of a call."""
+        """The markers that cannot be part of a call."""
         leads = tuple(syntax.before for syntax in self.calls if syntax.before)
         closings = (self.closing,) if self.closing else ()
         return (*dict.fromkeys((*self.openings, *closings, *leads, *self.ignored)),)
 
 
 def _sections(opening: str, closing: str, call: NamedCall) -> CallFormat:
-    """Return a format of blocks whose calls have a marker of their own. Models may leave out the opening."""
+    """Return a format whose calls have their own markers. Models may omit the opening of a block."""
     return CallFormat((opening, call.before), (call,), closing)
 
 
@@ -236,7 +236,7 @@ def _tagged(opening: str, closing: str, before: str, tags: Tags) -> CallFormat:
 
 
 def _dsml(block: str) -> CallFormat:
-    """Return DeepSeek's format of blocks with this name, whose tags have a prefix."""
+    """Return DeepSeek's format with this name of a block, whose tags have a prefix."""
     tags = Tags(
         '<｜DSML｜parameter name="',
         ">",
@@ -359,4 +359,4 @@ FORMATS: Final[dict[ToolCallParserName, CallFormat]] = {
     ),
     "generic": _HERMES,
 }
-"""The formats by the names of `--tool-call-parser`."""
+"""Name of `--tool-call-parser` -> the format."""

@@ -1,4 +1,4 @@
-"""Reads arguments in the notation of Gemma models: `{city:<|"|>Rome<|"|>,days:[1,2]}`."""
+"""Read arguments in the notation of Gemma models: `{city:<|"|>Rome<|"|>,days:[1,2]}`."""
 
 import re
 from enum import Enum, auto
@@ -24,9 +24,9 @@ class _State(Enum):
 
 
 class GemmaArguments:
-    """Reads one object in which keys have no quotes and strings are between two `quote` markers.
+    """Reads one object in which keys are not quoted and strings stand between two `quote` markers.
 
-    Strings are emitted as they arrive. Other markers end an object that is not closed.
+    Strings are emitted as they arrive. Any other marker ends an object that is still open.
     """
 
     def __init__(self, quote: str, markers: tuple[str, ...]) -> None:
@@ -56,7 +56,7 @@ class GemmaArguments:
         json, self._json = "".join(self._json), []
         return json
 
-    # Each step consumes text or changes the state. It returns False if it needs more text for either.
+    # Each step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _step(self) -> bool:
         if self._state is _State.STRING:
@@ -152,5 +152,5 @@ class GemmaArguments:
 
 
 def _quoted(source: str) -> str:
-    """Return a string in JSON's notation as JSON, even if its escapes are invalid."""
+    """Return a JSON string for a string in JSON notation, even if its escapes are invalid."""
     return source if decode_string(source) is not None else f'"{json_string(source[1:-1])}"'

@@ -1,7 +1,7 @@
-"""Lark grammars for the tool-call formats.
+"""Lark grammars that constrain output to a tool-call format.
 
-A mark that is a token of the tokenizer is both text and that token in these grammars, because text does not match
-special tokens.
+Text in a grammar does not match special tokens. So a marker that is a single token of the tokenizer is written both as
+text and as that token.
 """
 
 import json
@@ -23,7 +23,7 @@ from .formats import (
 from .tagged_arguments import Tags
 
 _MARK: Final = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
-"""A part of a text that may be one token."""
+"""A part of a marker that may be a single token."""
 
 _PYTHON_VALUES: Final = r"""
 python_value: PYTHON_STRING | NUMBER | python_list | python_dict | "True" | "False" | "None"
@@ -49,8 +49,8 @@ def call_rules(
 def text_or_calls(
     format: CallFormat, names: Sequence[str], tokenizer: Tokenizer, *, parallel: bool
 ) -> str:
-    """Return a grammar of arbitrary text in which every tool call is a call of one of these functions."""
-    # The parser reads a bare object or array as a call, so no text may begin with one.
+    """Return a grammar for arbitrary text in which every tool call is a call of one of these functions."""
+    # The parser reads a bare object or array as a call, so other text must not begin with one.
     text = r"[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?" if format.bare else r"(.|\n)*"
     rules = _Rules(names, tokenizer, parallel)
     called = [f"({rules.text_to(_block_openings(format), 'TEXT')}) rest_of_block"]
@@ -68,7 +68,7 @@ def text_or_calls(
 
 
 def _call_openings(format: CallFormat) -> list[str]:
-    """Return the markers of calls that may lack the opening of their block."""
+    """Return the markers of calls before which the opening of the block may be missing."""
     leads = [syntax.before for syntax in format.calls]
     return [opening for opening in format.openings if opening in leads]
 
@@ -126,7 +126,7 @@ class _Rules:
         )
 
     def text_to(self, marks: Sequence[str], text: str = "ANY") -> str:
-        """Return an expression for a text, which matches the terminal `text`, up to the first of the marks."""
+        """Return an expression for text that matches the terminal `text`, up to the first of the marks."""
         self._num_ends += 1
         rule = f"text_to_mark_{self._num_ends}"
         if self._num_ends == 1:
@@ -142,14 +142,14 @@ class _Rules:
         return 'one (SPACE? ";" SPACE? one)*' if self._parallel else "one"
 
     def _mark(self, text: str) -> str:
-        """Return an expression for a text with marks in it."""
+        """Return an expression for a text that may contain marks."""
         parts = self._token_parts(text)
         if parts == [json.dumps(text)]:
             return parts[0]
         return f"({json.dumps(text)} | {' '.join(parts)})"
 
     def _token_parts(self, text: str) -> list[str]:
-        """Return the text in pieces, with the IDs of those marks in it that are tokens."""
+        """Return the text in pieces; each mark that is a token is replaced by its ID."""
         parts = []
         for part in filter(None, _MARK.split(text)):
             token_id = self._tokenizer.token_to_id(part) if _MARK.fullmatch(part) else None

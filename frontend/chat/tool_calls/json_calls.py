@@ -1,4 +1,4 @@
-"""Reads calls and arguments that are JSON objects."""
+"""Read calls and arguments that are JSON objects."""
 
 from .json_scanner import JsonObjectScanner, decode_string
 
@@ -6,7 +6,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonArguments:
-    """Reads arguments that are one JSON object. A marker outside a string ends an object that is not closed."""
+    """Reads arguments that are one JSON object. A marker outside a string ends an object that is still open."""
 
     def __init__(self, markers: tuple[str, ...]) -> None:
         self.rest: str | None = None
@@ -87,7 +87,8 @@ class JsonCall:
         value = next((v for k, v in scanner.members.items() if k in _ARGUMENTS), None)
         if value is None:
             return "{}" if scanner.open_start is None else scanner.text[scanner.open_start : end]
-        if value.startswith('"'):  # A JSON string that contains the arguments as JSON.
+        # A JSON string that contains the arguments as JSON.
+        if value.startswith('"'):
             decoded = decode_string(value)
             value = value if decoded is None else decoded
         return "{}" if value in ("null", "") else value

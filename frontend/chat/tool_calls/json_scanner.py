@@ -1,4 +1,4 @@
-"""Scans one JSON object while it is being generated."""
+"""Scan one JSON object while it is being generated."""
 
 import json
 import re
@@ -18,15 +18,15 @@ def decode_string(source: str) -> str | None:
 
 
 class JsonObjectScanner:
-    """Finds the members of one JSON object that arrives in pieces, the first starting with "{".
+    """Finds the members of one JSON object that arrives in pieces. The first piece must start with "{".
 
-    A marker outside a string ends an object that is not closed.
+    A marker outside a string ends an object that is still open.
 
     Attributes:
         text: The text so far.
         members: The complete values, as JSON text.
         open_key: The key of the object value that is being written.
-        open_start: Where in `text` that value starts.
+        open_start: The position in `text` where that value starts.
     """
 
     def __init__(self, markers: tuple[str, ...]) -> None:
@@ -40,9 +40,10 @@ class JsonObjectScanner:
         self.failed = False
         """True if the text is not a JSON object, or a marker was found."""
         self.position = 0
-        """The number of scanned characters, or where scanning failed.
+        """The number of scanned characters, or the position at which scanning failed.
 
-        It stays before the possible beginning of a marker. After a backslash it includes the escaped character to come.
+                It stays before a possible beginning of a marker. After a backslash it includes the escaped character to
+                come.
         """
         self.members: dict[str, str] = {}
         self.open_key: str | None = None

@@ -1,4 +1,4 @@
-"""Finds tool calls in a text."""
+"""Parse the tool calls in a text."""
 
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -13,18 +13,18 @@ class _State(Enum):
     """The text is only whitespace so far."""
     TEXT = auto()
     BLOCK = auto()
-    """The parser is after an opening, between calls."""
+    """The parser is in a block, between calls."""
     CALL = auto()
     BROKEN = auto()
     """The parser is after an invalid call."""
     REST = auto()
-    """The parser is after a call, in unexpected text, which is ignored up to the next marker."""
+    """The parser is after a call, in unexpected text. This text is ignored up to the next marker."""
 
 
 class CallParser:
-    """Parses the calls of one text in `format`. `functions` are the parameters of the functions by name.
+    """Parses the calls of one text in `format`. `functions` maps names of functions to their parameters.
 
-    `new_id` creates the IDs of calls to which the model gives none; None creates random ones.
+    `new_id` creates IDs for calls to which the model gives none; None creates random IDs.
 
     A call is emitted once it is certain to be one. Text after an opening marker that is not a call becomes content.
     Whitespace next to a call is dropped.
@@ -41,14 +41,13 @@ class CallParser:
         self._functions = functions or {}
         self._state = _State.START if format.bare else _State.TEXT
         self._buffer = ""
-        self._raw: list[
-            str
-        ] = []  # Consumed text, which is content if it turns out not to be a call.
+        # Consumed text, which becomes content if it turns out not to be a call.
+        self._raw: list[str] = []
         self._num_calls = 0
         self._calls_in_block = 0
         self._is_bare = False  # Whether the block has no opening marker.
         self._reader: CallReader | None = None
-        self._is_emitted = False  # Whether the current call is.
+        self._is_emitted = False  # Whether the current call was emitted.
         self._delta = ToolDelta()
 
     def feed(self, text: str) -> ToolDelta:
@@ -84,7 +83,7 @@ class CallParser:
         self._delta.content = held
         return self._delta
 
-    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text for either.
+    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _consume(self, count: int) -> str:
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
@@ -110,7 +109,7 @@ class CallParser:
         spaces = at - len(self._buffer[:at].rstrip())
         self._delta.content += self._consume(at - spaces)
         if any(syntax.before == opening for syntax in self.format.calls):
-            opening = ""  # The model left out the opening of the block.
+            opening = ""  # The model omitted the opening of the block.
         self._open_block(self._consume(spaces + len(opening)), is_bare=not opening)
         return True
 
@@ -150,7 +149,7 @@ class CallParser:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Treat the consumed text as content, or ignore it inside a block with calls."""
+        """Treat the consumed text as content; inside a block with calls, ignore it."""
         if self._calls_in_block and self.format.closing and not self._is_bare:
             self._state = _State.REST
         else:

@@ -1,4 +1,4 @@
-"""Reads calls in Python notation: `weather(city="Rome")`."""
+"""Read calls in Python notation: `weather(city="Rome")`."""
 
 import ast
 import json
@@ -67,7 +67,7 @@ class PythonCall:
         self.rest, self.failed = self._text, True
 
     def _skip_string(self) -> bool:
-        """Advance past the end of the string. Return False if more text is needed."""
+        """Advance past the end of a string. Return False if more text is needed."""
         for at in range(self._position, len(self._text)):
             if self._text[at] == "\\":
                 if at + 1 == len(self._text):
@@ -84,7 +84,7 @@ class PythonCall:
 
 
 class _JsonConstants(ast.NodeTransformer):
-    """Replaces JSON constants, which models sometimes write, with Python's."""
+    """Replaces JSON constants, which models sometimes write, with Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node

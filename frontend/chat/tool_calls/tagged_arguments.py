@@ -1,4 +1,4 @@
-"""Reads arguments that are written one by one between tags, as in XML."""
+"""Read arguments that are written one by one between tags, as in XML."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,13 +14,13 @@ _LONGEST_KEY = 512
 class Tags:
     """The form `start (key_before KEY key_after VALUE value_end)* end`, with whitespace between the tags.
 
-    Values are plain text, except that those of parameters that are no strings are JSON.
+    Values of string parameters are plain text; values of all other parameters are JSON.
 
     Attributes:
         value_before: A tag between `key_after` and the value.
         end: The end of the arguments; "" if only a marker of the format ends them.
         has_newlines: True if a line break separates each value from its tags.
-        typed: The attributes that follow a key and say whether its value is a string, with the type for each.
+        typed: Attribute after a key -> the type of the value that it declares.
     """
 
     key_before: str
@@ -45,8 +45,8 @@ class _State(Enum):
 class TaggedArguments:
     """Reads arguments between `tags`. Strings are emitted as they arrive, other values once they are complete.
 
-    `markers` end arguments that are not closed. The end tag of a value counts only before another tag, so that values
-    may contain it.
+    `markers` end arguments that are still open. The end tag of a value counts only if another tag follows, so that
+    values may contain the end tag's text.
     """
 
     def __init__(self, tags: Tags, markers: tuple[str, ...], parameters: Parameters) -> None:
@@ -80,7 +80,7 @@ class TaggedArguments:
         return self._take_json()
 
     def finish(self) -> str:
-        """Return the held-back part of a value, which is incomplete unless its end tag was read."""
+        """Return the part of a value that was held back. It ends the value only if the end tag was read."""
         if self._state in (_State.VALUE_START, _State.VALUE):
             before, end, after = self._buffer.rpartition(self._tags.value_end)
             if end and may_begin(after.lstrip(), self._after_value):
@@ -93,7 +93,7 @@ class TaggedArguments:
         json, self._json = "".join(self._json), []
         return json
 
-    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text for either.
+    # Each `_read_...` step consumes text or changes the state. It returns False if it needs more text to do so.
 
     def _end(self, num_consumed: int, *, failed: bool = False) -> bool:
         self._json.append("{}" if self._is_empty else "}")
@@ -102,7 +102,10 @@ class TaggedArguments:
         return False
 
     def _skip(self, tag: str, then: _State) -> bool:
-        """Skip whitespace and a tag that must follow."""
+        """Skip whitespace and a tag that must follow, then enter the state `then`.
+
+        Return False if more text is needed.
+        """
         self._buffer = self._buffer.lstrip()
         if self._buffer.startswith(tag):
             self._buffer = self._buffer.removeprefix(tag)

@@ -1,7 +1,7 @@
-"""The results of tool-call parsers, and their interfaces.
+"""The results of tool-call parsers, and the interfaces of parsers and readers.
 
-A parser reads one text in pieces. A whole text is a single piece, so streaming gives the same calls however the text is
-split.
+A parser reads one text in pieces. A complete text is parsed as a single piece, so streaming gives the same calls
+however the text is split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ToolDelta:
-    """The part of a message that a piece of text adds."""
+    """The content and tool calls that a piece of text adds to a message."""
 
     content: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
@@ -38,13 +38,13 @@ class ToolDelta:
 
 
 class ToolParser(Protocol):
-    """A parser of one text, which must include its special tokens."""
+    """A parser of one text. The text must include its special tokens."""
 
     new_id: CallIds
     """Creates call IDs that the model's template accepts."""
 
     def feed(self, text: str) -> ToolDelta:
-        """Return what the next piece adds. A possible beginning of a call is held back."""
+        """Return the content and calls that the next piece adds. A possible beginning of a call is held back."""
         ...
 
     def finish(self) -> ToolDelta:
@@ -56,7 +56,7 @@ class ArgumentsReader(Protocol):
     """Reads the arguments of one call and translates them to JSON."""
 
     rest: str | None
-    """The text after the arguments, or from where reading failed; None while they are open."""
+    """The text after the arguments, or from where reading failed; None while the arguments are open."""
     failed: bool
     """True if the text is not arguments."""
 
@@ -91,7 +91,7 @@ def mistral_call_id(source: random.Random) -> str:
 class CallIds:
     """Creates the IDs of the calls in one text.
 
-    With a seed, such as the ID of the answer, the same text has the same IDs wherever it is parsed.
+    With a seed, such as the ID of the answer, the same text gets the same IDs wherever it is parsed.
     """
 
     def __init__(
@@ -106,6 +106,6 @@ class CallIds:
     def __call__(self) -> str:
         """Return the next ID."""
         if self._source is None:
-            # Most texts have no calls, and the state of a generator takes some time to make.
+            # Most texts have no calls, and creating a random generator takes some time.
             self._source = random.Random(self._seed)
         return self._create(self._source)

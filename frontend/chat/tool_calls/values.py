@@ -1,4 +1,4 @@
-"""Converts argument values that models write as plain text to JSON."""
+"""Convert argument values that models write as plain text to JSON."""
 
 import ast
 import json
@@ -10,18 +10,18 @@ from .tools import Parameters
 
 _CONSTANTS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _MAX_DEPTH: Final = 8
-"""Maximum nesting of alternatives and references in the schema of a parameter."""
+"""Maximum nesting of alternatives and references in a parameter's schema."""
 
 
 def json_string(text: str) -> str:
-    """Return the text as a JSON string without its quotes. Pieces of a text can be converted one by one."""
+    """Return the text as a JSON string without its quotes. Pieces of a text can be converted separately."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value of one of the JSON `types`. Text that is not such a value becomes a string.
+    """Return the JSON of a value that has one of the JSON `types`. Text that is not such a value becomes a string.
 
-    No types mean any type.
+    An empty set of `types` permits every type.
     """
     source = text.strip()
     value = _as_json(source)
