@@ -1,4 +1,4 @@
-"""The counts for one core, and their sum over all frontends."""
+"""The counts of one frontend for each core, and their sum over all frontends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class CoreMetrics(msgspec.Struct):
-    """One frontend's counts for one core and the frontend's own sequences there.
+    """The counts of one frontend for one core, and for the frontend's own sequences at that core.
 
     Attributes:
         stats_time: When the gauges in `stats` arrived (CLOCK_MONOTONIC seconds); 0.0 for never. A core sends them to
             only one of its frontends.
         num_frames_dropped_there: Messages that the core dropped.
-        num_unfinished: Sequences of this frontend that have not finished, at all cores; only set for the first one.
+        num_unfinished: Unfinished sequences of this frontend at all cores; only set for the first core.
         num_frames_dropped_here: Messages from the core that this frontend dropped.
     """
 
@@ -48,7 +48,7 @@ class CoreMetrics(msgspec.Struct):
             counts[position] += number
 
     def add_counts(self, other: CoreMetrics) -> None:
-        """Add another frontend's counts for the same core; one of another version may count other things."""
+        """Add another frontend's counts for the same core. Counts that are unknown to this version are ignored."""
         _add(self.counters, other.counters)
         _add(self.num_finished, other.num_finished)
         _add(self.num_rejected, other.num_rejected)
@@ -78,8 +78,8 @@ _decode = msgspec.msgpack.Decoder(list[CoreMetrics]).decode
 class SharedMetrics:
     """The metrics of all frontends of an engine.
 
-    Frontends share a port, so a scrape reaches any one of them and must return the counts of all. Each stores its
-    counts in the run directory. A restarted frontend continues from them, so that no counter decreases.
+    Frontends share a port, so a scrape reaches an arbitrary one, which must return the counts of all. Each stores its
+    counts in the run directory. A restarted frontend continues from its stored counts, so that no counter decreases.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -92,7 +92,7 @@ class SharedMetrics:
         self._has_failed = False
 
     def load_previous(self) -> list[CoreMetrics] | None:
-        """Return the counts of this frontend before its restart; None at the first start."""
+        """Return the counts that this frontend had before a restart; None at the first start."""
         return _read(self._own)
 
     def publish(self, cores: list[CoreMetrics]) -> None:

@@ -1,6 +1,6 @@
-"""Metrics whose labels are the information: the KV cache, and the LoRA adapters in use.
+"""Metrics whose information is in their labels: the KV cache, and the LoRA adapters in use.
 
-Their names and labels are those of vLLM, which the endpoint picker of the Gateway API Inference Extension reads.
+Names and labels are vLLM's, because the endpoint picker of the Gateway API Inference Extension reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .core_metrics import CoreMetrics
 def lora_family(
     prefix: str, config: EngineConfig, cores: Sequence[CoreMetrics]
 ) -> GaugeMetricFamily:
-    """Return which LoRA adapters running and waiting requests use."""
+    """Return the metric with the LoRA adapters of running and waiting requests."""
     family = GaugeMetricFamily(
         f"{prefix}:lora_requests_info",
         "The LoRA adapters of running and waiting requests; the value is the time in seconds since 1970.",
@@ -44,7 +44,7 @@ def lora_family(
 def cache_family(
     prefix: str, config: EngineConfig, cores: Sequence[CoreMetrics]
 ) -> GaugeMetricFamily:
-    """Return the size and the settings of the KV cache of each core that was ready."""
+    """Return the metric with the size and the settings of each core's KV cache."""
     cache = config.cache
     family = GaugeMetricFamily(
         f"{prefix}:cache_config_info",

@@ -1,4 +1,4 @@
-"""Reports the load in response headers, for load balancers that speak ORCA (Open Request Cost Aggregation).
+"""Report the load in response headers, for load balancers with ORCA (Open Request Cost Aggregation).
 
 The headers are those of Envoy and vLLM; https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto
 defines the fields.
@@ -17,7 +17,7 @@ REPORT_HEADER: Final = b"endpoint-load-metrics"
 
 
 def format_report(format_name: str, metrics: Mapping[str, float]) -> str:
-    """Return the value of the header in the format TEXT or JSON, in any case of letters; "" for any other format."""
+    """Return the value of the header in the format TEXT or JSON (ignoring case); "" for any other format."""
     match format_name.upper():
         case "TEXT":
             return "TEXT " + ", ".join(f"named_metrics.{n}={v}" for n, v in metrics.items())
@@ -31,7 +31,7 @@ class LoadReports:
 
     Args:
         app: The application.
-        read_load: Returns the load by the names of the metrics.
+        read_load: Returns metric name -> value.
     """
 
     def __init__(self, app: ASGIApp, read_load: Callable[[], Mapping[str, float]]) -> None:

@@ -51,11 +51,11 @@ Family = ScalarFamily | HistogramMetricFamily
 
 
 MAX_LORA_LABELS: Final = 1000
-"""Maximum number of LoRA adapters that are counted by themselves; `OTHER_LORAS` counts the rest."""
+"""Maximum number of LoRA adapters with counts of their own; `OTHER_LORAS` counts the rest."""
 OTHER_LORAS: Final = "other"
 
 LOAD_AGE_S: Final = 0.1
-"""Maximum age of the load in response headers, because the counts of other frontends are in files."""
+"""Maximum age in seconds of the load in response headers. The counts of other frontends are read from files."""
 
 
 class MeasuredSequence(Protocol):
@@ -102,7 +102,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         if config.parallel.api_server_count == 1:
-            # With several frontends, a scrape reaches any one of them, and process metrics cannot be summed.
+            # A scrape reaches an arbitrary frontend, and metrics of processes cannot be summed over the frontends.
             ProcessCollector(registry=self._registry)
 
     def watch_dropped_frames(self, core_index: int, count: Callable[[], int]) -> None:
@@ -114,7 +114,7 @@ class Metrics(Collector):
         self._is_up = is_up
 
     def watch_unfinished(self, count: Callable[[], int]) -> None:
-        """Use `count` to read how many sequences of this frontend have not finished."""
+        """Use `count` to read the number of this frontend's unfinished sequences."""
         self._count_unfinished = count
 
     def watch_status(self, get_status: Callable[[], EngineStatus]) -> None:
@@ -132,14 +132,14 @@ class Metrics(Collector):
         core.stats, core.stats_time = SchedulerStats(), time.monotonic()
 
     def record_tokens(self, core_index: int, num_tokens: int, intervals: list[float]) -> None:
-        """Record the tokens of one message; `intervals` are the seconds since each sequence's previous token."""
+        """Record the tokens of one message. `intervals` are the seconds since each sequence's previous token."""
         core = self._cores[core_index]
         core.counters["generation_tokens"] += num_tokens
         if intervals:
             core.histograms["inter_token_latency_seconds"].observe_all(intervals)
 
     def record_first_token(self, sequence: MeasuredSequence) -> None:
-        """Record that a sequence has its first token."""
+        """Record that a sequence has received its first token."""
         core = self._cores[sequence.core_index]
         core.counters["prompt_tokens"] += sequence.num_prompt_tokens
         waited = time.monotonic() - sequence.arrival_time
@@ -179,13 +179,13 @@ class Metrics(Collector):
             )
 
     def record_scheduler_times(self, core_index: int, seconds: list[float]) -> None:
-        """Record the scheduler time of finished sequences; 0.0 is for one that never ran."""
+        """Record the scheduler times of finished sequences in seconds; 0.0 is for a sequence that never ran."""
         observed = self._cores[core_index].histograms["request_scheduler_time_seconds"]
         observed.observe_all([each for each in seconds if each])
 
     def record_group(self, outputs_by_prompt: Iterable[Sequence[MeasuredSequence]]) -> None:
-        """Record a finished group. The sequences of each prompt are one request in vLLM's metrics."""
-        # A group may have thousands of prompts, and most of them are alike.
+        """Record a finished group. In vLLM's metrics, the sequences of one prompt are one request."""
+        # A group may have thousands of prompts, most of them with equal counts.
         requests = Counter(
             (
                 outputs[0].core_index,
@@ -204,7 +204,7 @@ class Metrics(Collector):
         self._cores[core_index].num_rejected[reason] += 1
 
     def record_audio(self, core_index: int, seconds: float) -> None:
-        """Record a transcribed file of this length, of whose windows a core decoded at least one."""
+        """Record a transcribed file of this length in seconds, of which a core decoded at least one window."""
         self._cores[core_index].counters["audio_seconds"] += math.ceil(seconds)
 
     def record_stats(self, core_index: int, stats: SchedulerStats) -> None:
@@ -252,7 +252,7 @@ class Metrics(Collector):
         return sum(core.num_unfinished for core in self._shared.total(self._recorded()))
 
     def read_load(self) -> dict[str, float]:
-        """Return the load by the names of vLLM's metrics: sums over the replicas, and the fullest KV cache."""
+        """Return vLLM's metric name -> load: sums over the replicas, and the usage of the fullest KV cache."""
         now = time.monotonic()
         if now - self._load_time > LOAD_AGE_S:
             stats = [core.stats for core in self._shared.total(self._recorded())]
@@ -303,7 +303,7 @@ class Metrics(Collector):
             yield from self._histograms("vllm", cores, OLD_HISTOGRAMS)
 
     def describe(self) -> Iterator[Family]:
-        """Return nothing, because `collect` depends on the configuration."""
+        """Yield nothing, because the families depend on the configuration."""
         return iter(())
 
     def _recorded(self) -> list[CoreMetrics]:
@@ -390,7 +390,7 @@ class Metrics(Collector):
     def _histograms(
         self, prefix: str, cores: list[CoreMetrics], names: dict[str, str]
     ) -> Iterator[Family]:
-        """Yield the histograms that `names` maps new names to."""
+        """Yield histograms under other names; `names` maps the current names to them."""
         for name, source in names.items():
             family = HistogramMetricFamily(
                 f"{prefix}:{name}",
@@ -425,7 +425,7 @@ class Metrics(Collector):
                 num_dropped[process.replica] += process.num_dropped_frames
         for index in range(len(cores)):
             family.add_metric([self._model_name, str(index), "worker"], num_dropped[index])
-        # Messages between the supervisor and the frontends belong to no replica; every frontend reports the same count.
+        # Messages between the supervisor and the frontends belong to no replica. Every frontend reports the same count.
         family.add_metric([self._model_name, "", "frontend"], num_dropped[None])
         family.add_metric([self._model_name, "", "store"], num_dropped_by_store)
         family.add_metric([self._model_name, "", "supervisor"], status.num_dropped_frames)

@@ -24,7 +24,7 @@ WAITING_REASONS: Final[dict[str, Callable[[SchedulerStats], float]]] = {
 
 OLD_GAUGES: Final = {"gpu_cache_usage_perc": GAUGES["kv_cache_usage_perc"]}
 OLD_HISTOGRAMS: Final = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
-"""Former vLLM names, which dashboards still use, and the current names."""
+"""Former vLLM name, which dashboards still use -> the current name."""
 
 OWN_GAUGES: Final[dict[str, tuple[str, Callable[[SchedulerStats], float]]]] = {
     "cpu_offload_usage_perc": (
@@ -60,7 +60,7 @@ VLLM_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
         itemgetter("prefix_cache_queries"),
     ),
 }
-"""Counters that vLLM defines differently or formerly named differently."""
+"""Counters that vLLM defines differently, or for which it formerly used another name."""
 
 VLLM_HOST_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
     "external_prefix_cache_queries": (
@@ -72,20 +72,20 @@ VLLM_HOST_COUNTERS: Final[dict[str, tuple[str, CounterValue]]] = {
         lambda counters: counters["cpu_offload_hits"] + counters["kv_disk_hits"],
     ),
 }
-"""CPU offload and the disk count as an external cache in vLLM's metrics."""
+"""Counters of CPU offload and the disk, which vLLM's metrics call an external cache."""
 
 REJECTIONS: Final = {
     FinishReason.REJECTED: "queue_full",
     FinishReason.THROTTLED: "tenant_limit",
     FinishReason.EXPIRED: "deadline",
 }
-"""Reasons why a core did not admit a request."""
+"""Finish reason -> the label for a request that a core did not admit."""
 
 OWN_COUNTERS: Final = {
     "scheduler_steps": "Steps scheduled.",
     "scheduled_tokens": "Tokens computed in all steps.",
     "cpu_offload_hits": "Prompt tokens found in the prefix cache that came from CPU offload.",
-    "invariant_violations": "Violations found by the core's invariant checks.",
+    "invariant_violations": "Failed invariant checks of the core.",
     "kv_blocks_copied_out": "KV-cache blocks copied to CPU memory.",
     "audio_seconds": "Seconds of transcribed audio, rounded up for each file.",
     "kv_blocks_copied_in": "KV-cache blocks copied back from CPU memory.",
@@ -164,7 +164,7 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
         BLOCK_TIME_BOUNDS,
     ),
 }
-"""Documentation and bucket bounds by name; None stands for 1, 2, 5, 10 ... up to the context length."""
+"""Name -> documentation and bucket bounds; None stands for 1, 2, 5, 10 ... up to the context length."""
 
 OWN_HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_scheduler_time_seconds": (

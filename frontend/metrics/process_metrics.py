@@ -1,4 +1,4 @@
-"""Metrics of processes, which the supervisor counts and every frontend reports alike."""
+"""Metrics about processes. The supervisor counts them, and every frontend reports the same values."""
 
 from __future__ import annotations
 

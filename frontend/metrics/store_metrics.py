@@ -1,4 +1,4 @@
-"""The metrics of the store, which every frontend knows and reports alike."""
+"""Metrics of the store. Every frontend reports the same values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Batch generation without a server."""
+"""Offline use: the Python class `LLM`, and commands that need no server (`run-batch`, `embed`, `transcribe`)."""

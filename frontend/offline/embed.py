@@ -1,4 +1,4 @@
-"""`engine embed`: embed the lines of a file or of standard input, with or without a server."""
+"""The command `engine embed`: embed the lines of a file or of standard input, with or without a server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..supervisor.console import Console
 from .llm import DEFAULTS, LLM
 
 Embed: TypeAlias = Callable[[list[str], int | None, str | None], Iterable[list[float]]]
-"""Returns the vectors of texts, with a number of dimensions and the name of a prompt."""
+"""Function from texts, a number of dimensions and the name of a prompt to the vectors of the texts."""
 
 TEXTS_A_REQUEST: Final = 64
 TEXTS_AT_A_TIME: Final = 1024
-"""Vectors are written before the next texts are read, so that a file may have any size."""
+"""Number of texts whose vectors are written before the next ones are read, so that a file may have any size."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,8 +32,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine embed",
         usage="engine embed [MODEL] [--input FILE] [--url URL] [flags]",
-        description="Embed each line of a file. The output has a line of JSON with the index and the vector of each. "
-        "With --url, any server with OpenAI's API embeds them; otherwise the flags of engine serve apply as well.",
+        description=(
+            "Embed each line of a file. The output has one JSON object per line, with the "
+            "index and the vector of the text. With --url, any server with OpenAI's API "
+            "embeds them; otherwise the flags of engine serve apply as well."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -51,9 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt-name",
         metavar="NAME",
-        help="The model's prompt to put before every text (default: that of the model)",
+        help=(
+            "Name of the model's prompt to put before every text (default: the model's "
+            "default prompt)"
+        ),
     )
-    parser.add_argument("--url", help="Server to use (default: an engine of its own)")
+    parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
     parser.add_argument(
         "--api-key",
         metavar="KEY",
@@ -106,7 +112,7 @@ def _embed_here(
 def _embed_there(
     target: Target, texts: list[str], dimensions: int | None, prompt_name: str | None
 ) -> Iterator[list[float]]:
-    """Yield the vectors of a server.
+    """Yield the vectors that a server computes.
 
     Raises:
         ServerError: The server cannot be reached, or answers with an error.

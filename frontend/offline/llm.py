@@ -1,4 +1,4 @@
-"""Batch generation from Python, without a server."""
+"""The class `LLM`: generate, chat, embed, classify, score and transcribe from Python, without a server."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from .prompts import EncodedPrompt, Prompt, PromptEncoder, as_list
 Message: TypeAlias = Mapping[str, Any]
 
 DEFAULTS: Final = {"log_stats": False, "max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
-"""Options with other defaults than those of a server. A batch may have any size: it is in memory anyway."""
+"""Options whose defaults differ from those of a server. The queue is unlimited, because a batch is in memory anyway."""
 
 
 class LLM:
-    """A model and the processes that run it, until `close` or the end of a `with` block. It is thread-safe.
+    """A model and its processes, which run until `close` or the end of a `with` block. It is thread-safe.
 
     Args:
         model: A directory, a `.gguf` file or a hub name; None for the default model.
@@ -72,7 +72,7 @@ class LLM:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Return a model with the settings of a command line."""
+        """Return a model with the given settings, as `parse_settings` returns them."""
         llm = cls.__new__(cls)
         llm._serve(settings)  # noqa: SLF001
         return llm
@@ -99,9 +99,9 @@ class LLM:
 
         Args:
             prompts: One prompt or a list of them.
-            sampling_params: For all prompts, or one per prompt. The default is the model's own.
+            sampling_params: Sampling parameters for all prompts, or one per prompt. The default is the model's own.
             lora_request: The LoRA adapter to use, for all prompts, or one per prompt: the name of one of
-                `lora_modules`, or a `LoRARequest`, which is loaded when it is first used. The default is none.
+                `lora_modules`, or a `LoRARequest`, which is loaded on first use. The default is the base model.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was generated.
@@ -126,7 +126,7 @@ class LLM:
 
         Args:
             messages: One conversation or a list of them.
-            sampling_params: For all conversations, or one per conversation. The default is the model's own.
+            sampling_params: Parameters for all conversations, or one per conversation. The default is the model's own.
             chat_template: A template or the path of one, instead of the model's own.
             add_generation_prompt: Whether the prompt ends with the start of an assistant message.
             continue_final_message: Whether the model continues the last message.
@@ -175,10 +175,10 @@ class LLM:
 
         Args:
             prompts: One prompt or a list of them.
-            dimensions: The number of first elements to keep, for models trained for it; None for all.
-            normalize: Whether vectors have length 1. The default is the model's own.
+            dimensions: The number of leading elements to keep, for models trained for it; None for all.
+            normalize: Whether vectors are scaled to L2 norm 1. The default is the model's own.
             prompt_name: The model's prompt to put before every text. The default is the model's own.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
 
         Raises:
             ParameterError: A prompt or parameter is invalid; nothing was embedded.
@@ -211,8 +211,8 @@ class LLM:
 
         Args:
             prompts: One prompt or a list of them.
-            use_activation: False for the scores that probabilities are made of.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
+            use_activation: False returns the scores (logits) instead of probabilities.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
 
         Raises:
             ParameterError: The model has no classification head, or a prompt is invalid; nothing was classified.
@@ -241,18 +241,18 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraChoice = None,
     ) -> list[ScoringRequestOutput]:
-        """Score how well each second text fits its first one, and return the scores in the order of the second texts.
+        """Score how well each second text matches its first one. Return the scores in the order of the second texts.
 
-        A model with a classification head of one class reads both texts together. Of any other model the score is the
-        cosine of the texts' embeddings.
+        A model with a classification head of one class reads both texts together. For any other model, the score is the
+        cosine similarity of the texts' embeddings.
 
         Args:
-            text_1: One text for all, or as many as there are second ones.
+            text_1: One text for all, or as many texts as in `text_2`.
             text_2: One text or a list of them.
-            use_activation: False for the scores that probabilities are made of.
+            use_activation: False returns the scores (logits) instead of probabilities.
             chat_template: The template for pairs of texts, or its path, for a decoder that reads them together.
             chat_template_kwargs: Extra variables for the template.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
 
         Raises:
             ParameterError: The model has several classes, or a text is invalid; nothing was scored.
@@ -312,18 +312,18 @@ class LLM:
         temperature: float = 0.0,
         timestamps: Sequence[str] = ("segment",),
     ) -> list[Transcript]:
-        """Write down what is said in every sound, and return the transcripts in the order of the sounds.
+        """Transcribe every sound, and return the transcripts in the order of the sounds.
 
         Args:
             audio: One sound or a list of them: the path or the content of a file, or a pair of samples and their rate.
             language: The spoken language by its code or name. The default is to detect it.
             task: "transcribe", or "translate" to write English.
-            prompt: Text before the sounds, which shows style and spelling.
+            prompt: Text that the model continues, as an example of style and spelling.
             temperature: 0 decodes greedily, and tries higher temperatures if a text repeats itself or is doubtful.
-            timestamps: "segment", "word", or both, for their times.
+            timestamps: The kinds of times to return: "segment", "word" or both.
 
         Raises:
-            ParameterError: The model cannot do it, or a sound cannot be read.
+            ParameterError: The model does not support the task, or a sound cannot be read.
             EngineError: A sound failed.
         """
         if self._transcriber is None:
@@ -375,12 +375,12 @@ class LLM:
         *,
         lora_request: LoraChoice = None,
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest continuations of every prompt, in the order of the prompts.
+        """Return the most probable continuations of every prompt, in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
             params: The parameters of the search.
-            lora_request: The LoRA adapter to use, as for `generate`. The default is none.
+            lora_request: The LoRA adapter to use, as for `generate`. The default is the base model.
 
         Raises:
             ParameterError: A prompt or parameter is invalid.
@@ -419,7 +419,7 @@ class LLM:
         return SamplingParams(**self._engine.config.frontend.default_sampling)  # type: ignore[arg-type]
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache. Return False if it was in use by running requests."""
+        """Clear the prefix cache. Return False if running requests prevented it."""
         return self._engine.run(self._engine.client.calls.reset_prefix_cache())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine without HTTP: its processes, and a client on an event loop of this process."""
+"""An engine without HTTP: its processes, and a client on an event loop in a thread of this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCH_INTERVAL_S: Final = 0.1
 
 
 class LocalEngine:
-    """A core and its workers as child processes. `client` belongs to the loop that `run` uses."""
+    """A core and its workers as child processes. `client` must be used on the loop that `run` uses."""
 
     def __init__(self, settings: Settings) -> None:
         """Start all processes and wait until they are ready.
@@ -63,7 +63,7 @@ class LocalEngine:
             self._resources = resources.pop_all()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the engine's loop and return its result. An interrupt of the wait cancels it."""
+        """Run `work` on the engine's loop and return its result. If the caller is interrupted, `work` is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -72,11 +72,11 @@ class LocalEngine:
             raise
 
     def close_together(self, close: Callable[[], None]) -> None:
-        """Call `close` when the engine is closed, before its processes are stopped."""
+        """Register `close` to be called when the engine is closed, before its processes are stopped."""
         self._resources.callback(close)
 
     def close(self) -> None:
-        """Stop every process. Unfinished requests fail. Later calls do nothing."""
+        """Stop every process. Unfinished requests fail. Later calls have no effect."""
         self._resources.close()
 
     async def _start(self, progress: StartupProgress) -> None:

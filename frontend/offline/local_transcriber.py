@@ -1,4 +1,4 @@
-"""Transcribes sounds without a server."""
+"""Transcribe sounds without a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sound: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
 """The path or the content of an audio file, or samples of shape [N] or [N, channels] and their rate in Hz."""
 
 SOUNDS_AT_ONCE: Final = 4
-"""Sounds that are transcribed at the same time. Each has several windows at once."""
+"""Number of sounds that are transcribed at the same time. Several windows of each are decoded at once."""
 
 
 class LocalTranscriber:
@@ -44,7 +44,7 @@ class LocalTranscriber:
     def transcribe(
         self, sounds: Sequence[Sound], options: TranscriptionOptions, numbers: Iterable[int]
     ) -> list[Transcript]:
-        """Return the transcripts of sounds in their order. `numbers` become the IDs of requests.
+        """Return the transcripts of sounds, in their order. `numbers` yields the IDs of the requests.
 
         Raises:
             ParameterError: A sound cannot be read.

@@ -1,4 +1,4 @@
-"""The LoRA adapters of an offline engine: those of `lora_modules`, and those that requests bring."""
+"""The LoRA adapters of an offline engine: from `lora_modules`, or from the requests themselves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..supervisor.console import Console
 class LoRARequest(msgspec.Struct, frozen=True):
     """A LoRA adapter to use, as in vLLM.
 
-    `lora_path` is a directory, or a repository on the hub. The number `lora_int_id` has no effect: adapters with equal
-    files are one.
+    `lora_path` is a directory, or a repository on the hub. The number `lora_int_id` has no effect: adapters are
+    identified by the contents of their files.
     """
 
     lora_name: str
@@ -30,7 +30,7 @@ LoraChoice: TypeAlias = str | LoRARequest | None
 
 
 class OfflineLoras:
-    """Finds adapters, each of which is read once."""
+    """Finds adapters, and reads each one only once."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

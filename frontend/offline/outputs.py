@@ -1,4 +1,4 @@
-"""The results of the calls of `LLM`."""
+"""The results that the methods of `LLM` return."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The times of one prompt in CLOCK_MONOTONIC seconds; 0.0 for events that did not happen.
+    """The times of one prompt in CLOCK_MONOTONIC seconds; 0.0 for events that did not occur.
 
-    With several outputs, the first start and the last end are given. `scheduler_time` is the number of seconds that the
-    scheduler worked while the prompt was running, or 0.0 if a stop string ended it.
+    With several outputs, these are the first start and the last end. `scheduler_time` is the scheduler's computing time
+    in seconds while the prompt was running; 0.0 if a stop string ended it.
     """
 
     arrival_time: float
@@ -67,7 +67,7 @@ class BeamSearchSequence:
     """A result of a beam search.
 
     Attributes:
-        tokens: The prompt's token IDs and the generated ones.
+        tokens: The token IDs of the prompt and of the continuation.
         text: The generated text.
         cum_logprob: The sum of the log-probabilities of the generated tokens.
         finish_reason: "stop" after the end-of-sequence token, else "length".
@@ -95,7 +95,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The probabilities of the classes of one text, and the name of the likeliest class."""
+    """The class probabilities of one text, and the name of the most probable class."""
 
     probs: list[float]
     label: str
@@ -124,7 +124,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """The score of a pair, with the tokens of both texts, or only of the second one if each is embedded by itself."""
+    """The score of a pair, with the tokens of both texts (only of the second one if texts are embedded separately)."""
 
     request_id: str
     prompt_token_ids: list[int]

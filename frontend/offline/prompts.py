@@ -1,4 +1,4 @@
-"""Encodes the prompts of a caller in this process."""
+"""Encode the prompts that are passed to `LLM`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..media.chat_media import find_chat_media
 from .local_engine import LocalEngine
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-"""Text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
+"""A text, token IDs, or a mapping with `prompt`, `prompt_token_ids` or `prompt_embeds`.
 
-Embeddings are a float array [tokens, hidden size].
+`prompt_embeds` is a float array [tokens, hidden size].
 
-A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with one of Pillow's images, `{"video": frames}`
-with an array or a list of Pillow's images, or `{"audio": (samples, rate)}` with an array; or a list of them. The text
-marks their places with the model's tokens.
+A mapping with `prompt` may have `multi_modal_data`: `{"image": image}` with a Pillow image, `{"video": frames}` with an
+array or a list of Pillow images, or `{"audio": (samples, rate)}` with an array. Each value may also be a list of these.
+The prompt's text marks their places with the model's tokens.
 """
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as text, None if it was given as token IDs, and as token IDs, with its images or sounds."""
+    """A prompt as text (None if it was given as token IDs) and as token IDs, with its images or sounds."""
 
     text: str | None
     token_ids: list[int]
@@ -42,16 +42,16 @@ class PromptEncoder:
             engine.close_together(self._media.close)
 
     def take_media(self, conversation: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return a conversation without its images or sounds, and these."""
+        """Return a conversation with marks in place of images or sounds, and a list of these."""
         if self._media is None:
             return conversation, ()
         return self._engine.run(self._media.take(conversation, 0))
 
     def encode_tokens(self, prompt: Prompt, instruction: str = "") -> list[int]:
-        """Return the token IDs of a prompt without images and sounds, whose text is put after `instruction`.
+        """Return the token IDs of a prompt without images and sounds. `instruction` is put before a text.
 
         Raises:
-            ParameterError: The prompt has some.
+            ParameterError: The prompt has images or sounds.
         """
         encoded = self.encode(prompt, instruction)
         if encoded.encoder_inputs:
@@ -59,7 +59,7 @@ class PromptEncoder:
         return encoded.token_ids
 
     def encode(self, prompt: Prompt, instruction: str = "") -> EncodedPrompt:
-        """Return a prompt, whose text is put after `instruction`."""
+        """Return an encoded prompt. `instruction` is put before a text."""
         given: Any = prompt
         media: list[Any] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -78,7 +78,7 @@ class PromptEncoder:
         """Return a prompt of embeddings.
 
         Raises:
-            ParameterError: They do not fit the model.
+            ParameterError: The embeddings do not fit the model.
         """
         config = self._engine.config
         model = config.model
@@ -104,7 +104,7 @@ class PromptEncoder:
         return EncodedPrompt(None, [0] * len(array), encoder_inputs_of(embeddings, config))
 
     def _prepare_media(self, data: Mapping[str, Any], prompt: Any) -> list[Any]:
-        """Return the images, videos or sounds of a prompt as the model reads them."""
+        """Return the preprocessed images, videos or sounds of a prompt."""
         if not data:
             return []
         model = self._engine.config.model
@@ -119,7 +119,7 @@ class PromptEncoder:
         wanted: list[Any] = []
         for kind, given in data.items():
             where = "multi_modal_data.video" if kind == "video" else "multi_modal_data"
-            # A list with frames is one video, and a list of videos has lists or arrays.
+            # A list of frames is one video. A list of several videos contains lists or arrays.
             is_list = isinstance(given, list)
             if kind == "video" and is_list:
                 is_list = all(isinstance(each, list) or hasattr(each, "shape") for each in given)
@@ -132,7 +132,7 @@ class PromptEncoder:
         media: Sequence[Any],
         encode: Callable[[str], tuple[str, Sequence[int]]],
     ) -> EncodedPrompt:
-        """Return a prompt whose text has a place for each image or sound."""
+        """Return an encoded prompt whose text has a place for each image or sound."""
         if self._media is None:
             text, token_ids = encode(text)
             return EncodedPrompt(text, list(token_ids))

@@ -1,4 +1,4 @@
-"""`engine run-batch`: answer a file of requests, with an engine of its own or a running server."""
+"""The command `engine run-batch`: answer a file of requests, with an engine of its own or a running server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..supervisor.console import Console
 CONCURRENCY: Final = 128
 MAX_RETRY_S: Final = 30.0
 TIMEOUT_S: Final = 24 * 3600.0
-"""Maximum seconds that an answer may take."""
+"""Maximum seconds until a server answers."""
 
 
 class _Server:
@@ -50,7 +50,7 @@ class _Server:
         self._local = threading.local()
 
     def answer(self, request: BatchLine) -> Json:
-        """Return the output line of a request. It is sent again while the server has no room for it."""
+        """Return the output line for a request. While the server has no room for the request, it is sent again."""
         body = msgspec.json.encode(request.body)
         while True:
             try:
@@ -67,7 +67,7 @@ class _Server:
     def call(
         self, method: str, path: str, body: bytes | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Send a request and return the status, the headers and the body of its answer."""
+        """Send a request and return the status, the headers and the body of the response."""
         connection = getattr(self._local, "connection", None) or self._connect()
         self._local.connection = None
         try:
@@ -98,18 +98,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine run-batch",
         usage="engine run-batch [MODEL] -i FILE -o FILE [--url URL] [flags]",
-        description="Answer the requests of a file in the format of OpenAI's Batches. Without --url an engine is "
-        "started for it, and the flags of engine serve apply as well.",
+        description=(
+            "Answer the requests of a file in the format of OpenAI's Batches. Without --url "
+            "an engine is started, and the flags of engine serve apply as well."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="Requests; - is standard input"
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help=("File of requests; - is standard input"),
     )
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE", help="Answers; - is standard output"
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help=("File for answers; - is standard output"),
     )
-    parser.add_argument("--url", help="Server to use (default: an engine of its own)")
-    parser.add_argument("--api-key", metavar="KEY", help="API key of the server of --url")
+    parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key for --url")
     parser.add_argument(
         "--concurrency",
         type=int,
@@ -121,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a line for each request. Return 1 if some have failed; invalid arguments exit with code 2."""
+    """Write a line for each request. Return 1 if any request failed; invalid arguments exit with code 2."""
     parser = make_parser()
     own, flags = parser.parse_known_args(argv)
     if own.concurrency < 1:
@@ -163,7 +173,7 @@ def _open_output(name: str) -> Iterator[IO[bytes]]:
 
 
 def _verify(lines: list[bytes]) -> None:
-    """Raise EngineError if a line is no request."""
+    """Raise EngineError if a line is not a valid request."""
     _, errors = find_errors(lines, None)
     if errors:
         shown = "; ".join(f"line {error['line']}: {error['message']}" for error in errors)
@@ -171,7 +181,7 @@ def _verify(lines: list[bytes]) -> None:
 
 
 def _answer_all(server: _Server, lines: list[bytes], output: IO[bytes], concurrency: int) -> int:
-    """Write the answers in the order of the requests. Return how many have failed."""
+    """Write the answers in the order of the requests. Return the number of failed requests."""
     num_failed = 0
     with ThreadPoolExecutor(concurrency) as threads:
         requests = (parse_line(line, None) for line in lines)

@@ -1,4 +1,4 @@
-"""`engine transcribe`: write down what is said in audio files, without a server."""
+"""The command `engine transcribe`: transcribe audio files without a server."""
 
 from __future__ import annotations
 
@@ -26,20 +26,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="engine transcribe",
         usage="engine transcribe FILE... --model MODEL [flags]",
-        description="Write down what is said in audio files. The flags of engine serve apply as well.",
+        description="Transcribe audio files. The flags of engine serve apply as well.",
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Audio files")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="A speech model")
     parser.add_argument(
-        "--language", metavar="CODE", help="The spoken language (default: detected)"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help=("Speech model, such as a Whisper checkpoint"),
+    )
+    parser.add_argument("--language", metavar="CODE", help="Spoken language (default: detected)")
+    parser.add_argument(
+        "--task",
+        choices=[*Task],
+        default="transcribe",
+        help=("transcribe, or translate to write English text (default: transcribe)"),
     )
     parser.add_argument(
-        "--task", choices=[*Task], default="transcribe", help="translate: write English"
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help=("Text that shows the style and spelling to use"),
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="Text before the sound")
     parser.add_argument(
-        "--format", choices=FORMATS, default="text", help="Format of the output (default: text)"
+        "--format", choices=FORMATS, default="text", help="Output format (default: text)"
     )
     return parser
 

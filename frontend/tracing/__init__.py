@@ -1,1 +1,1 @@
-"""Traces of requests, exported by OpenTelemetry's protocol."""
+"""Traces of requests, exported by the OpenTelemetry protocol (OTLP)."""

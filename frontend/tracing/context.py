@@ -1,4 +1,4 @@
-"""The W3C trace context of a request: which trace it belongs to, and which span is its own."""
+"""The W3C trace context of a request: its trace, and its own span."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TraceContext(NamedTuple):
     """A span of a trace.
 
     Attributes:
-        trace_id: 128 bits.
-        span_id: 64 bits.
+        trace_id: The ID of the trace, 128 bits.
+        span_id: The ID of the span, 64 bits.
         flags: The flags of `traceparent`.
         state: `tracestate`; "" for none.
     """
@@ -48,12 +48,12 @@ class TraceContext(NamedTuple):
 
     @property
     def parent_header(self) -> str:
-        """`traceparent` for what this span calls."""
+        """The header `traceparent` for calls that this span makes."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags:02x}"
 
     @property
     def headers(self) -> dict[str, str]:
-        """`traceparent` and `tracestate` for what this span calls."""
+        """The headers `traceparent` and `tracestate` for calls that this span makes."""
         headers = {"traceparent": self.parent_header}
         if self.state:
             headers["tracestate"] = self.state

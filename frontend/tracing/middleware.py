@@ -1,4 +1,4 @@
-"""Traces every POST request."""
+"""ASGI middleware that traces every POST request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .tracer import Tracer
 
 
 class Tracing:
-    """ASGI middleware that begins a trace with a POST request and ends it with the response.
+    """Begins a trace with each POST request, and ends it with the response.
 
-    The response has the header `traceresponse` of the W3C's draft "Trace Context HTTP Response", so that a client that
-    sent no context can find the trace.
+    The response has the header `traceresponse` of the W3C draft "Trace Context HTTP Response". So a client that sent no
+    context can find the trace.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:

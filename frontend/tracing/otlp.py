@@ -1,4 +1,4 @@
-"""Sends traces by OTLP, with OpenTelemetry's SDK. Importing this needs the extra `otel`."""
+"""Send traces by OTLP, with OpenTelemetry's SDK. Importing this module needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .request_trace import RequestTrace
 from .spans import SpanMaker, span_context
 
 SPANS_AT_ONCE: Final = 512
-"""Maximum number of spans in a message, because collectors limit its size to 4 MiB."""
+"""Maximum number of spans in a message, because collectors limit messages to 4 MiB."""
 
 _HTTP_PORT: Final = 4318
 _UNKNOWN_SERVICE: Final = "unknown_service"
@@ -39,7 +39,7 @@ class OTLPExporter:
     The variables `OTEL_*` of OpenTelemetry's SDK apply to the sampler, the resource, the batches and the connection.
 
     Raises:
-        ConfigError: The protocol that the environment names does not exist.
+        ConfigError: The environment names an unknown protocol.
     """
 
     def __init__(self, config: EngineConfig, client_index: int) -> None:
@@ -55,7 +55,7 @@ class OTLPExporter:
         self._processor = BatchSpanProcessor(_TraceExporter(_connect(endpoint), maker))
 
     def should_sample(self, context: TraceContext, parent: TraceContext | None) -> bool:
-        """Return whether a trace is recorded: by default unless the client says that it is not."""
+        """Return whether a trace is recorded. By default it is, unless the client has decided otherwise."""
         around = Context()
         if parent is not None:
             span = NonRecordingSpan(span_context(parent, parent.span_id, is_remote=True))
@@ -68,12 +68,12 @@ class OTLPExporter:
         self._processor.on_end(_PendingTrace(trace))
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send all traces that are still queued."""
         self._processor.shutdown()
 
 
 class _PendingTrace(ReadableSpan):
-    """Stands for a trace in the queue of the SDK, which is one of spans."""
+    """A trace in the SDK's queue, in place of a span."""
 
     def __init__(self, trace: RequestTrace) -> None:
         context: SpanContext = span_context(trace.context, trace.context.span_id)
@@ -85,7 +85,7 @@ _NO_RESOURCE: Final = Resource({})
 
 
 class _TraceExporter(SpanExporter):
-    """Makes the spans of traces, in the thread that sends them."""
+    """Creates the spans of traces, in the thread that sends them."""
 
     def __init__(self, exporter: SpanExporter, maker: SpanMaker) -> None:
         self._exporter = exporter
@@ -107,7 +107,7 @@ class _TraceExporter(SpanExporter):
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Return True: nothing is kept back."""
+        """Return True, because nothing is held back."""
         return self._exporter.force_flush(timeout_millis)
 
 
@@ -125,7 +125,7 @@ def _connect(endpoint: str) -> SpanExporter:
 
 
 def _find_protocol(endpoint: str) -> str:
-    """Return `grpc` or `http/protobuf`: what the environment names, else what the port or a path implies."""
+    """Return `grpc` or `http/protobuf`: the protocol in the environment, else the one that the port or path implies."""
     for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
         protocol = os.environ.get(variable)
         if protocol in ("grpc", "http/protobuf"):

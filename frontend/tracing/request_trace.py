@@ -1,7 +1,7 @@
-"""What is recorded of a request for its trace.
+"""The data that is recorded about a request for its trace.
 
-The times and counts are those of metrics and receipts. They are copied when the last sequence of a group has finished,
-and become spans in another thread.
+It has the same times and counts as metrics and receipts. They are copied when the last sequence of a group has
+finished, and are turned into spans in another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...protocol.sampling_params import SamplingParams
 from .context import TraceContext
 
 MAX_SEQUENCES: Final = 16
-"""Maximum number of sequences of a request whose spans are recorded; its token counts include all."""
+"""Maximum sequences of a request that have spans. The token counts include all sequences."""
 
 
 class Recovery(NamedTuple):
@@ -26,7 +26,7 @@ class Recovery(NamedTuple):
     Attributes:
         lost_time: When the frontend lost the core.
         resumed_time: When the next token arrived; 0.0 for none.
-        num_tokens: The tokens that the sequence had.
+        num_tokens: The number of tokens that the sequence had.
     """
 
     lost_time: float
@@ -35,7 +35,10 @@ class Recovery(NamedTuple):
 
 
 class TracedSequence(Protocol):
-    """The fields of a sequence that are recorded. Times are CLOCK_MONOTONIC seconds; 0.0 means never."""
+    """The fields of a sequence that are recorded.
+
+    Times are CLOCK_MONOTONIC seconds; 0.0 means that it did not occur.
+    """
 
     core_index: int
     params: SamplingParams
@@ -67,7 +70,7 @@ class TracedGroup(Protocol):
 
     @property
     def sequences(self) -> Sequence[TracedSequence]:
-        """All of them."""
+        """The sequences of the group."""
 
     def outputs_by_prompt(self) -> Iterator[Sequence[TracedSequence]]:
         """Yield the sequences of each prompt."""
@@ -75,7 +78,7 @@ class TracedGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
-    """What is recorded of a sequence. See `TracedSequence`."""
+    """The recorded data of a sequence. See `TracedSequence`."""
 
     core_index: int
     num_prompt_tokens: int
@@ -101,7 +104,7 @@ class RequestTrace:
     """The trace of one request.
 
     It is exported when the response and all of its groups of sequences have ended. Groups that begin later, such as
-    those of a response in the background, have spans of their own below the request's.
+    those of a background response, have their own spans below the request's span.
 
     Attributes:
         context: The request's own span.
@@ -134,10 +137,10 @@ class RequestTrace:
     errors: list[str] = field(default_factory=list)
     sequences: list[SequenceRecord] = field(default_factory=list)
     num_unfinished: int = 1
-    """The groups that have not ended, and 1 for the response."""
+    """The number of groups that have not ended, plus 1 for the response."""
 
     def begin_group(self) -> RequestTrace:
-        """Return the trace in which to record a group that begins now."""
+        """Return the trace in which a group that begins now is recorded."""
         if self.num_unfinished:
             self.num_unfinished += 1
             return self
@@ -188,7 +191,7 @@ current_trace: ContextVar[RequestTrace | None] = ContextVar("current_trace", def
 
 
 def begin_group() -> RequestTrace | None:
-    """Return the trace in which to record a group of the current request; None if it is not traced."""
+    """Return the trace in which a new group of the current request is recorded; None if the request is not traced."""
     trace = current_trace.get()
     return None if trace is None else trace.begin_group()
 

@@ -1,4 +1,4 @@
-"""Makes the spans of a trace.
+"""Create the spans of a trace.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP servers and generative AI
 (https://github.com/open-telemetry/semantic-conventions-genai); `gen_ai.latency.*` are vLLM's.
@@ -34,14 +34,14 @@ OPERATIONS: Final = {
     "/embeddings": "embeddings",
     "/api/embed": "embeddings",
 }
-"""The end of a path -> `gen_ai.operation.name`."""
+"""End of a path -> `gen_ai.operation.name`."""
 
 _FAILED: Final = 500
-"""The lowest status of a response for which the server is to blame."""
+"""The lowest HTTP status that means that the server failed."""
 
 
 def span_context(context: TraceContext, span_id: int, *, is_remote: bool = False) -> SpanContext:
-    """Return the SDK's form of the context of a span in the same trace."""
+    """Return the SDK's object for a span in the same trace as `context`."""
     state = TraceState.from_header([context.state]) if context.state else TraceState()
     return SpanContext(context.trace_id, span_id, is_remote, TraceFlags(context.flags), state)
 
@@ -50,7 +50,7 @@ class SpanMaker:
     """Makes the spans of traces.
 
     Args:
-        resource: What describes this process.
+        resource: The description of this process.
         model_name: The name of the model without an adapter.
     """
 
@@ -61,7 +61,7 @@ class SpanMaker:
 
     def make_spans(self, traces: Sequence[RequestTrace]) -> list[ReadableSpan]:
         """Return the span of each request, followed by its children."""
-        # Monotonic times become times of day here, so that a change of the clock moves no part of a trace alone.
+        # Monotonic times are converted to times of day together, so that a clock change cannot shift parts of a trace.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         return [span for trace in traces for span in self._make_trace(trace, epoch_ns)]
 
@@ -180,7 +180,7 @@ class SpanMaker:
 def _parts(
     sequence: SequenceRecord,
 ) -> Iterator[tuple[str, tuple[float, float], dict[str, Value]]]:
-    """Yield name, start and end, and attributes of each part of a sequence's life."""
+    """Yield name, (start, end) and attributes of each phase of a sequence's life."""
     end = sequence.finish_time
     scheduled, first = sequence.scheduled_time, sequence.first_token_time
     yield "queue", (sequence.arrival_time, scheduled or first or end), {}

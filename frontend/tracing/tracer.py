@@ -1,4 +1,4 @@
-"""Decides which requests are traced, and what their spans are called by others."""
+"""Decide which requests are traced, and begin and resume their traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Exporter(Protocol):
         """Send a complete trace in the background."""
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send all traces that are still queued."""
 
 
 class Tracer:
@@ -30,7 +30,7 @@ class Tracer:
         self._exporter = exporter
 
     def begin(self, method: str, headers: Mapping[str, str] | None) -> RequestTrace:
-        """Return the trace of a request with this valid context of the client; None if it sent none."""
+        """Return the trace of a request, below the client's span if it sent a valid context; None if not traced."""
         parent = None if headers is None else TraceContext.from_headers(headers)
         context = TraceContext.new_trace() if parent is None else parent.new_child()
         is_sampled = self._exporter.should_sample(context, parent)
@@ -41,7 +41,7 @@ class Tracer:
     def resume(
         self, headers: Mapping[str, str] | None, path: str, request_id: str
     ) -> RequestTrace | None:
-        """Return the trace of a request that another frontend began with this context; None if it had none."""
+        """Return the trace of a request that another frontend began with this context; None if it was not traced."""
         if headers is None:
             return None
         context = TraceContext.from_headers(headers)
@@ -50,7 +50,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Send the traces that have ended."""
+        """Send all traces that have ended."""
         self._exporter.close()
 
 
@@ -58,7 +58,7 @@ def make_tracer(config: EngineConfig, client_index: int) -> Tracer | None:
     """Return the tracer of a frontend; None without an endpoint for traces."""
     if not config.frontend.otlp_traces_endpoint:
         return None
-    # OpenTelemetry's packages are an extra, and take a tenth of a second.
+    # OpenTelemetry's packages are an optional extra, and importing them takes a tenth of a second.
     from .otlp import OTLPExporter
 
     return Tracer(OTLPExporter(config, client_index))
