@@ -1,1 +1,1 @@
-"""Sounds in requests: decoded, resampled, and turned into the features that a model reads."""
+"""Sounds in requests: decode and resample them, cut them into windows, and compute the features that a model reads."""

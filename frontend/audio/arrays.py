@@ -1,4 +1,4 @@
-"""Sounds that callers in this process have as arrays."""
+"""Sounds that callers in this process pass as arrays."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def mono_samples(
         rate: Its rate in Hz.
         to_rate: The rate of the result.
         where: The name of the field in errors.
-        max_seconds: The maximum length.
-        limit: What sets that.
+        max_seconds: The maximum length in seconds.
+        limit: A description of the limit that determines `max_seconds`.
 
     Raises:
         ParameterError: The shape or the rate is invalid, or the sound is too long.
@@ -48,15 +48,15 @@ def mono_samples(
 
 
 class ArraySound:
-    """A sound of mono samples that is read once, from its start."""
+    """A sound of mono samples in memory. It is read once, from its start."""
 
     def __init__(self, samples: Float32Array) -> None:
         self._left = samples
 
     def read(self, num_samples: int) -> Float32Array:
-        """Return so many of the next samples; fewer only at the end."""
+        """Return the next `num_samples` samples; fewer only at the end."""
         read, self._left = self._left[:num_samples], self._left[num_samples:]
         return read
 
     def close(self) -> None:
-        """Do nothing, because nothing but memory is held."""
+        """Do nothing, because only memory is held."""

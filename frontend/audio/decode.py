@@ -1,4 +1,4 @@
-"""Decodes audio files of requests, which are untrusted."""
+"""Decode audio files of requests, which are untrusted."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from .resample import MAX_RATE, MIN_RATE, Resampler
 MAX_CHANNELS: Final = 16
 
 _BLOCK: Final = 1 << 16
-"""Samples that are decoded at once, of all channels together."""
+"""Number of samples, of all channels together, that are decoded at once."""
 
 _FORMATS: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "MP3", "OGG")
-"""The formats that are accepted, by libsndfile's names."""
+"""The accepted formats, by libsndfile's names."""
 
 _NAMES: Final = "wav, flac, mp3, ogg (Vorbis or Opus), aiff, au, caf"
 
 _UNKNOWN_SIZE: Final = 0x7FFF0000
-"""Programs that write WAV to a pipe announce at least this size."""
+"""Programs that write WAV to a pipe do not know its size. They put at least this many bytes into the header."""
 
 _UNKNOWN_LENGTH: Final = 1 << 60
 
 _INDEXES: Final = (b"Xing", b"Info")
 _INDEX_BYTES: Final = 1 << 16
-"""The first frame of an MP3 file may be an index, which has the number of frames. Tags may come before it."""
+"""The first frame of an MP3 file may be an index with the number of frames.
+
+It is searched for after tags of this size.
+"""
 
 _OTHERS: Final = {b"ftyp": "m4a or mp4", b"\x1a\x45\xdf\xa3": "webm"}
 
 
 class _Source(Protocol):
-    """An open file.
+    """An open audio file.
 
     Attributes:
         rate: The sample rate in Hz.
         num_channels: The number of channels.
-        length: The number of frames as far as it is known before decoding, -1 if it is not.
-        min_length: The number of frames without which the file is truncated.
+        length: The number of frames if it is known before decoding, otherwise -1.
+        min_length: The number of frames below which the file counts as truncated.
     """
 
     rate: int
@@ -51,21 +54,21 @@ class _Source(Protocol):
     min_length: int
 
     def read(self, num_frames: int) -> Float32Array:
-        """Return up to so many frames, [frames, channels] in [-1, 1]; none at the end."""
+        """Return up to `num_frames` frames, [frames, channels] in [-1, 1]; an empty array at the end."""
 
 
 class AudioReader:
-    """Reads an audio file as mono samples of one rate, in pieces: only the file itself is held in memory.
+    """Reads an audio file in pieces, as mono samples of one rate. Only the encoded file is held in memory.
 
     Args:
         data: The content of the file.
         where: The name of the field in errors.
-        rate: The rate of the samples.
-        max_seconds: The maximum length.
-        limit: What sets that.
+        rate: The rate of the samples in Hz.
+        max_seconds: The maximum length in seconds.
+        limit: A description of the limit that determines `max_seconds`.
 
     Raises:
-        ParameterError: It is empty, of an unknown format, damaged, or too long.
+        ParameterError: The file is empty, of an unknown format, damaged, or too long.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class AudioReader:
         self._is_ended = False
 
     def read(self, num_samples: int) -> Float32Array:
-        """Return at least so many of the next samples, float32 [N]; fewer only at the end.
+        """Return at least `num_samples` of the next samples, float32 [N]; fewer only at the end.
 
         Raises:
             ParameterError: The file is damaged, or longer than its header says and than allowed.
@@ -118,13 +121,13 @@ class AudioReader:
             frames = source.read(max(1, _BLOCK // source.num_channels))
         except MemoryError:
             raise
-        # Decoders raise many kinds of errors for damaged files.
+        # For damaged files, decoders raise many kinds of errors.
         except Exception as error:
             raise _unreadable(self._where, error) from None
         self._num_decoded += len(frames)
         if len(frames):
             self._verify_seconds(self._num_decoded)
-            # Damaged floats would spread to all features of their window.
+            # NaNs of damaged files would spread to all features of their window.
             mono = np.nan_to_num(frames.mean(axis=1), posinf=0, neginf=0).clip(-1, 1)
             return self._resampler.feed(mono)
         self._is_ended = True
@@ -147,7 +150,7 @@ class AudioReader:
 
 
 def _verify_length(data: bytes, where: str) -> None:
-    """Raise ParameterError for a WAV file that is shorter than it announces, which decoders accept silently."""
+    """Raise ParameterError for a WAV file that is shorter than its header says. Decoders accept such files silently."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         return
     start = 12
@@ -162,16 +165,16 @@ def _verify_length(data: bytes, where: str) -> None:
 
 
 def _open(data: bytes, where: str) -> _Source:
-    """Return the file, opened by libsndfile, or by Python if that is not installed.
+    """Open a file with libsndfile, or with Python's wave module if libsndfile is not installed.
 
     Raises:
-        ParameterError: It cannot be read.
+        ParameterError: The file cannot be read.
     """
     try:
-        # Imported here, because it is optional.
+        # A late import, because the package is optional.
         import soundfile
     except (ImportError, OSError):
-        # OSError: The package is there without its library.
+        # OSError: the package is installed without its library.
         return _open_wave(data, where)
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
@@ -190,7 +193,8 @@ def _open_wave(data: bytes, where: str) -> _Source:
     if data[:4] != b"RIFF":
         raise ParameterError(
             where,
-            "is no WAV file, and this server reads only those: install the extra engine-serve[media] for others",
+            "is not a WAV file, and this server reads only those: install the extra "
+            "engine-serve[media] for other formats",
         )
     try:
         return _WaveFile(wave.open(io.BytesIO(data)))
@@ -206,12 +210,12 @@ class _SoundFile:
 
     def __init__(self, file: Any, *, has_index: bool) -> None:
         self._file = file
-        # Else soundfile seeks after each read, where MP3 decoders lose the bits of the frames before.
+        # Otherwise soundfile seeks after each read, and MP3 decoders lose data of the previous frames.
         file.seekable = lambda: False
         self.rate: int = file.samplerate
         self.num_channels: int = file.channels
         self.length: int = file.frames if file.frames < _UNKNOWN_LENGTH else -1
-        # The index of an MP3 file may be off by the encoder's delay.
+        # The index of an MP3 file may differ from the length by the encoder's delay.
         share = {"FLAC": 1.0, "MP3": 0.9 if has_index else 0.0}.get(file.format, 0.0)
         self.min_length = int(share * self.length)
 
@@ -236,7 +240,7 @@ class _WaveFile:
         frames = np.frombuffer(data[: len(data) // self._frame_bytes * self._frame_bytes], np.uint8)
         frames = frames.reshape(-1, self.num_channels, self._width)
         if self._width == 1:
-            # Only samples of one byte have no sign.
+            # Only 8-bit samples are unsigned.
             narrow: Float32Array = frames[..., 0].astype(np.float32) / np.float32(128) - np.float32(
                 1
             )
@@ -264,7 +268,7 @@ def _unreadable(where: str, error: Exception, data: bytes = b"") -> ParameterErr
 
 
 def _reason(error: Exception) -> str:
-    # libsndfile repeats the object that was opened, with its address, and has no words for some errors.
+    # libsndfile's message contains the address of the opened object, and is empty for some errors.
     reason = str(error).rpartition(">: ")[2].rstrip(". ")
     return reason.removeprefix("Error : ") or "it is truncated or damaged"
 

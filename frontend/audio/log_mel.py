@@ -1,4 +1,4 @@
-"""Log-mel features of sounds, equal to those of transformers' `WhisperFeatureExtractor`."""
+"""Compute log-mel features of sounds, equal to those of transformers' `WhisperFeatureExtractor`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...protocol.arrays import Float32Array
 RATE: Final = 16_000
 HOP: Final = 160
 WINDOW: Final = 400
-"""Samples per second, from a frame to the next, and of a frame."""
+"""Samples per second, samples from a frame to the next, and samples per frame."""
 
 _MAX_HZ: Final = 8000.0
 _FLOOR: Final = 1e-10
 _RANGE: Final = 8.0
-"""Decades below the loudest value that are kept."""
+"""Values more than this many decades below the maximum are clipped."""
 
 # Slaney's mel scale: linear below 1000 Hz, logarithmic above (Auditory Toolbox, 1998).
 _HZ_PER_MEL: Final = 200 / 3
@@ -31,12 +31,12 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
 
     Args:
         samples: The samples at `RATE`, float32 [N] in [-1, 1], N at most `num_samples`.
-        num_samples: The length to which they are filled with silence.
-        num_mel_bins: The number of features of a frame.
+        num_samples: The length to which the samples are padded with silence.
+        num_mel_bins: The number of features per frame.
     """
     num_frames = num_samples // HOP
     half = WINDOW // 2
-    # All later frames are silent.
+    # All later frames are silent, so they need no computation.
     num_loud = min(num_frames, (len(samples) + half) // HOP + 1)
     filled = np.zeros(min(num_samples, num_loud * HOP + WINDOW), np.float32)
     filled[: len(samples)] = samples
@@ -55,7 +55,7 @@ def log_mel(samples: Float32Array, num_samples: int, num_mel_bins: int) -> Float
 
 @lru_cache(1)
 def _hann() -> Float32Array:
-    """Return the window, which would begin again after its last value."""
+    """Return the periodic Hann window, float32 [WINDOW]."""
     return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
 
 
@@ -63,7 +63,8 @@ def _hann() -> Float32Array:
 def _mel_filters(num_mel_bins: int) -> Float32Array:
     """Return the weight of each frequency in each feature, float32 [num_mel_bins, WINDOW // 2 + 1].
 
-    They are triangles from the center of one feature to that of the next but one, all of the same area.
+    The filters are overlapping triangles of equal area. The triangle of feature i extends from the center of feature i
+    - 1 to that of feature i + 1.
     """
     frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
     top = _FIRST_LOG_MEL + np.log(_MAX_HZ / _FIRST_LOG_HZ) * _MELS_PER_E

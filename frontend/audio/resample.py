@@ -1,4 +1,4 @@
-"""Changes the sample rate of a sound."""
+"""Change the sample rate of a sound."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...protocol.arrays import Float32Array
 
 MIN_RATE: Final = 4_000
 MAX_RATE: Final = 384_000
-"""Sample rates that are resampled, in Hz."""
+"""Maximum sample rate that can be resampled, in Hz."""
 
 _MAX_DOWN: Final = 1000
-"""Maximum denominator of the ratio of two rates. An odd rate is off by at most a millionth."""
+"""Maximum denominator of the ratio of two rates. Unusual rates are off by at most one part in a million."""
 
 _NUM_COLUMNS: Final = 128
-"""Outputs of a row of the product, if the ratio of the rates needs no more."""
+"""Number of outputs per row of the matrix product, unless the ratio of the rates needs more."""
 
 _NUM_CROSSINGS: Final = 32
-"""Zero crossings of the filter on each side."""
+"""Number of zero crossings of the filter on each side."""
 
 _BETA: Final = 10.0
-"""The shape of the Kaiser window: about 100 dB of attenuation."""
+"""The shape parameter of the Kaiser window: about 100 dB of attenuation."""
 
 _ROLLOFF: Final = 0.94
 """The cutoff of the filter as a share of the lower Nyquist frequency."""
@@ -33,12 +33,12 @@ _ROLLOFF: Final = 0.94
 class Resampler:
     """Resamples a sound that arrives in blocks, with a windowed sinc filter.
 
-    Each output is a sum of the inputs around it. The outputs are computed in rows of one matrix product: a row of
-    `columns` outputs reads `rows_step` inputs and the reach of the filter.
+    Each output is a weighted sum of the inputs around it. The outputs are computed as rows of one matrix product. A row
+    of `columns` outputs reads `rows_step` inputs, and those within the filter's reach on both sides.
 
     Args:
-        from_rate: The rate of the sound, from `MIN_RATE` to `MAX_RATE`.
-        to_rate: The rate of the result.
+        from_rate: The rate of the sound in Hz, from `MIN_RATE` to `MAX_RATE`.
+        to_rate: The rate of the result in Hz.
     """
 
     def __init__(self, from_rate: int, to_rate: int) -> None:
@@ -48,12 +48,12 @@ class Resampler:
         if self._is_same:
             return
         self._filter, self._step, self._reach = _filter(ratio.numerator, ratio.denominator)
-        # Before the first sample and after the last one is silence.
+        # The sound is treated as silent before its first sample and after its last.
         self._kept = np.zeros(self._reach, np.float32)
         self._num_inputs = self._num_outputs = 0
 
     def feed(self, samples: Float32Array, *, is_end: bool = False) -> Float32Array:
-        """Return the outputs that the samples so far determine, float32 [M]; at the end, all that are left."""
+        """Add samples, and return the outputs that are now determined, float32 [M]; if `is_end`, all remaining ones."""
         if self._is_same:
             return samples
         self._num_inputs += len(samples)
@@ -67,7 +67,7 @@ class Resampler:
         if not num_rows:
             return np.zeros(0, np.float32)
         windows = np.lib.stride_tricks.sliding_window_view(inputs, width)[:: self._step][:num_rows]
-        # BLAS takes no rows that overlap.
+        # BLAS does not accept overlapping rows, so they are copied.
         outputs: Float32Array = (np.ascontiguousarray(windows) @ self._filter).reshape(-1)
         if is_end:
             outputs = outputs[: max(0, self._num_wanted() - self._num_outputs)]
@@ -75,18 +75,19 @@ class Resampler:
         return outputs
 
     def _num_wanted(self) -> int:
-        """Return the number of outputs of the whole sound, rounded up."""
+        """Return the number of outputs for the whole sound, rounded up."""
         return -(-self._num_inputs * self._ratio.numerator // self._ratio.denominator)
 
 
 @lru_cache(16)
 def _filter(up: int, down: int) -> tuple[Float32Array, int, int]:
-    """Return the filter as a matrix [inputs, outputs] of a row, the inputs from row to row, and the filter's reach."""
+    """Return the filter matrix of a row, [inputs, outputs], the inputs from row to row, and the filter's reach."""
     repeats = max(1, _NUM_COLUMNS // up)
     columns, step = up * repeats, down * repeats
     cutoff = _ROLLOFF * min(1.0, up / down)
     reach = int(np.ceil(_NUM_CROSSINGS / cutoff))
-    # Distances in inputs from each output to each input of its row, which begins `reach` before the first output.
+    # Distances, in inputs, from each output of a row to each input. The row's inputs begin `reach` before its first
+    # output.
     times = np.arange(columns) * (down / up)
     distances = np.arange(step + 2 * reach)[:, None] - reach - times[None, :]
     inside = np.clip(1 - (distances / reach) ** 2, 0, None)

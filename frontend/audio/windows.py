@@ -1,4 +1,4 @@
-"""Cuts a sound into windows that a model reads, at quiet places."""
+"""Cut a sound at quiet places into windows of the length that a model reads."""
 
 from __future__ import annotations
 
@@ -9,41 +9,44 @@ import numpy as np
 from ...protocol.arrays import Float32Array
 
 SEARCH_SHARE: Final = 1 / 3
-"""A window that is not the last is cut in its last third, where it is quietest."""
+"""The last part of a window in which a cut is searched for, as a share of the window."""
 
 _FRAME_S: Final = 0.02
-"""Seconds whose mean power is compared."""
+"""Seconds of the frames whose mean powers are compared."""
 
 _QUIET_FRAMES: Final = 15
-"""Frames around a cut that should be quiet: a pause between sentences is longer, one within a word is shorter."""
+"""Number of frames around a cut that should be quiet.
+
+A pause between sentences is longer, one within a word shorter.
+"""
 
 
 class Samples(Protocol):
     """A sound that is read once, from its start."""
 
     def read(self, num_samples: int) -> Float32Array:
-        """Return at least so many of the next samples; fewer only at the end."""
+        """Return at least `num_samples` of the next samples; fewer only at the end."""
 
     def close(self) -> None:
-        """Release what is held for the rest of the sound."""
+        """Release the resources that are held for the rest of the sound."""
 
 
 class Window(NamedTuple):
-    """A part of a sound: its samples, and its first sample's position in the sound."""
+    """A part of a sound: its samples, and the position of its first sample in the sound."""
 
     start: int
     samples: Float32Array
 
 
 class Windows:
-    """Cuts a sound into windows that follow each other, so that each word is in one of them.
+    """Cuts a sound into successive windows, so that no word is cut.
 
     A cut is at the middle of the longest quiet place in the last third of the longest possible window.
 
     Args:
         sound: The sound.
-        rate: Its rate in samples per second.
-        max_seconds: The maximum length of a window.
+        rate: The rate of the sound in Hz.
+        max_seconds: The maximum length of a window in seconds.
     """
 
     def __init__(self, sound: Samples, rate: int, max_seconds: float) -> None:
@@ -77,17 +80,17 @@ class Windows:
         return window
 
     def _find_cut(self) -> int:
-        """Return the position of the quietest place, where the power of the frames around it is least."""
+        """Return the position of the quietest place, where the power of the frames around it is lowest."""
         first = int(self._max_samples * (1 - SEARCH_SHARE))
         searched = self._kept[first : self._max_samples]
         num_frames = len(searched) // self._frame
         if num_frames <= _QUIET_FRAMES:
             return self._max_samples
         frames = searched[: num_frames * self._frame].reshape(num_frames, self._frame)
-        # In decibels, so that one loud frame does not hide the quiet ones beside it.
+        # Compare decibels, so that a single loud frame does not hide the quiet frames around it.
         power = 10 * np.log10(np.square(frames).mean(axis=1) + 1e-9)
         around = np.convolve(power, np.full(_QUIET_FRAMES, 1 / _QUIET_FRAMES), mode="valid")
-        # Of equally quiet places the middle one, because the next word may begin after the last.
+        # Of equally quiet places, take the middle one, because the next word may begin right after the last.
         quietest = np.flatnonzero(around <= around.min() + 1e-6)
         middle = int(quietest[len(quietest) // 2]) + _QUIET_FRAMES // 2
         return first + middle * self._frame + self._frame // 2

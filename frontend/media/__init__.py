@@ -1,1 +1,1 @@
-"""Images in requests: where they come from, how a model reads them, and their places in the prompt."""
+"""Images, videos and sounds in requests: load and decode them, preprocess them, and place them in the prompt."""

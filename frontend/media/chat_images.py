@@ -1,4 +1,4 @@
-"""Takes the images and videos out of a conversation."""
+"""Take the images and videos out of a conversation, and preprocess them for the model."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _MAX_FRAMES: Final = 1024
 
 
 class ChatImage(NamedTuple):
-    """An image of a conversation: a URL, or Pillow's image from a caller in this process."""
+    """An image of a conversation: a URL, or a Pillow image from a caller in this process."""
 
     source: str | Image.Image
     where: str
 
 
 class EmbeddedImage(NamedTuple):
-    """An image as its embeddings: a file in base64, or an array from a caller in this process.
+    """An image that is given as its embeddings: a file in base64, or an array from a caller in this process.
 
-    `fields` may have their grid.
+    `fields` may contain the grid of the embeddings.
     """
 
     source: str | NDArray[Any]
@@ -53,7 +53,7 @@ class EmbeddedImage(NamedTuple):
 
 
 class ChatVideo(NamedTuple):
-    """A video of a conversation: a URL, the bytes of a file, or its frames, and which frames are read."""
+    """A video of a conversation: a URL, the bytes of a file or the frames, and the choice of frames to read."""
 
     source: str | bytes | list[str | Image.Image]
     where: str
@@ -64,14 +64,16 @@ ChatItem: TypeAlias = ChatImage | EmbeddedImage | ChatVideo
 
 
 class MediaLimits(NamedTuple):
-    """The maximum numbers of images and videos of a prompt; None if the model reads no videos."""
+    """The maximum numbers of images and videos in a prompt; None for videos if the model reads none."""
 
     max_images: int
     max_videos: int | None
 
 
 def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any], list[ChatItem]]:
-    """Return a copy of the messages with `IMAGE_PART` and `VIDEO_PART` in place of images and videos, and these.
+    """Return a copy of the messages with marks in place of images and videos, and a list of these.
+
+    The marks are `IMAGE_PART` and `VIDEO_PART`.
 
     Raises:
         ParameterError: A part is invalid, or there are too many images or videos.
@@ -85,13 +87,13 @@ def take_media(messages: Sequence[Any], limits: MediaLimits) -> tuple[list[Any],
 
 
 def _kind(part: Any) -> str:
-    """Return the type of a part that is an image or a video, else an empty text."""
+    """Return the type of a part that is an image or a video, otherwise ""."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return kind if isinstance(kind, str) and kind in (*_KINDS, *_VIDEO_KINDS) else ""
 
 
 def _take(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> Any:
-    """Return the part, or the mark in its place after appending its image or video."""
+    """Append the image or video of a part to `media` and return its mark; return any other part unchanged."""
     kind = _kind(part)
     if not kind:
         return part
@@ -120,10 +122,10 @@ def _take(part: Any, where: str, media: list[ChatItem], limits: MediaLimits) -> 
 
 
 def make_embedded(value: Any, where: str) -> EmbeddedImage:
-    """Return an image as its embeddings: a file in base64, an array, or an object that has one and its grid.
+    """Return an image from its embeddings: a file in base64, an array, or an object with an array and its grid.
 
     Raises:
-        ParameterError: It is none of these.
+        ParameterError: The value is none of these.
     """
     fields: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
@@ -141,11 +143,11 @@ def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) 
         value: A URL, the bytes of a file, a list of URLs or Pillow's images, or an array uint8 [frames, height, width,
             3].
         where: The name of the field in errors.
-        fps: The frames of a second, or None.
-        num_frames: The number of frames that are read of a file, or None.
+        fps: The number of frames per second, or None.
+        num_frames: The number of frames to read from a file, or None.
 
     Raises:
-        ParameterError: It is no video, or `fps` or `num_frames` is invalid.
+        ParameterError: The value is not a video, or `fps` or `num_frames` is invalid.
     """
     parent = where.rpartition(".")[0]
     if fps is not None and not (type(fps) in (int, float) and 0 < fps <= _MAX_FPS):
@@ -175,9 +177,9 @@ def make_video(value: Any, where: str, fps: Any = None, num_frames: Any = None) 
 
 
 class ChatImages:
-    """Takes images and videos out of conversations and prepares them for the model.
+    """Takes images and videos out of conversations and preprocesses them for the model.
 
-    Files are decoded in processes, because a crash of a decoder must not end this one.
+    Files are decoded in separate processes, so that a crash of a decoder does not end this one.
     """
 
     def __init__(
@@ -201,15 +203,15 @@ class ChatImages:
         self._downloader: Downloader | None = None
         if config.frontend.allowed_media_domains:
             self._downloader = Downloader(config.frontend.allowed_media_domains)
-            # A slow host must not delay images that are here already.
+            # A slow host must not delay images that have arrived already.
             self._downloads = executor.create_separate()
 
     def start(self) -> None:
-        """Start to load what decodes files, so that the first of them does not wait for it."""
+        """Start the decoder processes, so that the first file need not wait for them."""
         self._processes.start()
 
     def close(self) -> None:
-        """Stop the processes and threads."""
+        """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
         if self._downloader is not None:
@@ -218,20 +220,20 @@ class ChatImages:
     async def take(
         self, messages: Sequence[Any], body_size: int
     ) -> tuple[list[Any], list[PreparedImage]]:
-        """Return the messages with parts in place of images and videos, and these as the model reads them.
+        """Return the messages with marks in place of images and videos, and these, preprocessed.
 
         Args:
             messages: The conversation.
             body_size: The size of the request in bytes.
 
         Raises:
-            ParameterError: An image cannot be read, or they do not fit into the context.
+            ParameterError: An image cannot be read, or the images do not fit into the context.
         """
         taken, images = await self._executor.run(body_size, take_media, messages, self._limits)
         return taken, await self.prepare(images)
 
     def wrap(self, given: Any, where: str) -> ChatItem:
-        """Return an image or a video of a caller in this process."""
+        """Return an image or a video that a caller in this process passed, in the form that `prepare` takes."""
         if where.endswith(".video"):
             return make_video(given, where)
         if isinstance(given, np.ndarray | Mapping):
@@ -239,10 +241,10 @@ class ChatImages:
         return ChatImage(given, where)
 
     async def prepare(self, images: Sequence[ChatItem]) -> list[PreparedImage]:
-        """Return images and videos as the model reads them.
+        """Return preprocessed images and videos.
 
         Raises:
-            ParameterError: An image cannot be read, or they do not fit into the context.
+            ParameterError: An image cannot be read, or the images do not fit into the context.
         """
         prepared: list[PreparedImage] = []
         num_outputs = 0
@@ -268,7 +270,7 @@ class ChatImages:
 
         Args:
             text: The prompt, with a token for each image.
-            images: The images in their order, and the videos in theirs.
+            images: The images in the order of the prompt, and the videos in theirs.
             encode: Returns the text and the token ids of a prompt.
 
         Raises:
@@ -289,7 +291,7 @@ class ChatImages:
             return await self._executor.in_thread(place, source, where)
         if isinstance(source, str) and not is_data_url(source) and self._downloader is not None:
             source = await self._downloads.in_thread(self._downloader.download, source, where)
-        # Pillow's images come from a caller in this process, who has decoded them.
+        # Pillow's images come from a caller in this process, who has already decoded them.
         is_decoded = isinstance(source, Image.Image) or (
             isinstance(source, list) and any(isinstance(part, Image.Image) for part in source)
         )

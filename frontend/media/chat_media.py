@@ -1,4 +1,4 @@
-"""The images or sounds of conversations, as far as the model reads any."""
+"""The interface for images or sounds in conversations, and its implementation for a model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..tokenizer import Tokenizer
 
 
 class ChatMedia(Protocol):
-    """Takes images or sounds out of conversations, and puts what the model reads into prompts."""
+    """Takes images or sounds out of conversations, preprocesses them, and places them in prompts."""
 
     def start(self) -> None:
-        """Start to load what decodes files, so that the first of them does not wait for it."""
+        """Start the decoder processes, so that the first file need not wait for them."""
 
     def close(self) -> None:
-        """Stop the processes and threads."""
+        """Stop the decoder processes and threads."""
 
     async def take(self, messages: Sequence[Any], body_size: int) -> tuple[list[Any], list[Any]]:
-        """Return the messages with parts in their place, and the prepared images or sounds.
+        """Return the messages with marks in place of images or sounds, and these, preprocessed.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
         """
 
     def wrap(self, given: Any, where: str) -> Any:
-        """Return an image or a sound of a caller in this process as `prepare` takes it."""
+        """Return an image or a sound that a caller in this process passed, in the form that `prepare` takes."""
 
     async def prepare(self, found: Sequence[Any]) -> list[Any]:
-        """Return images or sounds as the model reads them.
+        """Return preprocessed images or sounds.
 
         Raises:
             ParameterError: One of them cannot be read, or they do not fit into the context.
@@ -44,7 +44,7 @@ class ChatMedia(Protocol):
         encode: Callable[[str], tuple[str, Sequence[int]]],
         /,
     ) -> tuple[str, Sequence[int], list[EncoderInput]]:
-        """Return a prompt with room for them, its token ids and the encoder inputs.
+        """Return a prompt with room for the images or sounds, its token ids and the encoder inputs.
 
         Raises:
             ParameterError: The prompt has more or fewer places than there are images or sounds.
@@ -54,9 +54,9 @@ class ChatMedia(Protocol):
 def find_chat_media(
     config: EngineConfig, tokenizer: Tokenizer, executor: ThreadExecutor
 ) -> ChatMedia | None:
-    """Return the reader of images or sounds in conversations; None if the model or the limits allow none."""
+    """Return the object for images or sounds in conversations; None if the model or the limits allow none."""
     model, limits = config.model, config.frontend
-    # Imported here, because few models read images or sounds.
+    # A late import, because few models read images or sounds.
     if model.images is not None and model.has_tokenizer and limits.max_images:
         from .chat_images import ChatImages
 

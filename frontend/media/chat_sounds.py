@@ -1,4 +1,4 @@
-"""Takes sounds out of conversations and prepares them for the model."""
+"""Take sounds out of a conversation, and preprocess them for the model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .message_parts import replace_parts, verify_count
 _KINDS: Final = ("input_audio", "audio_url", "audio")
 
 Samples: TypeAlias = tuple[npt.NDArray[Any], int]
-"""A sound of a caller in this process: its samples, shape [N] or [N, channels], and their rate in Hz."""
+"""A sound from a caller in this process: the samples, shape [N] or [N, channels], and their rate in Hz."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class ChatSound(NamedTuple):
-    """A sound of a conversation: a file in base64, a URL, or samples; and the name of its field."""
+    """A sound of a conversation (a file in base64, a URL, or samples), and the name of its request field."""
 
     source: str | Samples
     where: str
@@ -49,7 +49,7 @@ class ChatSound(NamedTuple):
 
 
 class PreparedSound:
-    """A sound as the model reads it: its windows, and the tokens whose places their embeddings take."""
+    """A preprocessed sound: its windows, and the tokens that its embeddings replace."""
 
     def __init__(self, inputs: list[EncoderInput]) -> None:
         self.inputs = inputs
@@ -57,7 +57,7 @@ class PreparedSound:
 
 
 def take_sounds(messages: Sequence[Any], max_sounds: int) -> tuple[list[Any], list[ChatSound]]:
-    """Return a copy of the messages with `AUDIO_PART` in place of sounds, and these, in their order.
+    """Return a copy of the messages with `AUDIO_PART` in place of sounds, and a list of the sounds.
 
     Raises:
         ParameterError: A part is invalid, or there are too many sounds.
@@ -69,7 +69,7 @@ def take_sounds(messages: Sequence[Any], max_sounds: int) -> tuple[list[Any], li
 
 
 def _take(part: Any, where: str, sounds: list[ChatSound]) -> Any:
-    """Return the part, or the mark in its place after appending its sound."""
+    """Append the sound of a part to `sounds` and return its mark; return any other part unchanged."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS:
         return part
@@ -88,9 +88,9 @@ def _take(part: Any, where: str, sounds: list[ChatSound]) -> Any:
 
 
 class ChatSounds:
-    """Takes sounds out of conversations and prepares them for the model.
+    """Takes sounds out of conversations and preprocesses them for the model.
 
-    Files are decoded in processes, because a crash of a decoder must not end this one.
+    Files are decoded in separate processes, so that a crash of a decoder does not end this one.
     """
 
     def __init__(
@@ -114,22 +114,22 @@ class ChatSounds:
         self._downloader: Downloader | None = None
         if config.frontend.allowed_media_domains:
             self._downloader = Downloader(config.frontend.allowed_media_domains)
-            # A slow host must not delay sounds that are here already.
+            # A slow host must not delay sounds that have arrived already.
             self._downloads = executor.create_separate()
 
     def start(self) -> None:
-        """Start to load what decodes files, so that the first of them does not wait for it."""
+        """Start the decoder processes, so that the first file need not wait for them."""
         self._processes.start()
 
     def close(self) -> None:
-        """Stop the processes and threads."""
+        """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
         if self._downloader is not None:
             self._downloads.close()
 
     def _find_limit(self, config: EngineConfig) -> tuple[float, str]:
-        """Return the maximum length of a sound in seconds, and what sets it."""
+        """Return the maximum length of a sound in seconds, and a description of the limit that determines it."""
         sounds = self._config
         window_s = sounds.window_frames * HOP / RATE
         limits = [
@@ -140,7 +140,7 @@ class ChatSounds:
             ),
         ]
         if sounds.max_windows:
-            limits.append((sounds.max_windows * window_s, "what this model reads"))
+            limits.append((sounds.max_windows * window_s, "the length that this model reads"))
         return min(limits)
 
     async def take(
@@ -153,26 +153,26 @@ class ChatSounds:
             body_size: The size of the request in bytes.
 
         Raises:
-            ParameterError: A sound cannot be read, or they do not fit into the context.
+            ParameterError: A sound cannot be read, or the sounds do not fit into the context.
         """
         taken, sounds = await self._executor.run(body_size, take_sounds, messages, self._max_sounds)
         return taken, await self.prepare(sounds)
 
     def wrap(self, given: Any, where: str) -> ChatSound:
-        """Return a sound of a caller in this process.
+        """Return a sound that a caller in this process passed.
 
         Raises:
-            ParameterError: It is not a pair of samples and their rate.
+            ParameterError: The value is not a pair of samples and their rate.
         """
         if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[1], int):
             raise ParameterError(where, f"must have pairs (samples, rate), got {echo(given)}")
         return ChatSound(given, where)
 
     async def prepare(self, sounds: Sequence[ChatSound]) -> list[PreparedSound]:
-        """Return sounds as the model reads them.
+        """Return preprocessed sounds.
 
         Raises:
-            ParameterError: A sound cannot be read, or they do not fit into the context.
+            ParameterError: A sound cannot be read, or the sounds do not fit into the context.
         """
         prepared: list[PreparedSound] = []
         num_outputs = 0
@@ -228,10 +228,10 @@ class ChatSounds:
     def _place_inputs(
         self, token_ids: Sequence[int], sounds: Sequence[PreparedSound]
     ) -> list[EncoderInput]:
-        """Return the encoder inputs at the places of their tokens.
+        """Return the encoder inputs at the positions of their tokens.
 
         Raises:
-            ParameterError: The tokens of a sound are not where they should be.
+            ParameterError: The tokens of a sound are not at the expected positions.
         """
         positions = np.flatnonzero(np.asarray(token_ids) == self._config.token_id)
         inputs = [item for sound in sounds for item in sound.inputs]
@@ -254,15 +254,15 @@ class ChatSounds:
             data = _decode_base64(source, where) if isinstance(source, str) else source
             opening = OpenSound(where, RATE, self._max_seconds, self._limit)
             with closing(self._processes.open_sound(data, opening)) as sound:
-                # One more sample than allowed cannot come: the process would have refused it.
+                # There is at most one sample more than allowed, because the process would have rejected a longer file.
                 samples = sound.read(int(self._max_seconds * RATE) + RATE)
         return PreparedSound(self._split(samples, where))
 
     def _split(self, samples: Float32Array, where: str) -> list[EncoderInput]:
-        """Return the windows of a sound.
+        """Return the windows of a sound as encoder inputs.
 
         Raises:
-            ParameterError: It is too short for an embedding.
+            ParameterError: The sound is too short for a single embedding.
         """
         config = self._config
         window = config.window_frames
@@ -276,7 +276,7 @@ class ChatSounds:
             if not config.is_filled:
                 num_rows = (min(num_frames - start, window) + 1) // 2
                 size = 2 * num_rows // config.frames_per_output
-                # Beyond the window the convolutions read zeros.
+                # Beyond the window, the convolutions read zeros.
                 part = np.pad(part, ((0, 0), (0, FRAMES_AFTER)))[:, : 2 * num_rows + FRAMES_AFTER]
             if not size:
                 raise ParameterError(
@@ -295,7 +295,7 @@ def _encoder_input(features: Float32Array, size: int) -> EncoderInput:
 
 def _decode_base64(data: str, where: str) -> bytes:
     try:
-        # White space is allowed in base64, and other characters are not.
+        # Base64 may contain white space, but no other characters.
         return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ParameterError(where, f"is not valid base64: {error}") from None

@@ -1,4 +1,4 @@
-"""Reads frames of MP4, WebM and Matroska files of requests, which are untrusted, with PyAV."""
+"""Read frames of MP4, WebM and Matroska files with PyAV. The files come from clients and are untrusted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_FRAME_PIXELS: Final = 1 << 24
 """Maximum pixels of a frame."""
 
 MAX_SECONDS: Final = 3600
-"""Maximum length of a file."""
+"""Maximum length of a file in seconds."""
 
 MAX_FRAMES: Final = 60 * MAX_SECONDS
 """Maximum frames of a file."""
@@ -24,11 +24,11 @@ _CODECS: Final = {"h264", "hevc", "libdav1d", "av1", "vp8", "vp9", "mpeg4"}
 _PROBE_BYTES: Final = 1 << 20
 
 CheckTime: TypeAlias = Callable[[], None]
-"""Raises `ParameterError` if decoding has taken too long."""
+"""Function that raises `ParameterError` if decoding has taken too long."""
 
 
 class VideoTrack(NamedTuple):
-    """The frames of a file: their number, how many a second has, and their size."""
+    """The number, rate (per second) and size of a file's frames."""
 
     num_frames: int
     fps: float
@@ -37,7 +37,7 @@ class VideoTrack(NamedTuple):
 
 
 class _Packets(NamedTuple):
-    """Packets in the order of decoding, and the times of the frames in that in which they are shown."""
+    """Packets in decoding order, and the times of the frames in display order."""
 
     packets: list[Any]
     times: list[int]
@@ -55,7 +55,7 @@ class _Packets(NamedTuple):
 
 
 def container_format(data: bytes) -> str | None:
-    """Return FFmpeg's name of a file's format; None if it is neither MP4 nor Matroska, of which WebM is a kind."""
+    """Return FFmpeg's name for a file's format; None if it is neither MP4 nor Matroska (which includes WebM)."""
     if data[4:8] == b"ftyp":
         return "mp4"
     return "matroska" if data.startswith(b"\x1a\x45\xdf\xa3") else None
@@ -70,17 +70,17 @@ def read_container(
 ) -> tuple[VideoTrack, list[Image.Image]]:
     """Return a file's first video track, and some of its frames in RGB.
 
-    Only groups of pictures that have chosen frames are decoded. FFmpeg sees nothing but the bytes.
+    Only groups of pictures with chosen frames are decoded. FFmpeg gets only the bytes, so it cannot open other files.
 
     Args:
-        data: The file, which `container_format` knows.
+        data: A file of a format that `container_format` recognizes.
         where: The name of the field in errors.
-        choose: Returns the numbers of frames, in ascending order.
-        convert: What is kept of a frame.
+        choose: Returns the indices of the frames to read, in ascending order.
+        convert: Converts a frame to the image that is returned.
         check_time: Called between frames.
 
     Raises:
-        ParameterError: It cannot be read, or it is too large or too long.
+        ParameterError: The file cannot be read, or it is too large or too long.
     """
     av = _import_av(where)
     with _errors(av, where):
@@ -115,12 +115,12 @@ def _import_av(where: str) -> Any:
 
 @contextmanager
 def _errors(av: Any, where: str) -> Iterator[None]:
-    """Raise what FFmpeg finds wrong as errors of the request."""
+    """Turn errors of FFmpeg within this context into errors of the request."""
     try:
         yield
     except (ParameterError, MemoryError):
         raise
-    # It raises errors of the operating system and of its own kinds for damaged files.
+    # For damaged files, PyAV raises errors of the operating system and errors of its own.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, LookupError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ParameterError(
@@ -147,7 +147,7 @@ def _check_size(width: int, height: int, where: str) -> None:
 
 
 def _read_packets(container: Any, stream: Any, where: str, check_time: CheckTime) -> _Packets:
-    """Return all packets with frames that are shown, without decoding them."""
+    """Return all packets of displayed frames, without decoding them."""
     packets: list[Any] = []
     times: list[int] = []
     for packet in container.demux(stream):
@@ -159,13 +159,11 @@ def _read_packets(container: Any, stream: Any, where: str, check_time: CheckTime
         if not packet.is_discard:
             times.append(packet.pts)
         if len(packets) > MAX_FRAMES:
-            raise ParameterError(
-                where, f"has more than {MAX_FRAMES} frames, which is the most; send a shorter one"
-            )
+            raise ParameterError(where, f"has more than {MAX_FRAMES} frames; send a shorter one")
         if len(packets) % 256 == 0:
             check_time()
     if not times:
-        raise ParameterError(where, "has no frames; send a file with some")
+        raise ParameterError(where, "has no frames; send a file with at least one")
     return _Packets(packets, sorted(set(times)))
 
 
@@ -197,13 +195,13 @@ class _Decoder:
         wanted: Sequence[int],
         convert: Callable[[Image.Image], Image.Image],
     ) -> dict[int, Image.Image]:
-        """Return the frames with the wanted times that could be decoded."""
+        """Return the frames with the wanted times; frames that could not be decoded are missing."""
         remaining = set(wanted)
         frames: dict[int, Image.Image] = {}
         groups = list(found.groups())
         is_needed = [any(packet.pts in remaining for packet in group) for group in groups]
         for index, group in enumerate(groups):
-            # Frames that are shown before a key frame but stored behind it need the group before.
+            # Frames that are displayed before a key frame but stored after it need the previous group of pictures.
             leads = index + 1 < len(groups) and any(
                 packet.pts in remaining and packet.pts < groups[index + 1][0].pts
                 for packet in groups[index + 1]

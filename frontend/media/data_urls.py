@@ -1,4 +1,4 @@
-"""Reads the files that data URLs contain."""
+"""Decode data URLs, which contain a file in the URL itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_data_url(url: str, where: str) -> bytes:
         where: The name of the field in errors.
 
     Raises:
-        ParameterError: The URL is of another kind, is not in base64, or is invalid.
+        ParameterError: The URL is not a data URL, is not in base64, or is invalid.
     """
     if not is_data_url(url):
         raise ParameterError(
@@ -37,7 +37,7 @@ def read_data_url(url: str, where: str) -> bytes:
     if not comma or not header.lower().endswith(";base64"):
         raise ParameterError(where, "must be a data URL in base64: data:image/png;base64,…")
     try:
-        # White space is allowed in base64, and other characters are not.
+        # Base64 may contain white space, but no other characters.
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ParameterError(where, f"is not valid base64: {error}") from None

@@ -1,4 +1,4 @@
-"""Decodes images of requests, which are untrusted."""
+"""Decode images of requests, which are untrusted."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ...protocol.errors import ParameterError
 
 MAX_PIXELS: Final = 1 << 26
-"""Maximum pixels of an image. A decoded one takes three or four bytes for each."""
+"""Maximum pixels of an image. A decoded image takes three or four bytes per pixel."""
 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """Return an image in RGB, turned as its EXIF data says. Of an animation it is the first frame.
+    """Return an image in RGB, rotated according to its EXIF data. For an animation, return the first frame.
 
     Args:
         data: The content of an image file.
         where: The name of the field in errors.
 
     Raises:
-        ParameterError: It is not an image, is damaged, or is larger than `MAX_PIXELS`.
+        ParameterError: The file is not an image, is damaged, or has more than `MAX_PIXELS` pixels.
     """
     try:
         with warnings.catch_warnings():
-            # The limit is checked below.
+            # Pillow's own limit is off; the limit is checked below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         num_pixels = image.width * image.height
@@ -41,7 +41,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         raise
     except Image.DecompressionBombError:
         raise _too_large(where, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0)} pixels") from None
-    # The decoders raise many kinds of errors for damaged files.
+    # For damaged files, the decoders raise many kinds of errors.
     except Exception as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
@@ -52,10 +52,10 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, turned as its EXIF data says. What is transparent becomes white.
+    """Return the image in RGB, rotated according to its EXIF data. Transparent pixels become white.
 
-    Of gray values with 16 bits the upper 8 remain, as Pillow keeps them of colors. Its own conversion would limit them
-    to 255, so that almost all of them became white.
+    Of 16-bit gray values the upper 8 bits are kept, as Pillow does for colors. Pillow's own conversion would clip them
+    to 255, so that almost all would become white.
     """
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I;16"):

@@ -1,4 +1,4 @@
-"""Downloads images from hosts that the operator allows."""
+"""Download images and sounds from hosts that the operator allows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ...protocol.errors import ParameterError
 from ..http.shown_values import echo
 
 MAX_BYTES: Final = 1 << 25
-"""Maximum size of a downloaded file."""
+"""Maximum bytes of a downloaded file."""
 
 TIMEOUT_S: Final = 10.0
-"""Seconds that a download may take in all, from the first connection on."""
+"""Maximum total seconds of a download, including redirects."""
 
 MAX_REDIRECTS: Final = 3
 
@@ -31,11 +31,11 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is one of the internet, not of this machine or its network."""
+    """Return whether an address is on the internet, and not this machine or its private network."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
-        # These networks lead to IPv4 addresses, among them private ones.
+        # These networks map to IPv4 addresses, which may be private.
         if any(address in network for network in _TUNNELS):
             return False
     return address.is_global and not address.is_multicast
@@ -45,9 +45,9 @@ class Downloader:
     """Downloads files by HTTPS. It is thread-safe.
 
     Args:
-        allowed_domains: The host names that URLs may have, also those of redirects.
-        may_connect: Whether a connection to an address is allowed.
-        tls: The settings of TLS; by default certificates are verified with the system's.
+        allowed_domains: The host names that URLs may have, including those of redirects.
+        may_connect: Returns whether a connection to an address is allowed.
+        tls: The TLS settings. By default, certificates are verified against those of the system.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Downloader:
         return parts
 
     def _request(self, parts: SplitResult, where: str, end: float) -> tuple[bytes | None, str]:
-        """Return the content, or None and the URL of a redirect."""
+        """Return the content (or None) and the URL of a redirect."""
         host, port = parts.hostname or "", parts.port or 443
         with self._connect(host, port, where, end) as tls_socket:
             connection = http.client.HTTPSConnection(host, port)
@@ -122,7 +122,10 @@ class Downloader:
             return bytes(content), ""
 
     def _connect(self, host: str, port: int, where: str, end: float) -> ssl.SSLSocket:
-        """Return a connection to an allowed address of the host. The name is resolved only once."""
+        """Return a connection to an allowed address of the host.
+
+        The name is resolved only once, against DNS rebinding.
+        """
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for *_, address in found:
             if not self._may_connect(ipaddress.ip_address(address[0])):
@@ -144,7 +147,7 @@ def _remaining(end: float) -> float:
     """Return the seconds until `end`.
 
     Raises:
-        TimeoutError: It has passed.
+        TimeoutError: The time is over.
     """
     seconds = end - time.monotonic()
     if seconds <= 0:

@@ -1,4 +1,4 @@
-"""Reads embeddings that a client sends instead of an image, which are untrusted."""
+"""Parse embeddings that a client sends instead of an image. They are untrusted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_embeddings(text: str, where: str) -> NDArray[np.float32]:
         where: The name of the field in errors.
 
     Raises:
-        ParameterError: It is not such a file, or has something else than one matrix of floats.
+        ParameterError: The text is not such a file, or the file is not a single matrix of floats.
     """
     try:
         file = read_tensor_file(text)
@@ -36,7 +36,7 @@ def read_embeddings(text: str, where: str) -> NDArray[np.float32]:
     if len(shape) != 2 or min(shape) < 1:
         raise ParameterError(where, f"has the shape {list(shape)}, not [embeddings, size]")
     if file.dtype == "bfloat16":
-        # Its bits are the upper half of those of float32.
+        # The bits of a bfloat16 are the upper half of a float32.
         bits = np.frombuffer(file.data, "<u2").reshape(shape)
         return (bits.astype(np.uint32) << 16).view(np.float32)
     numbers = np.frombuffer(file.data, "<f4" if file.dtype == "float32" else "<f2").reshape(shape)
@@ -47,7 +47,7 @@ def check_embeddings(values: NDArray[Any], where: str, size: int) -> NDArray[np.
     """Return a matrix of embeddings as float32.
 
     Raises:
-        ParameterError: It is not a matrix of finite numbers with this size of a row.
+        ParameterError: The values are not a matrix of finite numbers whose rows have `size` elements.
     """
     if values.ndim != 2 or not len(values) or values.shape[1] != size:
         raise ParameterError(
@@ -61,16 +61,16 @@ def check_embeddings(values: NDArray[Any], where: str, size: int) -> NDArray[np.
 
 
 def read_grid(given: Mapping[str, Any], where: str, num_embeddings: int) -> tuple[int, int] | None:
-    """Return the rows and columns of embeddings, or None if nothing is said about them.
+    """Return the rows and columns of the grid of embeddings; None if the client sent none.
 
     Args:
-        given: It may have a `grid`, [rows, columns], or as in transformers an `image_grid_thw`, [1, rows, columns] of
-            patches, of which a square is an embedding.
+        given: May contain a `grid`, [rows, columns], or as in transformers an `image_grid_thw`, [1, rows, columns] of
+            patches, of which a square makes one embedding.
         where: The name of the field in errors.
         num_embeddings: The number of embeddings.
 
     Raises:
-        ParameterError: It is invalid, or does not fit the embeddings.
+        ParameterError: The grid is invalid, or does not match the number of embeddings.
     """
     if (grid := given.get("grid")) is not None:
         if not _are_counts(grid, 2):
@@ -90,7 +90,7 @@ def read_grid(given: Mapping[str, Any], where: str, num_embeddings: int) -> tupl
     side = math.isqrt(max(1, rows * columns // num_embeddings))
     if rows % side or columns % side or rows * columns != num_embeddings * side**2:
         raise ParameterError(
-            name, f"has {rows} x {columns} patches, which do not make {num_embeddings} embeddings"
+            name, f"has {rows} x {columns} patches, which do not match {num_embeddings} embeddings"
         )
     return rows // side, columns // side
 

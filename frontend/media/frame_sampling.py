@@ -1,4 +1,4 @@
-"""Chooses the frames of a video file that a model reads, as transformers' video processors do."""
+"""Choose the frames of a video file that a model reads, as transformers' video processors do."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from ...protocol.config.videos import AnyVideoProcessor
 
 _DYNAMIC_RATES: Final = ((30.0, 3.0), (300.0, 1.0), (math.inf, 0.5))
-"""The pairs of frames a second of videos of up to so many seconds."""
+"""Pairs (maximum length of a video in seconds, frames per second that are read)."""
 
 _DYNAMIC_SECONDS: Final = 2400
 _DYNAMIC_FRAMES: Final = 640
 
 
 class Sampling(NamedTuple):
-    """The settings of a request for the frames of a video.
+    """The settings of a request that choose the frames of a video.
 
     Attributes:
-        fps: The frames of a second that are read of a file, or that given frames have.
-        num_frames: The number of frames that are read of a file.
+        fps: The number of frames to read per second of a file; for given frames, their own rate.
+        num_frames: The number of frames to read from a file.
     """
 
     fps: float | None = None
@@ -34,13 +34,13 @@ DEFAULT_SAMPLING: Final = Sampling()
 def sample_frames(
     num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling = DEFAULT_SAMPLING
 ) -> list[int]:
-    """Return the numbers of the frames to read of a file, in ascending order.
+    """Return the indices of the frames to read from a file, in ascending order.
 
     Args:
-        num_frames: The frames of the file.
-        fps: How many of them a second has.
+        num_frames: The number of frames in the file.
+        fps: The number of frames per second of the file.
         config: How the model reads videos.
-        sampling: What the request says.
+        sampling: The settings of the request.
     """
     if config.sampling == "steps":
         return _steps(num_frames, fps, config, sampling)
@@ -88,7 +88,7 @@ def _inner(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sam
 def _equal_parts(
     num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling
 ) -> list[int]:
-    """Return the first or the middle frame of parts of equal length."""
+    """Return the first or the middle frame of each of several equal parts."""
     count = sampling.num_frames or config.num_frames
     if sampling.fps is not None:
         count = int(num_frames / fps * sampling.fps)
@@ -106,10 +106,10 @@ def _steps(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sam
     count = math.floor(min(max(wanted, config.min_frames), most, num_frames) / unit) * unit
     if sampling.num_frames is not None:
         count = min(round(sampling.num_frames / unit) * unit, most)
-    # A file with fewer frames than a patch is read as it is.
+    # A file with fewer frames than a patch is read completely.
     count = count or num_frames
     step = num_frames / count
-    # Rounding may make one more of them, as in a range of numbers with a fraction.
+    # Rounding may give one more frame, as with a range of floats.
     last = num_frames - 1
     return [min(int(np.float32(i * step)), last) for i in range(math.ceil(num_frames / step))]
 
@@ -117,7 +117,7 @@ def _steps(num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sam
 def _seconds(
     num_frames: int, fps: float, config: AnyVideoProcessor, sampling: Sampling
 ) -> list[int]:
-    """Return the frames at or after equal steps of time, which are longer in long videos."""
+    """Return the first frame at or after each of several equal steps of time. In long videos the steps are longer."""
     seconds, wanted = num_frames / fps, sampling.fps or config.fps
     count = max(int(seconds * wanted), 1)
     if seconds <= config.max_seconds and count <= config.max_frames:
@@ -132,7 +132,7 @@ def _seconds(
 
 
 def _dynamic(num_frames: int, fps: float, config: AnyVideoProcessor) -> list[int]:
-    """Return frames whose number of a second depends on the length of the video (GLM-4.6V)."""
+    """Return frames at a rate that depends on the length of the video (GLM-4.6V)."""
     seconds = min(num_frames / fps, _DYNAMIC_SECONDS)
     rate = next(rate for most, rate in _DYNAMIC_RATES if seconds <= most)
     rate *= config.frames_per_patch

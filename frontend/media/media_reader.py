@@ -1,4 +1,4 @@
-"""Reads images and videos as a model does, in the process of the caller."""
+"""Preprocess images and videos as a model needs it, in the process of the caller."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ReaderConfig(msgspec.Struct, frozen=True):
     """How a model reads images and videos.
 
     Attributes:
-        images: Its image processor.
-        videos: Its video processor; None if it reads no videos.
-        token: The text of the token that stands for an embedding of an image.
-        video_token: The same for videos.
+        images: The image processor.
+        videos: The video processor; None if the model reads no videos.
+        token: The text of the placeholder token of images.
+        video_token: The text of the placeholder token of videos.
         around: The texts before and after each grid of a video that has a time.
         max_outputs: The maximum number of embeddings of a video.
     """
@@ -48,11 +48,11 @@ class ReaderConfig(msgspec.Struct, frozen=True):
 
 
 class PreparedImage(NamedTuple):
-    """An image or a video as the model reads it.
+    """A preprocessed image or video.
 
     Attributes:
-        text: What replaces the image's token in the text of the prompt.
-        inputs: Its encoder inputs at position 0.
+        text: The text that replaces the image's token in the prompt.
+        inputs: The encoder inputs, at position 0.
         is_video: Whether it is a video.
     """
 
@@ -62,12 +62,12 @@ class PreparedImage(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        """The number of its embeddings, each of which takes the place of a token."""
+        """The number of embeddings, each of which replaces a token."""
         return sum(item.size for item in self.inputs)
 
 
 class MediaReader:
-    """Reads images and videos for one model. It is thread-safe."""
+    """Preprocesses images and videos for one model. It is thread-safe."""
 
     def __init__(self, config: ReaderConfig) -> None:
         self._config = config
@@ -75,15 +75,15 @@ class MediaReader:
     def read_image(
         self, source: str | bytes | Image.Image, where: str, num_images: int
     ) -> PreparedImage:
-        """Return one of a prompt's images as the model reads it.
+        """Return one of a prompt's images, preprocessed.
 
         Args:
-            source: A data URL, the content of a file, or one of Pillow's images.
+            source: A data URL, the content of a file, or a Pillow image.
             where: The name of the field in errors.
             num_images: The number of the prompt's images.
 
         Raises:
-            ParameterError: It cannot be read.
+            ParameterError: The image cannot be read.
         """
         if isinstance(source, str):
             source = read_data_url(source, where)
@@ -99,10 +99,10 @@ class MediaReader:
         sampling: Sampling,
         where: str,
     ) -> PreparedImage:
-        """Return a video as the model reads it. See `open_video` for the arguments.
+        """Return a preprocessed video. See `open_video` for the arguments.
 
         Raises:
-            ParameterError: It cannot be read.
+            ParameterError: The video cannot be read.
         """
         config, max_outputs = self._config.videos, self._config.max_outputs
         assert config is not None, "the model reads no videos"
@@ -113,16 +113,16 @@ class MediaReader:
         return self.prepare_video(open_video(source, sampling, where, config, fit))
 
     def prepare_image(self, image: Image.Image, num_images: int = 1) -> PreparedImage:
-        """Return one of a prompt's images in RGB as the model reads it.
+        """Return one of a prompt's images, given in RGB, preprocessed.
 
         Raises:
-            ValueError: The model cannot read it.
+            ValueError: The model cannot read the image.
         """
         config = self._config
         return _prepared(process_image(image, config.images, num_images), config.token)
 
     def prepare_video(self, video: Video) -> PreparedImage:
-        """Return a video as the model reads it."""
+        """Return a preprocessed video."""
         config = self._config
         assert config.videos is not None, "the model reads no videos"
         parts = frames(video, config.videos, config.around)
@@ -131,10 +131,10 @@ class MediaReader:
     def place_embeddings(
         self, values: NDArray[np.float32], grid: Grid | None = None
     ) -> PreparedImage:
-        """Return an image whose embeddings [K, `output_size`] a client sent, with their grid if it is known.
+        """Return an image for embeddings [K, `output_size`] that a client sent, with their grid if it is known.
 
         Raises:
-            ValueError: The model needs a grid, or it does not fit the embeddings.
+            ValueError: The model needs a grid, or the grid does not match the embeddings.
         """
         return _prepared(embedded(values, grid, self._config.images), self._config.token)
 
@@ -152,13 +152,13 @@ def _text(tile: Tile, token: str) -> str:
 
 
 def _encoder_input(tile: Tile) -> EncoderInput:
-    """Return the input of a tile at position 0."""
+    """Return the encoder input of a tile, at position 0."""
     data = _encoder.encode(tile.payload)
     num_tokens = tile.num_outputs
     if tile.row_length:
         num_tokens += num_tokens // tile.row_length - 1
-    # Frames of a video that are equal have equal embeddings, but other positions. The grid of pixels follows from their
-    # size, that of a client's embeddings does not.
+    # Equal frames of a video have equal embeddings but different positions, so positions are not hashed. The grid of
+    # pixels follows from their size, but the grid of a client's embeddings does not, so it is hashed.
     has_other_grid = tile.grid is not None and (
         tile.grid.continues or isinstance(tile.payload, EmbeddingPayload)
     )

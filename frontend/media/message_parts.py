@@ -1,4 +1,4 @@
-"""Replaces the parts of messages that are images, videos or sounds."""
+"""Replace the parts of messages that are images, videos or sounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...protocol.errors import ParameterError
 
 
 def replace_parts(messages: Sequence[Any], take: Callable[[Any, str], Any]) -> list[Any]:
-    """Return the messages with `take(part, place)` instead of each part, in copies where that is another one."""
+    """Return the messages with each part replaced by `take(part, place)`. Changed messages are copied."""
     replaced: list[Any] = []
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None

@@ -1,4 +1,4 @@
-"""Turns an image into what takes its place in a prompt."""
+"""Dispatch an image to the layout of the model's image processor."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _LAYOUTS: Final[dict[type[Any], Callable[[Image.Image, Any], Parts]]] = {
 
 
 def process_image(image: Image.Image, config: AnyImageProcessor, num_images: int = 1) -> Parts:
-    """Return what takes the place of one of a prompt's images in RGB: texts and tiles in their order.
+    """Return the texts and tiles that replace one of a prompt's images, which is given in RGB.
 
     Raises:
-        ValueError: The model cannot read it.
+        ValueError: The model cannot read the image.
     """
     if isinstance(config, AnyresProcessor):
         return anyres(image, config, num_images)

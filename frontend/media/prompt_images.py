@@ -1,4 +1,4 @@
-"""The places of images and videos in a prompt."""
+"""Place preprocessed images and videos in a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _token(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of a token.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The tokenizer has no such token.
     """
     token = tokenizer.id_to_token(token_id)
     if not token:
@@ -73,7 +73,7 @@ class PromptImages:
             if isinstance(videos, VideoProcessor):
                 around = _around(tokenizer, videos)
                 if around[0]:
-                    # Every grid of a video has these tokens of its own.
+                    # Each grid of a video has these tokens before and after it.
                     patterns.insert(0, re.escape(self._video_token.join(around)))
         self._place = re.compile("|".join(patterns))
         self.reader_config = ReaderConfig(
@@ -108,7 +108,7 @@ class PromptImages:
         return [next(videos if is_video else others) for is_video in are_videos]
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """Return the prompt with a token for each embedding of the images, which are `in_order`."""
+        """Return the prompt with one token for each embedding. The images must be in the order of `in_order`."""
         texts = [image.text for image in images]
         if texts:
             texts[-1] += self._config.after_images
@@ -117,7 +117,7 @@ class PromptImages:
         return self._place.sub(lambda _: next(each), text)
 
     def drop_start(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return a prompt without the token before the images that has its place after them."""
+        """Return a prompt without its first token, if the model's format puts this token after the images."""
         starts = self._start_id is not None and token_ids[:1] == [self._start_id]
         return token_ids[1:] if starts else token_ids
 
@@ -127,7 +127,7 @@ class PromptImages:
         """Return the encoder inputs of a prompt that was made by `expand`.
 
         Raises:
-            ParameterError: The tokens of an image are not where they should be.
+            ParameterError: The tokens of an image are not at the expected positions.
         """
         positions = np.flatnonzero(np.isin(np.asarray(token_ids), self._token_ids))
         inputs = [item for image in images for item in image.inputs]

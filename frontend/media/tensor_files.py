@@ -1,4 +1,4 @@
-"""Reads files with one tensor that clients send: safetensors (https://huggingface.co/docs/safetensors) and npy."""
+"""Parse files with one tensor that clients send: safetensors (https://huggingface.co/docs/safetensors) and npy."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _DTYPES: Final = {
     "<f4": "float32",
     "<f2": "float16",
 }
-"""The types of numbers, as safetensors and npy files name them."""
+"""Name of a number type in safetensors and npy files -> dtype."""
 
 
 class NotATensorFile(Exception):
-    """Raised for a text that is no such file. The message completes the name of the field."""
+    """Raised for a text that is not such a file. The message follows the name of the field."""
 
 
 def read_tensor_file(text: str) -> Embeddings:
     """Return the only tensor of a file in base64, which may be a data URL.
 
     Raises:
-        NotATensorFile: It is something else.
+        NotATensorFile: The text is something else.
     """
     try:
         data = base64.b64decode(text.rpartition(",")[2], validate=True)
@@ -65,7 +65,7 @@ def _read(data: bytes) -> Embeddings:
         raise ValueError(f"its shape is {shape}")
     dtype = _DTYPES[kind]
     if len(content) != math.prod(shape) * DTYPES[dtype]:
-        raise ValueError(f"it has {len(content)} bytes, which are not those of shape {list(shape)}")
+        raise ValueError(f"it has {len(content)} bytes, which do not match the shape {list(shape)}")
     return Embeddings(dtype, tuple(shape), content)
 
 
@@ -92,5 +92,5 @@ def _npy(data: bytes) -> tuple[str, Any, bytes]:
         raise ValueError("its header is too long")
     header = ast.literal_eval(data[first : first + length].decode("latin-1").strip())
     if header["fortran_order"]:
-        raise ValueError("its order is that of Fortran")
+        raise ValueError("it is stored in Fortran order")
     return str(header["descr"]), header["shape"], data[first + length :]

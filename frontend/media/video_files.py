@@ -1,4 +1,4 @@
-"""Decodes videos of requests, which are untrusted: files, animations, and frames one by one."""
+"""Decode videos of requests, which are untrusted: container files, animations, and single frames."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .frame_sampling import Sampling, sample_frames
 from .layouts.pixels import Sizes, Video
 
 MAX_FILE_FRAMES: Final = 4096
-"""Maximum frames of an animation, of which only some are read."""
+"""Maximum frames of an animation, only some of which are read."""
 
 MAX_VIDEO_PIXELS: Final = 1 << 27
-"""Maximum pixels of all frames of a video together, also of those that are not read."""
+"""Maximum total pixels of all frames of a video, including frames that are not read."""
 
 TIMEOUT_S: Final = 20.0
-"""Seconds that the frames of a video may take to decode."""
+"""Maximum seconds to decode the frames of a video."""
 
 
 Fit: TypeAlias = Callable[[int, int, int], Sizes]
-"""From the width, the height and the number of frames to the sizes to which they are resized.
+"""Function from (width, height, number of frames) to the sizes to which frames are resized.
 
-It raises ValueError if the model cannot read them.
+It raises ValueError if the model cannot read the frames.
 """
 
 _FORMATS: Final = ("GIF", "WEBP", "PNG")
@@ -48,18 +48,18 @@ def open_video(
     config: AnyVideoProcessor,
     fit: Fit,
 ) -> Video:
-    """Return the frames of a video in RGB, in the size in which the model reads them.
+    """Return the chosen frames of a video in RGB, in the size that the model reads.
 
     Args:
         source: A data URL, the content of a file or animation, or the frames: data URLs or Pillow's images. A URL of
             the type video/jpeg has JPEG files in base64, with commas between them.
-        sampling: Which frames are read; by default as many a second as the model expects.
+        sampling: The choice of frames to read. By default they have the rate that the model expects.
         where: The name of the field in errors.
         config: How the model reads videos.
         fit: Returns the sizes of frames.
 
     Raises:
-        ParameterError: It is not a video that can be read, or it is too large.
+        ParameterError: The source is not a video that can be read, or it is too large.
     """
     if isinstance(source, str) and source[: len(_FRAMES_URL)].lower() == _FRAMES_URL:
         return _given_frames(
@@ -88,7 +88,7 @@ def _given_frames(
     config: AnyVideoProcessor,
     fit: Fit,
 ) -> Video:
-    """Return all of these frames, which are images or what `read` returns the file of."""
+    """Return a video that consists of all of these frames. `read` returns the file of a frame that is not an image."""
     if not 0 < len(frames) <= config.max_frames:
         raise ParameterError(
             where, f"has {len(frames)} frames, must have 1 to {config.max_frames}; send fewer"
@@ -116,7 +116,7 @@ def _given_frames(
 def _container(
     data: bytes, sampling: Sampling, where: str, config: AnyVideoProcessor, fit: Fit
 ) -> Video:
-    """Return some frames of an MP4, WebM or Matroska file."""
+    """Return the chosen frames of an MP4, WebM or Matroska file."""
     numbers: list[int] = []
     sizes: Sizes = ()
 
@@ -137,11 +137,11 @@ def _container(
 def _animation(
     data: bytes, sampling: Sampling, where: str, config: AnyVideoProcessor, fit: Fit
 ) -> Video:
-    """Return some frames of an animation."""
+    """Return the chosen frames of an animation."""
     budget = _Budget(where)
     try:
         with warnings.catch_warnings():
-            # The limit is checked below.
+            # Pillow's own limit is off; the limit is checked below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         durations_ms = _durations(image, budget, where)
@@ -158,7 +158,7 @@ def _animation(
         return Video(frames, numbers, fps, sampled_fps, num_frames / fps)
     except (ParameterError, MemoryError):
         raise
-    # The decoders raise many kinds of errors for damaged files.
+    # For damaged files, the decoders raise many kinds of errors.
     except Exception as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
@@ -170,9 +170,9 @@ def _animation(
 
 
 def _durations(image: Image.Image, budget: _Budget, where: str) -> list[float]:
-    """Return the duration of each frame of an animation.
+    """Return the duration of each frame of an animation in seconds.
 
-    Pillow's number of frames would be that of the whole file, which may have millions.
+    Pillow's frame count would scan the whole file, which may have millions of frames.
     """
     durations_ms: list[float] = []
     while True:
@@ -181,9 +181,7 @@ def _durations(image: Image.Image, budget: _Budget, where: str) -> list[float]:
         except EOFError:
             return durations_ms
         if len(durations_ms) == MAX_FILE_FRAMES:
-            raise ParameterError(
-                where, f"has more than {MAX_FILE_FRAMES} frames, which is the most; send fewer"
-            )
+            raise ParameterError(where, f"has more than {MAX_FILE_FRAMES} frames; send fewer")
         budget.spend(image, 1)
         durations_ms.append(image.info.get("duration") or _DEFAULT_DURATION_MS)
 
@@ -202,7 +200,7 @@ def _fit(fit: Fit, size: tuple[int, int], num_frames: int, where: str) -> Sizes:
 
 
 class _Budget:
-    """The pixels and the time that the frames of a video may take."""
+    """Limits on the total pixels and the decoding time of a video."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -210,10 +208,10 @@ class _Budget:
         self._end = time.monotonic() + TIMEOUT_S
 
     def spend(self, image: Image.Image, num_frames: int) -> None:
-        """Count frames of an image's size.
+        """Count `num_frames` frames with the size of an image.
 
         Raises:
-            ParameterError: There are too many pixels, or time is over.
+            ParameterError: There are too many pixels, or the time is over.
         """
         self._num_pixels += image.width * image.height * num_frames
         if self._num_pixels > MAX_VIDEO_PIXELS:
@@ -225,7 +223,7 @@ class _Budget:
         self.check_time()
 
     def check_time(self) -> None:
-        """Raise `ParameterError` if time is over."""
+        """Raise `ParameterError` if the time is over."""
         if time.monotonic() > self._end:
             raise ParameterError(
                 self._where,

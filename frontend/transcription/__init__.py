@@ -1,1 +1,1 @@
-"""Transcribes sounds with a speech model: prompts, windows in parallel, segments, word times and subtitles."""
+"""Transcription: turn sounds into text with a speech model, with segments, word times and subtitles."""

@@ -1,4 +1,4 @@
-"""The prompts and rules of a speech model's decoder."""
+"""The prompts and sampling rules of a speech model's decoder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..tokenizer import Tokenizer
 from .options import Task, TranscriptionOptions
 
 _MAX_START_TOKENS: Final = 4
-"""The start, the language, the task, and no timestamps."""
+"""Maximum number of tokens after the earlier text: the start, the language, the task, and "no timestamps"."""
 
 
 class DecoderPrompts:
-    """Makes the prompts of one model."""
+    """Creates the decoder prompts of one model."""
 
     def __init__(
         self, model: ModelConfig, audio: AudioProcessorConfig, tokenizer: Tokenizer
@@ -36,16 +36,17 @@ class DecoderPrompts:
         return self._end_token_id
 
     def is_text(self, token_id: int) -> bool:
-        """Return whether a token is neither a timestamp nor the end."""
+        """Return whether a token is text, and neither a timestamp nor the end token."""
         return token_id < self.first_timestamp_id and token_id != self._end_token_id
 
     def start(self, options: TranscriptionOptions) -> list[int]:
-        """Return the prompt up to the start token: the text before the sound, if there is any."""
+        """Return the prompt up to and including the start token, which follows the client's prompt if there is one."""
         audio = self._audio
         before: list[int] = []
         if options.prompt.strip():
             encoded = self._tokenizer.encode(f" {options.prompt.strip()}", add_special_tokens=False)
-            # Half of the context is for the text of the sound. Of a long prompt the end is nearest to it.
+            # Half of the context is reserved for the text. A long prompt is cut at its beginning, because its end
+            # matters most.
             kept = encoded[-(self._max_model_len // 2 - 1) :]
             before = [audio.previous_token_id, *kept]
         return [*before, audio.start_token_id]
@@ -53,7 +54,7 @@ class DecoderPrompts:
     def decode(
         self, options: TranscriptionOptions, language: str, *, has_timestamps: bool
     ) -> list[int]:
-        """Return the whole prompt."""
+        """Return the complete decoder prompt."""
         audio = self._audio
         prompt = self.start(options)
         if audio.language_token_ids:
@@ -65,17 +66,21 @@ class DecoderPrompts:
         return prompt
 
     def align(self, language: str, token_ids: Sequence[int]) -> tuple[list[int], int]:
-        """Return the prompt whose cross attention shows the times of a text, and the row of its first token."""
+        """Return the prompt for the alignment of a text with its sound, and the row of the text's first token.
+
+        The cross-attention of this prompt shows the time of each token.
+        """
         prompt = self.decode(TranscriptionOptions(), language, has_timestamps=False)
         return [*prompt, *token_ids, self._end_token_id], len(prompt) - 1
 
     def max_tokens(
         self, options: TranscriptionOptions, prompt: Sequence[int], seconds: float
     ) -> int:
-        """Return the maximum length of the text of so many seconds after a prompt."""
+        """Return the maximum number of text tokens for a sound of `seconds` seconds after a prompt."""
         most = self._max_model_len - len(prompt)
         if options.has_words:
-            # The text is read again after the longest prompt without text before it, and an end follows it.
+            # For the alignment, the text is read again after the longest prompt without earlier text, and an end token
+            # follows.
             most = min(most, self._max_model_len - 2 - _MAX_START_TOKENS)
         if limit := self._audio.max_tokens_per_second:
             most = min(most, int(seconds * limit))
@@ -89,7 +94,7 @@ class DecoderPrompts:
         *,
         has_timestamps: bool,
     ) -> SamplingParams:
-        """Return the sampling parameters of a text."""
+        """Return the sampling parameters for the text of a window."""
         audio = self._audio
         rules = TranscriptRules(
             audio.suppressed_token_ids,
@@ -107,7 +112,7 @@ class DecoderPrompts:
         )
 
     def choose_one(self, token_ids: Sequence[int]) -> SamplingParams:
-        """Return the parameters that choose the likeliest of some tokens."""
+        """Return sampling parameters that choose the most probable of `token_ids`."""
         return SamplingParams(
             max_tokens=1,
             temperature=0.0,

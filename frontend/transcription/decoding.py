@@ -1,4 +1,4 @@
-"""Decodes the windows of one sound with a speech model."""
+"""Decode the windows of one sound with a speech model: language, text, silence and word times."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .segments import DecodedWindow, Word, best_attempt
 from .words import align_words
 
 TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
-"""Temperatures that are tried after 0 until a text is not doubtful (Whisper, arXiv 2212.04356, section 4.5)."""
+"""Temperatures that are tried after 0 while the text is doubtful (Whisper, arXiv 2212.04356, section 4.5)."""
 
 Deltas: TypeAlias = asyncio.Queue[Delta | None]
-"""The pieces of a text as they are written, and None after the last."""
+"""A queue of the pieces of a text as they are generated, followed by None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """The settings with which the sequences of a transcription are run.
+    """How the sequences of a transcription are submitted to the engine.
 
     Attributes:
-        base: The tenant, deadline and so on of all sequences.
-        start: Starts a sequence.
-        verify: Raises an error if a sequence failed.
+        base: A request with the tenant, deadline and other fields that all sequences share.
+        start: Function that submits a sequence.
+        verify: Function that raises an error if a sequence failed.
     """
 
     base: SequenceRequest
@@ -69,7 +69,7 @@ class WindowDecoder:
         self.language = options.language if audio.language_token_ids else "en"
 
     async def detect_language(self, item: EncoderInput) -> None:
-        """Set the language to the likeliest one of a window."""
+        """Set the language to the most probable one for a window."""
         languages = self._audio.language_token_ids
         delta, _ = await self._choose([self._audio.start_token_id], item, [*languages.values()])
         self.language = next(
@@ -79,17 +79,17 @@ class WindowDecoder:
     async def decode(
         self, window: Window, item: EncoderInput, deltas: Deltas
     ) -> DecodedWindow | None:
-        """Return the text of a window; None if nobody speaks.
+        """Return the text of a window; None if nobody speaks in it.
 
         Args:
             window: The window.
-            item: The window as the model reads it.
-            deltas: Receives the text of a stream as it is written.
+            item: The encoder input of the window.
+            deltas: Receives the text as it is generated, if the transcription is streamed.
         """
         options = self._options
         asked: asyncio.Task[float] | None = None
         if options.has_segments:
-            # At the same time, so that the encoder runs once for both.
+            # Both requests run at the same time, so that the encoder runs once for both.
             asked = asyncio.create_task(self._no_speech_prob(item))
         try:
             decoded = await self._decode_once(window, item, options.temperature, deltas)
@@ -151,7 +151,7 @@ class WindowDecoder:
         )
 
     async def _stream(self, group: RequestGroup, deltas: Deltas) -> Delta:
-        """Return the whole output, and put each new piece of it into the queue."""
+        """Return the complete output, and put each new piece of it into the queue."""
         whole = Delta("", [])
         logprobs: list[PositionLogprobs] = []
         while updates := await group.wait_for_updates():
@@ -167,7 +167,7 @@ class WindowDecoder:
         return whole
 
     async def _no_speech_prob(self, item: EncoderInput) -> float:
-        """Return the probability that nobody speaks in a window."""
+        """Return the probability that nobody speaks in a window, from the probability of the no-speech token."""
         token_id = self._audio.no_speech_token_id
         if token_id < 0:
             return 0.0
@@ -178,7 +178,7 @@ class WindowDecoder:
     async def _align(
         self, window: Window, item: EncoderInput, decoded: DecodedWindow
     ) -> list[Word]:
-        """Return the words of a text with their times."""
+        """Return the words of a decoded window with their times."""
         prompts = self._prompts
         text_ids = [token for token in decoded.token_ids if prompts.is_text(token)]
         if not text_ids:
@@ -188,7 +188,7 @@ class WindowDecoder:
         prompt, first_row = prompts.align(self.language, text_ids)
         pooling = PoolingParams(PoolingKind.ALIGNMENT, True, num_frames=num_outputs)
         _, pooled = await self._choose(prompt, item, [prompts.end_token_id], pooling)
-        # Python works on the path, which takes long enough to delay other tasks.
+        # The dynamic programming runs in Python, long enough to delay other tasks of the event loop.
         return await asyncio.to_thread(
             align_words,
             float32_view(pooled).reshape(len(prompt), -1)[first_row:-1],
@@ -206,7 +206,11 @@ class WindowDecoder:
         token_ids: list[int],
         pooling: PoolingParams | None = None,
     ) -> tuple[Delta, bytes]:
-        """Return the likeliest of some tokens after a prompt, or what the prompt is pooled to."""
+        """Generate one of `token_ids` after a prompt, or pool the prompt if `pooling` is given.
+
+        Returns:
+            The output with the most probable token, and the pooled data (b"" without `pooling`).
+        """
         params = self._prompts.choose_one(token_ids)
         group = await self._start(prompt, item, params, pooling)
         try:

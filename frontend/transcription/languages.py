@@ -106,7 +106,7 @@ LANGUAGE_NAMES: Final = {
     "yue": "cantonese",
     "zh": "chinese",
 }
-"""The name of each language by its code, as verbose answers have it."""
+"""ISO 639 code -> name of the language, as verbose answers show it."""
 
 
 def find_language(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The options of a transcription."""
+"""The options that callers set for a transcription (language, task, prompt, …), and their checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .languages import find_language
 
 
 class Task(StrEnum):
-    """Write down what is said, or translate it to English."""
+    """The task of a speech model: transcribe in the spoken language, or translate to English."""
 
     TRANSCRIBE = "transcribe"
     TRANSLATE = "translate"
@@ -24,14 +24,14 @@ class TranscriptionOptions:
     """The options of a transcription.
 
     Attributes:
-        task: What to write.
+        task: Whether to transcribe or to translate.
         language: The code of the spoken language; "" to detect it.
-        prompt: Text before the sound, which shows style and spelling.
+        prompt: Text that the model continues, as an example of style and spelling.
         temperature: 0 decodes greedily, and tries higher temperatures if the text repeats itself or is doubtful.
         seed: The seed of sampling at other temperatures; None for a random one.
-        has_segments: Whether segments with times are wanted.
-        has_words: Whether words with times are wanted.
-        is_streamed: Whether text is shown as it is written, so no window can be decoded again.
+        has_segments: Whether to return segments with times.
+        has_words: Whether to return words with times.
+        is_streamed: Whether text is sent as it is generated. No window can be decoded again then.
     """
 
     task: Task = Task.TRANSCRIBE
@@ -45,13 +45,15 @@ class TranscriptionOptions:
 
 
 def verify_transcribes(model: ModelConfig) -> AudioProcessorConfig:
-    """Return how a model that transcribes reads sounds.
+    """Return the audio configuration of a model that transcribes.
 
     Raises:
-        ParameterError: It does not transcribe.
+        ParameterError: The model does not transcribe.
     """
     if model.audio is None or not model.has_tokenizer:
-        problem = "is no speech model" if model.audio is None else "is served without its tokenizer"
+        problem = (
+            "is not a speech model" if model.audio is None else "is served without its tokenizer"
+        )
         raise ParameterError(
             "model", f"{model.served_names[0]!r} {problem}, so it cannot transcribe"
         )
@@ -62,7 +64,7 @@ def parse_language(given: str | None, audio: AudioProcessorConfig) -> str:
     """Return the code of a language given by its code or name; "" to detect it.
 
     Raises:
-        ParameterError: The language is unknown, or the model does not know it.
+        ParameterError: The language is unknown, or the model does not support it.
     """
     if not given:
         return ""
@@ -77,10 +79,10 @@ def parse_language(given: str | None, audio: AudioProcessorConfig) -> str:
 
 
 def verify_options(options: TranscriptionOptions, audio: AudioProcessorConfig) -> None:
-    """Verify what depends on the model.
+    """Verify options that depend on the model.
 
     Raises:
-        ParameterError: The model cannot do it.
+        ParameterError: The model does not support an option.
     """
     if options.task is Task.TRANSLATE and audio.translate_token_id < 0:
         raise ParameterError(

@@ -1,4 +1,4 @@
-"""Segments of a transcript: pieces of text between two timestamps."""
+"""Segments of a transcript: pieces of text between two timestamps, and the checks for doubtful text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ..tokenizer import Tokenizer
 MAX_COMPRESSION_RATIO: Final = 2.4
 MIN_MEAN_LOGPROB: Final = -1.0
 MAX_NO_SPEECH_PROB: Final = 0.6
-"""Thresholds of Whisper (arXiv 2212.04356, section 4.5): text that repeats itself, text that the model doubts, and
-the silence in which such a text is not shown.
+"""Thresholds of Whisper (arXiv 2212.04356, section 4.5).
+
+Text repeats itself if its compression ratio is higher, and is doubtful if its mean log-probability is lower. Text
+that is doubtful and whose probability of silence is higher is dropped.
 """
 
 
@@ -36,10 +38,10 @@ class Segment(msgspec.Struct):
         start: The start in seconds.
         end: The end in seconds.
         text: The text, which usually begins with a space.
-        tokens: The tokens, with those of timestamps.
+        tokens: The tokens, including timestamps.
         temperature: The temperature at which the window was decoded.
-        avg_logprob: The mean log-probability of the window's tokens and its end.
-        compression_ratio: The length of the window's text divided by its length when it is compressed.
+        avg_logprob: The mean log-probability of the window's tokens, including the end token.
+        compression_ratio: The length of the window's text divided by its compressed length.
         no_speech_prob: The probability that nobody speaks in the window.
     """
 
@@ -60,14 +62,14 @@ class DecodedWindow(msgspec.Struct):
 
     Attributes:
         start: The start of the window in seconds.
-        duration: Its length in seconds.
+        duration: The length of the window in seconds.
         token_ids: The tokens, without the one that ends the text.
         text: The text without timestamps.
-        temperature: The temperature at which it was decoded.
+        temperature: The temperature at which the text was sampled.
         mean_logprob: The mean log-probability of the tokens and the end.
-        no_speech_prob: The probability that nobody speaks; 0 if it was not asked for.
+        no_speech_prob: The probability that nobody speaks; 0 if it was not computed.
         logprobs: The log-probability of each token.
-        words: The words with their times in the sound, if they were asked for.
+        words: The words with their times in the sound, if they were requested.
     """
 
     start: float
@@ -88,24 +90,25 @@ class DecodedWindow(msgspec.Struct):
 
     @property
     def is_repetitive(self) -> bool:
-        """True if the text repeats itself, as speech seldom does."""
+        """True if the text repeats itself more than speech does."""
         return self.compression_ratio > MAX_COMPRESSION_RATIO
 
     @property
     def is_doubtful(self) -> bool:
-        """True if another temperature may give a better text."""
+        """True if the text repeats itself or is improbable, so that another temperature may give a better one."""
         return self.is_repetitive or self.mean_logprob < MIN_MEAN_LOGPROB
 
     @property
     def is_silent(self) -> bool:
-        """True if the text was made up for silence."""
+        """True if nobody speaks in the window, so that the model made up the text."""
         return self.no_speech_prob > MAX_NO_SPEECH_PROB and self.mean_logprob < MIN_MEAN_LOGPROB
 
 
 def best_attempt(attempts: Iterable[DecodedWindow]) -> DecodedWindow:
-    """Return the attempt at a window that is not doubtful, or of doubtful ones the most probable.
+    """Return the best of several attempts at a window.
 
-    Those that repeat themselves come last. So do texts of high temperatures, because they are improbable.
+    This is the attempt that is not doubtful; of doubtful ones, the most probable. Texts that repeat themselves come
+    last, and so do texts of high temperatures, because they have a low probability.
     """
     return max(attempts, key=lambda x: (not x.is_doubtful, not x.is_repetitive, x.mean_logprob))
 
@@ -120,13 +123,14 @@ def split_segments(
 ) -> list[Segment]:
     """Return the segments of a window.
 
-    A timestamp after text ends a segment, and one before text begins one. Text without an end ends with the window.
+    A timestamp after text ends a segment, and a timestamp before text begins one. Text without an end timestamp ends
+    with the window.
 
     Args:
         window: The window.
         tokenizer: The model's tokenizer.
         first_timestamp_id: The token of the timestamp 0, or the size of the vocabulary if there are none.
-        time_precision: Seconds between a timestamp and the next.
+        time_precision: Seconds between two successive timestamp tokens.
         first_id: The id of the first segment.
     """
     pieces: list[tuple[float, float, list[int]]] = []

@@ -1,4 +1,4 @@
-"""Writes segments as subtitles: SubRip (srt) and WebVTT (vtt)."""
+"""Format segments as subtitles: SubRip (srt) and WebVTT (vtt)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_vtt(segments: Sequence[Segment]) -> str:
 
 
 def _line(text: str) -> str:
-    # An arrow would be read as the times of a cue, and an empty line ends one.
+    # An arrow would be parsed as the times of a cue, and an empty line would end the cue.
     return " ".join(text.replace("-->", "->").split())
 
 

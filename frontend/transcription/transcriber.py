@@ -1,4 +1,4 @@
-"""Transcribes a sound: cuts it into windows, decodes several at once, and joins their texts in order."""
+"""Transcribe a sound: cut it into windows, decode several of them at once, and join their texts in order."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from .options import TranscriptionOptions
 from .segments import DecodedWindow, Segment, Word, split_segments
 
 WINDOWS_AT_ONCE: Final = 8
-"""Windows of one sound that are decoded at the same time. Others wait, so a long sound takes little memory."""
+"""Maximum windows of one sound that are decoded at the same time. The limit bounds the memory of long sounds."""
 
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
-"""Receives a piece of text with the log-probabilities of its tokens."""
+"""Function that receives a piece of text and the log-probabilities of its tokens."""
 
 PROCESS_BYTES: Final = 16 << 20
-"""Memory of a process that decodes a file, beside the file."""
+"""Approximate bytes of a process that decodes a file, in addition to the file."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
 class Transcript:
-    """The whole transcript.
+    """The transcript of one sound.
 
     Attributes:
         language: The code of the spoken language.
         duration: The length of the sound in seconds.
         text: The text.
-        segments: Its segments, if they were asked for.
-        words: Its words, if they were asked for.
+        segments: The segments, if they were requested.
+        words: The words, if they were requested.
         logprobs: The log-probability of each token of the text.
     """
 
@@ -62,7 +62,7 @@ class Transcript:
 
 @dataclass(slots=True)
 class _Job:
-    """A window that is being decoded, and its text so far for a stream."""
+    """A window that is being decoded, with its text so far if the transcription is streamed."""
 
     window: Window
     task: asyncio.Task[DecodedWindow | None]
@@ -70,7 +70,7 @@ class _Job:
 
 
 class Transcriber:
-    """Transcribes sounds with one model. Files are decoded in processes."""
+    """Transcribes sounds with one model. Files are decoded in separate processes."""
 
     def __init__(
         self,
@@ -87,26 +87,26 @@ class Transcriber:
 
     @property
     def num_bytes_at_once(self) -> int:
-        """The memory of a transcription in bytes beside the file: windows as samples and as the model reads them."""
+        """The bytes that a transcription needs beyond the file: its windows as samples and as encoder inputs."""
         audio = self._audio
         num_samples = int(audio.chunk_seconds * audio.sampling_rate)
         num_values = num_samples // HOP * audio.num_mel_bins or num_samples
         return 4 * (num_samples + num_values) * WINDOWS_AT_ONCE + PROCESS_BYTES
 
     def start(self) -> None:
-        """Start to load what decodes files, so that the first of them does not wait for it."""
+        """Start the decoder processes, so that the first file need not wait for them."""
         self._processes.start()
 
     def close(self) -> None:
-        """Stop the processes and threads."""
+        """Stop the decoder processes and threads."""
         self._processes.close()
         self._executor.close()
 
     async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
-        """Return an audio file, opened in a process of its own.
+        """Open an audio file in a separate process, as mono samples at the model's rate.
 
         Raises:
-            ParameterError: It cannot be read, or is too long; `where` names the field.
+            ParameterError: The file cannot be read, or is too long; `where` names the field.
         """
         opening = OpenSound(where, self._audio.sampling_rate, max_seconds)
         return await self._executor.in_thread(self._processes.open_sound, data, opening)
@@ -122,9 +122,9 @@ class Transcriber:
 
         Args:
             sound: The sound, which is closed afterwards.
-            options: What is wanted.
-            submission: How sequences are run.
-            on_text: Receives the text as it is written.
+            options: The options of the transcription.
+            submission: How sequences are submitted to the engine.
+            on_text: Receives the text as it is generated.
 
         Raises:
             ParameterError: The sound is damaged or too long.
@@ -146,7 +146,7 @@ class Transcriber:
         return transcript
 
     async def _jobs(self, sound: Samples, decoder: WindowDecoder) -> AsyncGenerator[_Job]:
-        """Yield the windows of a sound in order, while the next ones are already being decoded."""
+        """Yield the windows of a sound in order, while later windows are already being decoded."""
         windows = Windows(sound, self._audio.sampling_rate, self._audio.chunk_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
         room = asyncio.Semaphore(WINDOWS_AT_ONCE)
@@ -183,7 +183,7 @@ class Transcriber:
             sound.close()
 
     def _encode(self, samples: Float32Array) -> EncoderInput:
-        """Return a window as the model's encoder reads it."""
+        """Return the encoder input for a window."""
         audio = self._audio
         num_frames, features = len(samples), samples
         if audio.num_mel_bins:

@@ -1,4 +1,4 @@
-"""Times of words, from the cross attention of a speech model (Whisper's alignment heads).
+"""Compute the times of words, from the cross-attention of a speech model (Whisper's alignment heads).
 
 Shapes: N tokens, M outputs of the encoder.
 """
@@ -17,11 +17,11 @@ from ..tokenizer import Tokenizer
 from .segments import Word
 
 _WITHOUT_SPACES: Final = ("zh", "ja", "th", "lo", "my", "yue")
-"""Languages whose words are not separated by spaces. There a word is a character."""
+"""Languages that do not separate words by spaces. In these, each character counts as a word."""
 
 _OPENING: Final = "\"'“¿([{-"
 _CLOSING: Final = "\"'.。,，!！?？:：”)]}、"
-"""Marks that belong to the word after them, and to the word before them."""
+"""Punctuation marks that belong to the word after them, and to the word before them."""
 
 
 def align_words(
@@ -36,12 +36,12 @@ def align_words(
     """Return the words of a window with their times.
 
     Args:
-        alignment_NM: How much each token, and the end after them, belongs to each output of the encoder.
-        token_ids: The tokens of the text, N - 1 of them.
+        alignment_NM: The attention weight of each token, and of the end token after them, for each encoder output.
+        token_ids: The N - 1 tokens of the text.
         tokenizer: The model's tokenizer.
         language: The code of the language.
         start: The start of the window in seconds, which is added to all times.
-        seconds_per_output: Seconds from an output to the next.
+        seconds_per_output: Seconds between two successive encoder outputs.
     """
     pieces = _merge_marks(_split_words(token_ids, tokenizer, language))
     path_N = _first_outputs(alignment_NM)
@@ -56,13 +56,13 @@ def align_words(
 
 
 def _first_outputs(alignment_NM: Float32Array) -> Int64Array:
-    """Return the first output of each token on the best path through all tokens and outputs.
+    """Return the first encoder output of each token on the best path through all tokens and outputs, int64 [N].
 
-    The path is found by dynamic time warping. Each diagonal of the matrix depends on the two before it only, so one
-    array operation computes it.
+    The path is found by dynamic time warping. Each diagonal of the cost matrix depends only on the two before it, so
+    one array operation computes a diagonal.
     """
     n, m = alignment_NM.shape
-    # Row d has the costs of the diagonal d: those of the tokens i at the outputs d - i.
+    # Row d has the costs of diagonal d: token i at output d - i.
     costs = np.full((n + m - 1, n), np.inf)
     tokens_N = np.arange(n)
     costs[tokens_N[:, None] + np.arange(m)[None, :], tokens_N[:, None]] = -alignment_NM
@@ -71,7 +71,8 @@ def _first_outputs(alignment_NM: Float32Array) -> Int64Array:
     last = np.full(n + 1, np.inf)
     last[1] = costs[0, 0]
     for d in range(1, n + m - 1):
-        # To token i at output j from: both one less, the token one less, the output one less.
+        # A path reaches token i at output j from one of three predecessors: both one less, the token one less, or the
+        # output one less.
         choices = np.stack((before[:-1], last[:-1], last[1:]))
         move = choices.argmin(axis=0)
         total = np.full(n + 1, np.inf)
@@ -107,7 +108,7 @@ def _split_words(
 
 
 def _whole_characters(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[str, int]]:
-    """Return texts of one token each, or of as many as have a whole character."""
+    """Return texts with their number of tokens; each text has one token, or as many as a whole character needs."""
     found: list[tuple[str, int]] = []
     data, count = b"", 0
     for token in token_ids:

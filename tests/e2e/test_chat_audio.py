@@ -169,7 +169,7 @@ def test_offline_callers_pass_arrays(model: Model) -> None:
             llm.generate(prompt | {"multi_modal_data": {"audio": samples}}, params)
         with pytest.raises(ParameterError, match="must be samples of shape"):
             llm.generate(prompt | {"multi_modal_data": {"audio": (samples, 10)}}, params)
-        with pytest.raises(ParameterError, match="is no speech model, so it cannot transcribe"):
+        with pytest.raises(ParameterError, match="is not a speech model, so it cannot transcribe"):
             llm.transcribe((samples, 16_000))
 
 
@@ -217,5 +217,5 @@ def test_what_does_not_fit_is_refused(server: Server) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x"}
     status, answer = server.post("/v1/audio/transcriptions", form, headers=headers)
     assert status == 400 and answer["error"]["param"] == "model"
-    assert "'tiny' is no speech model, so it cannot transcribe" in answer["error"]["message"]
+    assert "'tiny' is not a speech model, so it cannot transcribe" in answer["error"]["message"]
     assert_nothing_is_held(server)

@@ -424,7 +424,7 @@ def test_embeddings_take_the_place_of_an_image(tmp_path: Path, server: Server) -
             (_embeddings_file(values[:, :-1]), "has the shape [64, 63], but this model reads"),
             (_embeddings_file(wrong), "has numbers that are NaN or infinite"),
             (_embeddings_file(values.double()), "its type is F64"),
-            (_embeddings_file(values)[:-400], "which are not those of shape"),
+            (_embeddings_file(values)[:-400], "which do not match the shape"),
             ("aGVsbG8=", "is not a safetensors or npy file"),
             ("?", "is not valid base64"),
             (7, "must be a file in base64"),

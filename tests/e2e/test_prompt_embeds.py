@@ -98,9 +98,9 @@ def test_other_embeddings_are_refused_with_the_reason(tmp_path: Path) -> None:
         "must have at least one token": encoded(save({"x": rows[:0].clone()})),
         "at most 99 fit": encoded(save({"x": torch.zeros(100, size)})),
         "numbers that are not finite": encoded(save({"x": nan.bfloat16()})),
-        "its order is that of Fortran": encoded(npy(torch.zeros(size, 3).T)),
+        "it is stored in Fortran order": encoded(npy(torch.zeros(size, 3).T)),
         "its type is <f8": encoded(npy(rows.double())),
-        "which are not those of shape": encoded(npy(rows)[:-1]),
+        "which do not match the shape": encoded(npy(rows)[:-1]),
         "its header is too long": encoded(b"PK\x03\x04" + bytes(range(200, 256)) * 8),
     }
     with Server(str(path), *FLAGS, "--max-model-len", "100") as server:

@@ -1,1 +1,1 @@
-"""Decoding of images, videos and sounds in disposable processes."""
+"""Decode images, videos and sounds in disposable processes, because files from clients may crash a decoder."""

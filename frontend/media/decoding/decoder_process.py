@@ -1,7 +1,7 @@
 """`python -m engine.frontend.media.decoding.decoder_process FD SETUP`: forks processes that decode media.
 
-A file may crash a decoder, or make it loop or take unlimited memory. Each of these processes may be lost, which costs
-one request. `SETUP` is a `Setup` as JSON.
+A file may crash a decoder, or make it loop or take unlimited memory. The loss of a process fails only one request.
+`SETUP` is a `Setup` as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .messages import (
 )
 
 _LIBRARIES: Final = ("av", "soundfile")
-"""Optional packages, which are loaded before the fork."""
+"""Optional packages that are imported before the fork."""
 
 
 class _Child:
@@ -90,7 +90,7 @@ class _Child:
             return Refused(error.param, str(error).removeprefix(f"{error.param} ")), ()
         except MemoryError:
             return Refused(request.where, self._limits.memory_problem), ()
-        # The decoders raise many kinds of errors for damaged files.
+        # For damaged files, the decoders raise many kinds of errors.
         except Exception as error:
             reason = str(error) or type(error).__name__
             return Refused(request.where, f"cannot be decoded: {reason}; send another file"), ()
@@ -116,7 +116,7 @@ def _load(setup: Setup) -> Serve:
 
 
 def main() -> None:
-    """Serve sockets until the process that started this one ends."""
+    """Serve sockets until the process that started this one exits."""
     fd, setup_json = sys.argv[1:]
     setup = msgspec.json.decode(setup_json, type=Setup)
     control = socket.socket(fileno=int(fd))

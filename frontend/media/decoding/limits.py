@@ -1,4 +1,4 @@
-"""Limits on what a file may take to decode."""
+"""Limits on the time and memory that decoding a file may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DecoderLimits(msgspec.Struct, frozen=True):
     Attributes:
         cpu_s: The maximum processor time in seconds.
         wall_s: The seconds after which a process that makes no progress is killed.
-        memory_bytes: The maximum memory of a process, not counting what it has loaded.
+        memory_bytes: The maximum memory of a process, in addition to its loaded libraries.
     """
 
     cpu_s: float = 20.0
@@ -21,7 +21,7 @@ class DecoderLimits(msgspec.Struct, frozen=True):
     memory_bytes: int = 2 << 30
 
     def describe_exit(self, signum: int | None) -> str:
-        """Return the problem of a file whose process ended by this signal, or for an unknown reason."""
+        """Return the error message for a file whose process ended by this signal, or for an unknown reason."""
         match signum:
             case signal.SIGPROF:
                 return f"takes more than {self.cpu_s:g} s of processor time to decode; send a smaller file"
@@ -37,6 +37,6 @@ class DecoderLimits(msgspec.Struct, frozen=True):
 
     @property
     def memory_problem(self) -> str:
-        """The problem of a file that takes too much memory."""
+        """The error message for a file that takes too much memory."""
         mib = self.memory_bytes >> 20
         return f"needs more than {mib} MiB of memory to decode; send a smaller file"

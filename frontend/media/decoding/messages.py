@@ -14,16 +14,16 @@ from .limits import DecoderLimits
 
 
 class Setup(msgspec.Struct):
-    """What the processes are started with. `reader` is None for a model that reads only sounds."""
+    """The settings with which the processes are started. `reader` is None for a model that reads only sounds."""
 
     reader: ReaderConfig | None
     limits: DecoderLimits
 
 
 class Source(msgspec.Struct, array_like=True):
-    """The division of a request's content into parts of these sizes in bytes.
+    """The division of a request's content into parts, given by their sizes in bytes.
 
-    `is_text` if they are data URLs. `is_list` if they are the frames of a video.
+    `is_text` is true if the parts are data URLs, `is_list` if they are the frames of one video.
     """
 
     sizes: list[int]
@@ -32,7 +32,7 @@ class Source(msgspec.Struct, array_like=True):
 
 
 class ReadImage(msgspec.Struct, tag=1, array_like=True):
-    """Read one of `num_images` images of a prompt. Answered by Prepared or Refused."""
+    """A request to read one of `num_images` images of a prompt. The reply is Prepared or Refused."""
 
     where: str
     source: Source
@@ -40,7 +40,7 @@ class ReadImage(msgspec.Struct, tag=1, array_like=True):
 
 
 class ReadVideo(msgspec.Struct, tag=2, array_like=True):
-    """Read a video. Answered by Prepared or Refused."""
+    """A request to read a video. The reply is Prepared or Refused."""
 
     where: str
     source: Source
@@ -48,9 +48,9 @@ class ReadVideo(msgspec.Struct, tag=2, array_like=True):
 
 
 class OpenSound(msgspec.Struct, tag=3, array_like=True):
-    """Open a sound, which is the content, and resample it to `rate`. Answered by Opened or Refused.
+    """A request to open a sound, which is the content, and resample it to `rate`. The reply is Opened or Refused.
 
-    `limit` says what sets the `max_seconds` that it may take. `size` is that of the content in bytes.
+    `limit` describes the limit that determines `max_seconds`. `size` is the size of the content in bytes.
     """
 
     where: str
@@ -61,14 +61,17 @@ class OpenSound(msgspec.Struct, tag=3, array_like=True):
 
 
 class ReadSamples(msgspec.Struct, tag=4, array_like=True):
-    """Read so many samples of the open sound, or more. Answered by Opened or Refused."""
+    """A request to read at least `num_samples` samples of the open sound. The reply is Opened or Refused."""
 
     where: str
     num_samples: int
 
 
 class Prepared(msgspec.Struct, tag=5, array_like=True):
-    """An image or a video as the model reads it. The content has the data of its inputs, of these sizes in bytes."""
+    """The reply with a preprocessed image or video.
+
+    The content is the data of its inputs, with these sizes in bytes.
+    """
 
     text: str
     inputs: list[EncoderInput]
@@ -77,13 +80,13 @@ class Prepared(msgspec.Struct, tag=5, array_like=True):
 
 
 class Opened(msgspec.Struct, tag=6, array_like=True):
-    """The next samples of a sound, float32, are the content, which has this size in bytes."""
+    """The reply with the next samples of a sound. The content is the samples as float32, with this size in bytes."""
 
     size: int = 0
 
 
 class Refused(msgspec.Struct, tag=7, array_like=True):
-    """The request is invalid: `param` names its field."""
+    """The reply that the request is invalid. `param` names the request field."""
 
     param: str
     problem: str

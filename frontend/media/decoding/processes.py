@@ -1,4 +1,4 @@
-"""The processes that decode media for a frontend."""
+"""The pool of processes that decode media for a frontend."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ from .messages import (
 )
 
 MAX_PROCESSES: Final = 4
-"""Files that are decoded at the same time, apart from long sounds, and the processes that wait for others."""
+"""Maximum number of files that are decoded at the same time (except long sounds), and of idle processes."""
 
 MAX_FILES: Final = 100
-"""Files after which a process is replaced, which bounds the memory that it keeps."""
+"""Number of files after which a process is replaced, which bounds the memory that it keeps."""
 
 DEFAULT_LIMITS: Final = DecoderLimits()
 
 _GRACE_S: Final = 5.0
 
 _MAX_TRIES: Final = 3
-"""Processes that a file goes to while they end for reasons that need not be the file's."""
+"""Maximum number of processes that get a file, if they end for reasons that need not be the file's fault."""
 
 
 class _Lost(Exception):
-    """A process ended before it replied. `is_early` if that may have been before it received the request."""
+    """Raised if a process ended before it replied.
+
+    `is_early` is true if it may have ended before it received the request.
+    """
 
     def __init__(self, problem: str, *, is_early: bool) -> None:
         super().__init__(problem)
@@ -58,7 +61,7 @@ class _Lost(Exception):
 
 
 class _Process:
-    """One process, which decodes one file after another."""
+    """One process, which decodes files one after another."""
 
     def __init__(self, connection: socket.socket, limits: DecoderLimits) -> None:
         self._connection = connection
@@ -75,25 +78,25 @@ class _Process:
     def exchange(
         self, request: Request, content: Sequence[bytes | memoryview]
     ) -> tuple[Reply, SharedContent]:
-        """Return the reply to a request and its content.
+        """Send a request and its content, and return the reply and its content.
 
         Raises:
             _Lost: The process ended.
         """
         is_new = self._num_files == 0
         self._num_files += not isinstance(request, ReadSamples)
-        # The kernel ends the process before this, unless it was stopped.
+        # Normally the kernel ends the process before this limit, unless the process was stopped.
         self._connection.settimeout(self._limits.wall_s + _GRACE_S)
         signum, is_fork_server_lost = None, False
         with contextlib.suppress(OSError):
-            # If it has ended, its signal can be received nevertheless.
+            # If the process has ended, its signal can still be received.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send(self._connection, request, content)
             try:
                 received = receive(self._connection)
             except ConnectionResetError:
                 received = None
-            # The fork server reports the end of a process, unless it has ended as well.
+            # The fork server reports how a process ended, unless the fork server has ended as well.
             is_fork_server_lost = received is None
             if received is not None:
                 with contextlib.suppress(msgspec.MsgspecError):
@@ -108,14 +111,14 @@ class _Process:
 
 
 class IsolatedSound:
-    """A sound that a process of its own decodes, until its end or until it is closed."""
+    """A sound that is decoded by its own process, until its end or until it is closed."""
 
     def __init__(self, pool: MediaProcesses, process: _Process, where: str) -> None:
         self._pool, self._where = pool, where
         self._process: _Process | None = process
 
     def read(self, num_samples: int) -> Float32Array:
-        """Return at least so many of the next samples, float32 [N]; fewer only at the end.
+        """Return at least `num_samples` of the next samples, float32 [N]; fewer only at the end.
 
         Raises:
             ParameterError: The file is damaged, or longer than its header says and than allowed.
@@ -138,7 +141,7 @@ class IsolatedSound:
                 self._process = None
 
     def close(self) -> None:
-        """End the process if it has not come to the end of the sound."""
+        """End the process, unless it has reached the end of the sound."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -147,13 +150,13 @@ class IsolatedSound:
 class MediaProcesses:
     """A pool of processes that decode media. It is thread-safe.
 
-    A file that crashes its process, or takes too long or too much memory, fails only its own request. A process that
-    waits for a file may be killed, too, and so may the one that forks them. So if a process that has decoded files
-    before ends for no known reason, or the one that forks them ends, the file goes to a new process.
+    A file that crashes its process, or takes too long or too much memory, fails only its own request. The operating
+    system may also kill an idle process, or the process that forks them. So if a process that has decoded files before
+    ends for an unknown reason, or the forking process ends, the file is sent to a new process.
 
     Args:
         reader: How the model reads images; None if it reads only sounds.
-        limits: What a file may take.
+        limits: Limits on the time and memory of decoding a file.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class MediaProcesses:
         self._idle: list[_Process] = []
 
     def start(self) -> None:
-        """Start to load what the processes need. Raise OSError if the system refuses."""
+        """Start the processes. Raise OSError if the system refuses."""
         self._processes.start()
 
     def close(self) -> None:
@@ -177,7 +180,7 @@ class MediaProcesses:
                 self._idle.pop().close()
 
     def read_image(self, source: str | bytes, where: str, num_images: int) -> PreparedImage:
-        """Return one of a prompt's images as the model reads it.
+        """Return one of a prompt's images, preprocessed.
 
         Args:
             source: A data URL, or the content of a file.
@@ -185,7 +188,7 @@ class MediaProcesses:
             num_images: The number of the prompt's images.
 
         Raises:
-            ParameterError: It cannot be read.
+            ParameterError: The image cannot be read.
         """
         parts = [_bytes(source)]
         request = ReadImage(where, _describe(source, parts), num_images)
@@ -194,15 +197,15 @@ class MediaProcesses:
     def read_video(
         self, source: str | bytes | Sequence[str], sampling: Sampling, where: str
     ) -> PreparedImage:
-        """Return a video as the model reads it.
+        """Return a preprocessed video.
 
         Args:
             source: A data URL, the content of a file, or the data URLs of frames.
-            sampling: Which frames are read.
+            sampling: The choice of frames to read.
             where: The name of the field in errors.
 
         Raises:
-            ParameterError: It cannot be read.
+            ParameterError: The video cannot be read.
         """
         parts = [_bytes(part) for part in ([source] if isinstance(source, str | bytes) else source)]
         request = ReadVideo(where, _describe(source, parts), sampling)
@@ -212,7 +215,7 @@ class MediaProcesses:
         """Return a sound, which occupies a process until it is closed.
 
         Raises:
-            ParameterError: It cannot be read, or is too long.
+            ParameterError: The sound cannot be read, or is too long.
         """
         opening = msgspec.structs.replace(opening, size=len(data))
         process, reply, content = self._exchange(opening, [data])
@@ -225,7 +228,7 @@ class MediaProcesses:
         return IsolatedSound(self, process, opening.where)
 
     def put_back(self, process: _Process) -> None:
-        """Keep a process that waits for its next file, or end it."""
+        """Keep an idle process for the next file, or end it if there are enough."""
         if process.is_reusable:
             with self._lock:
                 if len(self._idle) < MAX_PROCESSES:
@@ -252,7 +255,7 @@ class MediaProcesses:
     def _exchange(
         self, request: ReadImage | ReadVideo | OpenSound, parts: Sequence[bytes | memoryview]
     ) -> tuple[_Process, Reply, SharedContent]:
-        """Return a process, its reply and the content of that.
+        """Return a process, its reply and the content of the reply.
 
         Raises:
             ParameterError: The process was lost.
@@ -300,10 +303,10 @@ def _bytes(source: str | bytes) -> bytes:
 
 
 def _expect(reply: Reply, kind: type[Any]) -> Any:
-    """Return the reply if it is of this kind.
+    """Return the reply if it has the expected type.
 
     Raises:
-        ParameterError: It is the rejection of the request.
+        ParameterError: The reply rejects the request.
     """
     if isinstance(reply, Refused):
         raise ParameterError(reply.param, reply.problem)

@@ -1,1 +1,1 @@
-"""Cut images into what vision towers read, exactly as transformers' processors with Pillow do."""
+"""Resize images and videos and cut them into tiles, exactly as transformers' processors with Pillow do."""

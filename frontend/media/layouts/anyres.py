@@ -1,4 +1,4 @@
-"""Images that are read as a grid of tiles with margins."""
+"""Images that are padded and split into a grid of tiles (LLaVA-NeXT, LLaVA-OneVision)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ....protocol.messages import ImagePayload
 from .pixels import Parts, Tile, resize
 
 _MAX_SIDE: Final = 8192
-"""The longest side of an image that gets margins. The square takes three bytes for each pixel."""
+"""Maximum side of an image that is padded to a square, in pixels. The square takes three bytes per pixel."""
 
 
 def anyres(image: Image.Image, config: AnyresProcessor, num_images: int) -> Parts:
-    """Return an image of a prompt with `num_images` as one tile for the encoder, which has all tiles of the grid."""
+    """Return all tiles of an image's grid as one tile for the encoder; the prompt has `num_images` images."""
     side, whole_outputs = config.side, config.num_patches**2
     if config.pads_several and num_images > 1:
         tile = resize(_with_margins(image, config), side, side, config)
@@ -54,7 +54,7 @@ def _tile(
 
 
 def _best_grid(width: int, height: int, config: AnyresProcessor) -> tuple[int, int]:
-    """Return the grid in which the image keeps most of its pixels; of several the smallest."""
+    """Return the grid in which the image keeps most of its pixels; of several, the smallest."""
 
     def kept_and_unused(grid: tuple[int, int]) -> tuple[int, int]:
         columns, rows = (count * config.side for count in grid)
@@ -66,7 +66,7 @@ def _best_grid(width: int, height: int, config: AnyresProcessor) -> tuple[int, i
 
 
 def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcessor) -> Image.Image:
-    """Return the image as large as it fits into a black canvas, in the middle."""
+    """Return the image in the middle of a black canvas, as large as the canvas allows."""
     scale_x, scale_y = width / image.width, height / image.height
     if scale_x < scale_y:
         size = width, min(math.ceil(image.height * scale_x), height)
@@ -78,16 +78,16 @@ def _enlarge(image: Image.Image, width: int, height: int, config: AnyresProcesso
 
 
 def _with_margins(image: Image.Image, config: AnyresProcessor) -> Image.Image:
-    """Return a square image, with the given one in its middle.
+    """Return a square image with the given image in its middle.
 
     Raises:
-        ValueError: The square has more than `_MAX_SIDE` pixels in each direction.
+        ValueError: The square would have more than `_MAX_SIDE` pixels in each direction.
     """
     side = max(image.size)
     if side > _MAX_SIDE:
         raise ValueError(
-            f"beside other images its longer side may have at most {_MAX_SIDE} pixels, got {side}; "
-            "send a smaller one"
+            f"beside other images, its longer side may have at most {_MAX_SIDE} pixels, "
+            f"got {side}; send a smaller one"
         )
     red, green, blue = (int(255 * mean) for mean in config.mean)
     square = Image.new("RGB", (side, side), (red, green, blue))

@@ -1,4 +1,4 @@
-"""Images whose embeddings a client sent."""
+"""Images that clients send as embeddings: place the embeddings in the prompt."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Grid: TypeAlias = tuple[int, int]
 
 
 def embedded(values: NDArray[np.float32], grid: Grid | None, config: AnyImageProcessor) -> Parts:
-    """Return what takes the place of an image in a prompt.
+    """Return the texts and tiles that replace an image in a prompt.
 
     Args:
         values: The embeddings [K, `output_size`].
-        grid: Their grid, if the client knows it.
+        grid: The grid of the embeddings, if the client sent it.
         config: How the model reads images.
 
     Raises:
-        ValueError: The model needs a grid, or it does not fit the embeddings.
+        ValueError: The model needs a grid, or the grid does not match the embeddings.
     """
     if isinstance(config, GridProcessor):
         return _split(values, grid or (0, 0), config)

@@ -1,4 +1,4 @@
-"""Videos, of which some frames at a time are a grid of embeddings, or each frame is read by itself."""
+"""Videos of models that turn groups of frames into grids of embeddings (Qwen-VL, GLM); dispatch to single frames."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .single_frames import fit_single_frames, single_frames
 def fit_frames(
     width: int, height: int, num_frames: int, config: AnyVideoProcessor, max_outputs: int
 ) -> Sizes:
-    """Return the sizes to which frames of this size are resized, of which the model reads the last.
+    """Return the sizes to which frames are resized one after another. The model reads the last size.
 
     Args:
         width: The width of a frame.
-        height: Its height.
+        height: The height of a frame.
         num_frames: The number of frames.
         config: How the model reads videos.
         max_outputs: The maximum number of embeddings.
 
     Raises:
-        ValueError: The frames are too long for their width, or have too many embeddings.
+        ValueError: The aspect ratio of the frames is too extreme, or they have too many embeddings.
     """
     if isinstance(config, FrameProcessor):
         return fit_single_frames(width, height, num_frames, config, max_outputs)
@@ -45,7 +45,7 @@ def fit_frames(
 
 
 def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> Parts:
-    """Return what takes the place of a video in a prompt.
+    """Return the texts and tiles that replace a video in a prompt.
 
     Args:
         video: The video, with frames of the last size of `fit_frames`.
@@ -84,7 +84,7 @@ def frames(video: Video, config: AnyVideoProcessor, around: tuple[str, str]) -> 
 
 
 def _times(numbers: list[int], fps: float, config: VideoProcessor) -> tuple[str, str]:
-    """Return the texts before and after a grid of frames with these numbers."""
+    """Return the texts with times before and after a grid of frames. `numbers` are the indices of the frames."""
     if config.times == "mean":
         return f"<{(numbers[0] + numbers[-1]) / fps / 2:.1f} seconds>", ""
     first = numbers[0] / fps

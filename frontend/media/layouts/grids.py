@@ -1,4 +1,4 @@
-"""Images that are split into tiles."""
+"""Images that are split into a grid of tiles (Idefics3, InternVL, Aya Vision, …)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ....protocol.config.images import CanvasProcessor, GridProcessor
 from .pixels import Parts, Tile, make_tile, resize
 
 _MAX_SIDE: Final = 4096
-"""The longest side to which an image is resized before it is split."""
+"""Maximum side in pixels to which an image is resized before it is split."""
 
 _AROUND: Final = "<fake_token_around_image>"
 
 
 def grid(image: Image.Image, config: GridProcessor) -> Parts:
-    """Return the rows of a grid one after the other, then the whole image; each tile after its name."""
+    """Return the tiles of a grid row by row, then the whole image. Each tile follows its name."""
     side = config.side
     image = resize(image, *fit_longest(image.width, image.height, config.longest_edge), config)
     tiles: list[list[Tile]] = []
@@ -31,7 +31,7 @@ def grid(image: Image.Image, config: GridProcessor) -> Parts:
 
 
 def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile) -> Parts:
-    """Return the rows of tiles, each after its name, then the whole image."""
+    """Return the tiles row by row, each after its name, then the whole image."""
     parts: Parts = []
     for row, of_row in enumerate(tiles, 1):
         for column, tile in enumerate(of_row, 1):
@@ -43,7 +43,7 @@ def tiles_and_whole(tiles: Sequence[Sequence[Tile]], whole: Tile) -> Parts:
 
 
 def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
-    """Return the rows of a grid one after the other, then the whole image if there are several tiles."""
+    """Return the tiles of a grid row by row, then the whole image if there are several tiles."""
     side = config.side
     columns, rows = 1, 1
     if config.splits and config.max_tiles > 1:
@@ -62,9 +62,10 @@ def canvas(image: Image.Image, config: CanvasProcessor) -> Parts:
 
 
 def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[int, int]:
-    """Return the columns and rows of the smallest grid that shrinks the image least; of those that need not, the least.
+    """Return the columns and rows of the grid that changes the image's scale least.
 
-    The one that enlarges an image least is the smallest of several that enlarge it equally.
+    If no grid avoids shrinking, this is the smallest grid that shrinks the image least. Otherwise it is the grid that
+    enlarges the image least; of several, the smallest.
     """
     sides = range(1, max_tiles + 1)
     grids = [(columns, rows) for columns in sides for rows in sides if columns * rows <= max_tiles]
@@ -75,7 +76,7 @@ def _least_scale(width: int, height: int, side: int, max_tiles: int) -> tuple[in
 
 
 def split(image: Image.Image, side: int) -> list[list[Image.Image]]:
-    """Return the rows of tiles."""
+    """Split an image into rows of square tiles."""
     return [
         [image.crop((x, y, x + side, y + side)) for x in range(0, image.width, side)]
         for y in range(0, image.height, side)
@@ -83,7 +84,7 @@ def split(image: Image.Image, side: int) -> list[list[Image.Image]]:
 
 
 def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the size with this longest side and, if there is one, an even other one."""
+    """Return a size with this longer side. The shorter side is rounded to an even number."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -103,9 +104,10 @@ def fit_longest(width: int, height: int, longest: int) -> tuple[int, int]:
 def best_canvas(
     width: int, height: int, side: int, min_tiles: int, max_tiles: int
 ) -> tuple[int, int]:
-    """Return the columns and rows of the grid whose shape is most like the image's.
+    """Return the columns and rows of the grid whose aspect ratio is closest to the image's.
 
-    Of grids with the same shape it is the one with most tiles, unless more than half of them would be made up.
+    Of grids with the same ratio this is the one with the most tiles, unless more than half of its pixels would come
+    from enlarging.
     """
     sides = range(1, max_tiles + 1)
     grids = [(columns, rows) for columns in sides for rows in sides]
@@ -122,7 +124,7 @@ def best_canvas(
 
 
 def _whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return the size of the smallest grid of tiles for an image of this shape."""
+    """Return the size of the smallest grid of whole tiles for an image of this aspect ratio."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / side) * side

@@ -1,4 +1,4 @@
-"""Resized images and their pixels."""
+"""Tiles: resized images in the form that encoders read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ....protocol.messages import EmbeddingPayload, EncoderGrid, ImagePayload
 
 
 class Tile(NamedTuple):
-    """The pixels that a vision tower reads at a time, and the number of embeddings that it makes of them.
+    """The pixels that the encoder reads at a time, and the number of embeddings that it makes of them.
 
-    If `row_length` is not 0, `separator` is between each `row_length` embeddings in the prompt. `grid` is that of the
+    If `row_length` is not 0, the prompt has `separator` between each `row_length` embeddings. `grid` is the grid of the
     encoder input.
     """
 
@@ -25,10 +25,10 @@ class Tile(NamedTuple):
 
 
 class Video(NamedTuple):
-    """The frames of a video that a model reads, in RGB and of one size.
+    """The chosen frames of a video, in RGB and of one size.
 
-    `numbers` are those of the frames in the video, of which a second has `fps`. `sampled_fps` is how many of the
-    frames a second has. The whole video takes `seconds`.
+    `numbers` are the indices of the frames in the video, which has `fps` frames per second and is `seconds` long.
+    `sampled_fps` is the number of chosen frames per second.
     """
 
     frames: list[Image.Image]
@@ -39,11 +39,11 @@ class Video(NamedTuple):
 
 
 Sizes: TypeAlias = tuple[tuple[int, int], ...]
-"""The widths and heights to which a frame is resized, one after the other."""
+"""The (width, height) pairs to which a frame is resized one after another."""
 
 
 Parts: TypeAlias = list[str | Tile]
-"""The texts and tiles, in their order, that take the place of an image or a video in a prompt."""
+"""The texts and tiles, in their order, that replace an image or a video in a prompt."""
 
 
 def make_tile(image: Image.Image, config: ImageProcessorConfig) -> Tile:

@@ -1,4 +1,4 @@
-"""Images of any size, which are a grid of embeddings."""
+"""Images of any size, which become one grid of embeddings (Qwen-VL, Kimi)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ....protocol.messages import EncoderGrid, ImagePayload
 from .pixels import Parts, Tile, make_tile, resize
 
 _MAX_RATIO: Final = 200
-"""Upper bound of the longer side divided by the shorter one."""
+"""Maximum aspect ratio: the longer side divided by the shorter one."""
 
 
 def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
-    """Return the image in the size that is closest to its own."""
+    """Return the image in the valid size that is closest to its own."""
     size = image.size
     if config.grows == "floor":
         size = grown_size(*size, config.unit)
@@ -32,7 +32,7 @@ def resized(image: Image.Image, config: ResizeProcessor) -> Parts:
 
 
 def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
-    """Return a size whose sides have at least `unit` pixels, with the same shape."""
+    """Return a size with the same aspect ratio whose sides have at least `unit` pixels."""
     least = min(width, height)
     if least >= unit:
         return width, height
@@ -40,7 +40,7 @@ def grown_size(width: int, height: int, unit: int) -> tuple[int, int]:
 
 
 def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
-    """Return a size whose sides have at least `unit` pixels, first the height and then the width."""
+    """Return a size whose sides have at least `unit` pixels, enlarging first by height and then by width."""
     if height < unit:
         width, height = round(width * unit / height), unit
     if width < unit:
@@ -49,7 +49,7 @@ def _grown_rounded(width: int, height: int, unit: int) -> tuple[int, int]:
 
 
 def padded(image: Image.Image, config: PadProcessor) -> Parts:
-    """Return the image, shrunk if it is too large, at the top left of a black canvas."""
+    """Return the image at the top left of a black canvas, shrunk if it is too large."""
     patch, most = config.patch_size, config.max_side * config.patch_size
     num_patches = max(1, image.height // patch) * max(1, image.width // patch)
     scale = min(1.0, math.sqrt(config.max_patches / num_patches), *(most / x for x in image.size))
@@ -69,19 +69,19 @@ def fit_size(
     num_frames: int = 1,
     num_counted: int = 1,
 ) -> tuple[int, int]:
-    """Return the width and the height in multiples of `unit`, with the shape of an image as far as possible.
+    """Return a width and height in multiples of `unit` whose ratio is close to the image's aspect ratio.
 
     Args:
         width: The width of the image.
-        height: Its height.
-        unit: The divisor of both.
-        min_pixels: The minimum of the product of width, height and number of frames.
+        height: The height of the image.
+        unit: The divisor of the returned width and height.
+        min_pixels: The minimum of width x height x number of frames.
         max_pixels: The maximum of this product.
         num_frames: The number of frames, which all have this size.
-        num_counted: The number of frames that the limits count, which is rounded to whole patches.
+        num_counted: The number of frames in the limits, which is rounded to whole patches.
 
     Raises:
-        ValueError: The image is too long for its width.
+        ValueError: The aspect ratio of the image is above the maximum.
     """
     ratio = max(width, height) / min(width, height)
     if ratio > _MAX_RATIO:

@@ -1,4 +1,4 @@
-"""Images of which long ones are also read in parts."""
+"""Images of which long ones are also read in crops (pan and scan, Gemma 3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pixels import Parts, make_tile, resize
 
 
 def pan_and_scan(image: Image.Image, config: PanScanProcessor) -> Parts:
-    """Return the whole image as a tile, then its parts, if it is long."""
+    """Return the whole image as a tile, followed by its crops if it is long."""
     whole = _tile(image, config)
     crops = _crops(image, config) if config.scans else []
     if not crops:
@@ -29,7 +29,7 @@ def _tile(image: Image.Image, config: PanScanProcessor) -> Parts:
 
 
 def _crops(image: Image.Image, config: PanScanProcessor) -> list[Image.Image]:
-    """Return equal parts along the longer side, the last of which may be smaller."""
+    """Return equal crops along the longer side. The last one may be smaller."""
     width, height = image.size
     longer, shorter = max(image.size), min(image.size)
     if longer / shorter < config.min_ratio:

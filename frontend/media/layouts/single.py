@@ -1,4 +1,4 @@
-"""Images of which a tower reads one tile."""
+"""Images that are read as a single tile (CLIP, SigLIP)."""
 
 from __future__ import annotations
 

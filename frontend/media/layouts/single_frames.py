@@ -1,4 +1,4 @@
-"""Videos whose frames are read one by one, as squares."""
+"""Videos whose frames are encoded one by one, as squares (SmolVLM2, LLaVA-OneVision, InternVL)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fit_single_frames(
     """Return the sizes to which frames of a video are resized, as `fit_frames` does.
 
     Raises:
-        ValueError: They have too many embeddings.
+        ValueError: The frames have too many embeddings.
     """
     num_outputs = num_frames * config.num_outputs + config.is_pooled
     if num_outputs > max_outputs:
@@ -56,7 +56,7 @@ def fit_single_frames(
 
 
 def single_frames(video: Video, config: FrameProcessor) -> Parts:
-    """Return what takes the place of a video in a prompt: each frame behind its label."""
+    """Return the texts and tiles that replace a video in a prompt: each frame after its label."""
     parts: Parts = []
     last = len(video.frames) - 1
     if config.labels == "times":
@@ -91,7 +91,7 @@ def _label(index: int, second: float, config: FrameProcessor) -> str:
 
 
 def in_words(number: int) -> str:
-    """Return a number from 0 to 9999 in English words, as the prompts of SmolVLM2 have it."""
+    """Return a number from 0 to 9999 in English words, as in the prompts of SmolVLM2."""
     if number < 20:
         return _WORDS[number]
     if number < 100:

@@ -1,4 +1,4 @@
-"""Images that are read in a size like their own."""
+"""Images that are read in about their own size (Pixtral, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pixels import Parts, make_tile, resize
 
 
 def fit(image: Image.Image, config: FitProcessor) -> Parts:
-    """Return the image as a tile of at most the maximum size."""
+    """Return the image as a tile that is at most as large as the maximum size."""
     width, height = image.size
     ratio = max(width / config.max_width, height / config.max_height)
     if ratio > 1:

@@ -1,4 +1,4 @@
-"""Images of which only large ones are split into tiles."""
+"""Images of which only large ones are split into tiles (LFM2-VL)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pixels import Parts, Tile, make_tile, resize
 
 
 def thumbnail(image: Image.Image, config: ThumbnailProcessor) -> Parts:
-    """Return the rows of a grid one after the other, each tile after its name, then the whole image; or only that."""
+    """Return the tiles of a large image row by row, each after its name, then the whole; of a small one, only that."""
     whole = _tile(resize(image, *_fit(*image.size, config), config), config)
     if config.max_tiles == 1 or not _is_large(*image.size, config):
         return [config.start, whole, config.end]
@@ -43,7 +43,7 @@ def _is_large(width: int, height: int, config: ThumbnailProcessor) -> bool:
 
 
 def _fit(width: int, height: int, config: ThumbnailProcessor) -> tuple[int, int]:
-    """Return the size of the whole image in multiples of the unit."""
+    """Return the size of the whole image, in multiples of the unit."""
     unit = config.unit
     sides = [max(1, round(side / unit)) for side in (width, height)]
     num_outputs = sides[0] * sides[1]

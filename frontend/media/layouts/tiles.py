@@ -1,4 +1,4 @@
-"""Images that are read as a grid of tiles with separators, whose margins are at the right and at the bottom."""
+"""Images that are split into a grid of tiles with separators, padded at the right and at the bottom (Llama 4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pixels import Parts, make_tile, resize
 
 
 def tiles(image: Image.Image, config: TilesProcessor) -> Parts:
-    """Return the rows of a grid one after the other, then the whole image."""
+    """Return the tiles of a grid row by row, then the whole image."""
     side = config.side
     columns, rows = _best_grid(image.width, image.height, config)
     canvas = _on_canvas(image, columns * side, rows * side, config)
@@ -31,7 +31,8 @@ def tiles(image: Image.Image, config: TilesProcessor) -> Parts:
 def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, int]:
     """Return the columns and rows of the grid that shrinks the image least.
 
-    Of those that do not shrink it, it is the one that enlarges it least, or most if the processor `fills` grids.
+    Of the grids that need no shrinking, this is the one that enlarges the image least; if the processor `fills` grids,
+    the one that enlarges it most.
     """
     grids = [
         (columns, rows)
@@ -51,9 +52,9 @@ def _best_grid(width: int, height: int, config: TilesProcessor) -> tuple[int, in
 
 
 def _on_canvas(image: Image.Image, width: int, height: int, config: TilesProcessor) -> Image.Image:
-    """Return the image at the top left of a black canvas, as large as it fits.
+    """Return the image at the top left of a black canvas, as large as the canvas allows.
 
-    Unless the processor `fills` grids, sides are not enlarged beyond that of a tile.
+    Unless the processor `fills` grids, sides are not enlarged beyond the side of a tile.
     """
     most = width, height
     if not config.fills:
