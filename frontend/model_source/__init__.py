@@ -1,1 +1,1 @@
-"""Finding, downloading and configuring the model to serve."""
+"""Model sources: find and download the model to serve, and read its configuration."""

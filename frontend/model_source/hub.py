@@ -1,4 +1,4 @@
-"""Downloads checkpoints from the Hugging Face hub with huggingface-hub, its cache, offline mode and token."""
+"""Download checkpoints with huggingface-hub, using its cache, offline mode and token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
 IGNORED_FILES = ("*/*", "consolidated*")
 PREFERRED_QUANTS = ("Q4_K_M", "Q8_0")
-# huggingface-hub uses one of several HTTP libraries.
+# Different versions of huggingface-hub use different HTTP libraries.
 _HTTPError = errors.HTTPError  # type: ignore[attr-defined]
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
@@ -38,11 +38,11 @@ def fetch_checkpoint(
     """Return the directory of a checkpoint, or its GGUF file.
 
     Args:
-        repo: Repository on the hub.
-        gguf: A GGUF file of the repository or its quantization. By default safetensors are preferred.
-        with_mmproj: Whether the vision tower of a GGUF model is fetched, too.
-        revision: Branch, tag or commit.
-        cache_dir: Where to store the files; None for the hub's default cache.
+        repo: The repository on the hub.
+        gguf: The name or the quantization of a GGUF file in the repository; None prefers safetensors.
+        with_mmproj: Whether to fetch the vision tower of a GGUF model as well.
+        revision: A branch, tag or commit.
+        cache_dir: The directory for the files; None for the hub's default cache.
         console: Shows the progress.
 
     Raises:
@@ -97,7 +97,7 @@ def _file_names(repo: str, revision: str | None, cache_dir: str | None) -> list[
 
 
 def _choose_gguf(repo: str, names: list[str], wanted: str | None) -> list[str]:
-    """Return the files of one GGUF checkpoint, in order."""
+    """Return the files of one GGUF checkpoint, in their order."""
     by_stem: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and "mmproj" not in name:
@@ -144,7 +144,7 @@ def _snapshot(
 
 
 def _bar_on(console: Console, label: str) -> Any:
-    """Return a progress bar class for huggingface-hub that sends byte counts to the console and shows nothing else."""
+    """Return a progress bar class that reports byte counts to the console and prints nothing itself."""
 
     class ConsoleBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Finds the LoRA adapters of `--lora-modules`, and those that are added while the server runs."""
+"""Find the LoRA adapters of `--lora-modules`, and adapters that are added while the server runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .options import ModelOptions
 
 
 class _Module(msgspec.Struct):
-    """An adapter in vLLM's JSON form."""
+    """An entry of `--lora-modules` in vLLM's JSON format."""
 
     name: str
     path: str
@@ -26,11 +26,11 @@ def find_loras(
     """Return the adapters of `--lora-modules`.
 
     Raises:
-        ConfigError: The options contradict each other, or there is no such adapter.
+        ConfigError: The options contradict each other, or an adapter does not exist.
         CheckpointError: A file of an adapter is missing.
     """
     if options.lora_modules and not options.enable_lora:
-        raise ConfigError("--lora-modules needs --enable-lora; give both or neither")
+        raise ConfigError("--lora-modules needs --enable-lora; add it, or remove --lora-modules")
     loras: dict[str, LoraAdapter] = {}
     for text in options.lora_modules:
         module = _parse(text)
@@ -50,7 +50,7 @@ def find_adapter(
     `param` is the flag or field that gave the path.
 
     Raises:
-        ConfigError: There is no such adapter.
+        ConfigError: The adapter does not exist.
         CheckpointError: A file of the adapter is missing.
     """
     directory = Path(path).expanduser().absolute()

@@ -1,6 +1,7 @@
 """The LoRA adapters that clients may use, shared by all frontends.
 
-The adapters are in a file of the run directory, so a frontend that restarts knows those that were added meanwhile.
+The adapters are listed in a file in the run directory, so that a restarted frontend knows adapters that were added at
+run time.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ...protocol.errors import ParameterError
 from ...protocol.file_identity import LoraAdapter
 
 MAX_ADAPTERS: Final = 10_000
-"""Maximum number of adapters, of which only a few are loaded at a time."""
+"""Maximum number of adapters. Only a few are loaded at a time."""
 
 _decode = msgspec.msgpack.Decoder(list[LoraAdapter]).decode
 
 
 class LoraRegistry:
-    """The adapters by name: at first those of `--lora-modules`."""
+    """The adapters by name. Initially these are the adapters of `--lora-modules`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._path = Path(config.run_dir) / "loras"
@@ -42,10 +43,10 @@ class LoraRegistry:
         return self._loras.get(name)
 
     def add(self, adapter: LoraAdapter, *, replaces: bool) -> None:
-        """Add an adapter. Requests of the adapter that it `replaces` keep that one.
+        """Add an adapter. If it `replaces` one of the same name, running requests keep the old adapter.
 
         Raises:
-            ParameterError: There is an adapter of this name, and it must not be replaced; or there are too many.
+            ParameterError: The name is taken and must not be replaced, or there are too many adapters.
         """
         with self._lock():
             if adapter.name in self._loras and not replaces:
@@ -60,7 +61,7 @@ class LoraRegistry:
             self._write({**self._loras, adapter.name: adapter})
 
     def remove(self, name: str) -> bool:
-        """Remove an adapter, which its requests keep. Return False if there is none of this name."""
+        """Remove an adapter; its running requests keep it. Return False if there is no adapter of this name."""
         with self._lock():
             if name not in self._loras:
                 return False
@@ -68,7 +69,7 @@ class LoraRegistry:
             return True
 
     def _refresh(self) -> None:
-        """Read the file again if another frontend has replaced it. This takes a microsecond if not."""
+        """Read the file again if another frontend has replaced it. Otherwise this takes about a microsecond."""
         try:
             status = os.stat(self._path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Chooses one of several mmproj files of a model."""
+"""Choose one of several mmproj files (vision towers) of a GGUF model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 _TYPES: Final = ("bf16", "f16", "f32", "q8_0")
-"""The types of mmproj files, the preferred one first."""
+"""The number types of mmproj files, in order of preference."""
 
 
 def choose_mmproj(names: Iterable[str]) -> str | None:

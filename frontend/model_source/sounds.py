@@ -1,4 +1,4 @@
-"""Reads how a model for conversations reads sounds."""
+"""Read how a chat model reads sounds, from its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def read_sound_processor(
     """Return how the model reads sounds; None if it reads none.
 
     Args:
-        path: The checkpoint.
-        config: Its config.
-        text: The text decoder's part of it.
+        path: The directory of the checkpoint.
+        config: The config of the checkpoint.
+        text: The text decoder's section of the config.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -33,7 +33,7 @@ def read_sound_processor(
         ),
         num_mel_bins=tower.num_mel_bins,
         window_frames=tower.num_frames,
-        # Qwen2-Audio reads one window, and its processor cuts off the rest.
+        # Qwen2-Audio reads a single window, and its processor drops the rest of a sound.
         max_windows=0 if tower.is_filled else 1,
         frames_per_output=2 * tower.rows_per_output,
         is_filled=tower.is_filled,

@@ -1,4 +1,4 @@
-"""Finds the local checkpoint for a model name."""
+"""Find the local checkpoint for a model name: a path, a hub repository or the default model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_checkpoint(options: ModelOptions, console: Console) -> tuple[str, Path]
     """Return the model's name and its checkpoint: a directory or a `.gguf` file.
 
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: The model does not exist.
         CheckpointError: The checkpoint is incomplete or not supported.
     """
     model = options.model
@@ -62,7 +62,7 @@ def find_tokenizer(options: ModelOptions, checkpoint: Path, console: Console) ->
     """Return the path of the tokenizer: the checkpoint itself, unless `options.tokenizer` is set.
 
     Raises:
-        ConfigError: There is no such tokenizer.
+        ConfigError: The tokenizer does not exist.
     """
     if options.tokenizer is None:
         return checkpoint
@@ -89,12 +89,12 @@ def find_tokenizer_directory(options: ModelOptions, tokenizer_path: Path) -> Pat
 
 
 def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
-    """Return the file with the vision tower of a GGUF model; None if it has none.
+    """Return the file with the vision tower of a GGUF model; None if there is none.
 
-    Of several files beside the model, one with unquantized numbers is chosen.
+    If there are several files next to the model, one with unquantized numbers is chosen.
 
     Raises:
-        ConfigError: There is no such file, or the model is not a GGUF file.
+        ConfigError: The given file does not exist, or the model is not a GGUF file.
     """
     if options.mmproj == "none":
         return None
@@ -102,10 +102,12 @@ def find_mmproj(options: ModelOptions, checkpoint: Path) -> Path | None:
         path = Path(options.mmproj).expanduser().absolute()
         if checkpoint.suffix != ".gguf":
             raise ConfigError(
-                f"--mmproj {options.mmproj}: only GGUF models have such a file; remove it"
+                f"--mmproj {options.mmproj}: only GGUF models have an mmproj file; remove the flag"
             )
         if not path.is_file():
-            raise ConfigError(f"--mmproj {options.mmproj} does not exist; use a file, or none")
+            raise ConfigError(
+                f"--mmproj {options.mmproj} does not exist; use the path of a file, or none"
+            )
         return path
     if checkpoint.suffix != ".gguf":
         return None
@@ -142,7 +144,10 @@ def _local_checkpoint(path: Path, needs_config_only: bool) -> Path:
 
 
 def _gguf_checkpoints(directory: Path) -> list[Path]:
-    """Return the first file of each GGUF checkpoint. `mmproj` files are skipped: they are vision encoders."""
+    """Return the first file of each GGUF checkpoint.
+
+    `mmproj` files are skipped, because they contain only a vision tower.
+    """
     firsts: dict[str, Path] = {}
     for path in sorted(directory.glob("*.gguf")):
         if "mmproj" not in path.name:

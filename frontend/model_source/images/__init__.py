@@ -1,1 +1,1 @@
-"""Reads how a checkpoint's images are processed, from the files of transformers' processors."""
+"""Read the image and video preprocessing settings of a checkpoint, from the files of transformers' processors."""

@@ -1,4 +1,4 @@
-"""Reads the image processors of LLaVA-NeXT and LLaVA-OneVision."""
+"""Read the image processors of LLaVA-NeXT and LLaVA-OneVision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
     num_patches = vision.image_size // vision.patch_size
     most = max(anyres_grid(grid, grid, num_patches, vision.max_tiles).num_outputs for grid in grids)
     common = CLIP_VALUES | values(fields, vision, token_id, BICUBIC)
-    # A grid whose margins are left out may be reduced less.
+    # A grid whose padding is dropped needs less reduction.
     reduced = round(1.21 * vision.max_tiles * num_patches**2) + num_patches * len(grids)
     common["num_outputs"] = vision.num_outputs + (max(most, reduced) if vision.max_tiles else most)
     return AnyresProcessor(
@@ -40,7 +40,7 @@ def anyres(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Anyres
 
 
 def _grids(fields: ConfigFields, side: int) -> tuple[tuple[int, int], ...]:
-    """Return the columns and rows of the grids, whose heights and widths in pixels are given."""
+    """Return the (columns, rows) of the grids, which the file gives as (height, width) in pixels."""
     name = "image_grid_pinpoints"
     sizes = fields.get(name)
     grids = []

@@ -1,4 +1,4 @@
-"""Reads the image processors of Aya Vision and Command A Vision."""
+"""Read the image processors of Aya Vision and Command A Vision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .source import ProcessorSource
 
 
 def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
-    """Return the processor of Aya Vision, whose tiles have names."""
+    """Return the processor of Aya Vision, which puts a name before each tile."""
     return msgspec.structs.replace(
         canvas(source, vision, token_id),
         mark="<image>",
@@ -23,7 +23,7 @@ def aya_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Ca
 
 
 def cohere2_vision(source: ProcessorSource, vision: VisionSpec, token_id: int) -> CanvasProcessor:
-    """Return the processor of Command A Vision, whose tiles end with a token."""
+    """Return the processor of Command A Vision, which puts a token after each tile."""
     return msgspec.structs.replace(
         canvas(source, vision, token_id),
         min_tiles=1,

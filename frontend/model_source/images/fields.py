@@ -1,4 +1,4 @@
-"""Reads the fields that image processors have in common."""
+"""Read the fields that all image processors share."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CLIP_VALUES: Final = {
 def values(
     fields: ConfigFields, vision: VisionSpec, token_id: int, resample: int
 ) -> dict[str, Any]:
-    """Return what all processors have in common."""
+    """Return the settings that all image processors share, as keyword arguments."""
     sizes = {"output_size": vision.output_size, "num_outputs": vision.num_outputs}
     return sizes | pixel_values(fields, token_id, resample)
 
 
 def pixel_values(fields: ConfigFields, token_id: int, resample: int) -> dict[str, Any]:
-    """Return what processors of images and of videos have in common."""
+    """Return the settings that image and video processors share, as keyword arguments."""
     values: dict[str, Any] = {
         "token_id": token_id,
         "resample": fields.integer("resample", resample, minimum=0, maximum=5),
@@ -44,7 +44,7 @@ def pixel_values(fields: ConfigFields, token_id: int, resample: int) -> dict[str
 
 
 def sides(fields: ConfigFields, name: str) -> ConfigFields:
-    """Return a size, which old files have as a number: of the shorter side, or of both sides of the middle."""
+    """Return a size. Old files give a number, for the shorter side (resizing) or for both sides (cropping)."""
     size = fields.get(name)
     if isinstance(size, int):
         names = ("shortest_edge",) if name == "size" else ("height", "width")
@@ -53,7 +53,7 @@ def sides(fields: ConfigFields, name: str) -> ConfigFields:
 
 
 def side_of_tile(fields: ConfigFields, name: str, vision: VisionSpec) -> int:
-    """Return the side of a tile, which must be that of the images that the tower reads."""
+    """Return the side of a tile in pixels, which must equal the image size of the vision tower."""
     side = fields.integer(name, vision.image_size)
     if side != vision.image_size:
         raise fields.wrong(name, f"{vision.image_size}, which is vision_config.image_size", side)

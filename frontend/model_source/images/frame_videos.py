@@ -1,4 +1,4 @@
-"""Reads the video processors of models that read frames one by one: SmolVLM2, LLaVA-OneVision and InternVL."""
+"""Read the video processors of models that encode frames one by one: SmolVLM2, LLaVA-OneVision and InternVL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AROUND: Final = "<fake_token_around_image>"
 
 
 class FrameSource(NamedTuple):
-    """The fields of the video processor, of the model and of its decoder, and the tower, in the directory `path`."""
+    """The fields of the video processor, the model and its decoder, and the vision tower, from the directory `path`."""
 
     path: Path
     fields: ConfigFields
@@ -26,21 +26,21 @@ class FrameSource(NamedTuple):
     vision: VisionSpec
 
     def token(self, kind: str) -> int:
-        """Return the token of images or videos, whose field has two names."""
+        """Return the token of images or videos. Its field has one of two names."""
         name, old_name = f"{kind}_token_id", f"{kind}_token_index"
         name = name if self.config.get(name) is not None else old_name
         return self.config.integer(name, minimum=0, maximum=self.text.integer("vocab_size") - 1)
 
     def num_frames(self, default: int) -> int:
-        """Return the number of frames that are read of a file."""
+        """Return the number of frames that are read from a file."""
         return self.fields.integer("num_frames", default, maximum=_MAX_FRAMES)
 
 
 def _smolvlm(source: FrameSource) -> FrameProcessor:
-    """Return the processor of SmolVLM2, whose frames are images that are not split."""
+    """Return the processor of SmolVLM2, which treats frames as images that are not split."""
     fields = source.fields
     sampling = fields.first_section("video_sampling")
-    # The size of images has priority in transformers.
+    # In transformers, the size of images has priority.
     size = fields.section("size") or sampling.first_section("video_size")
     side = side_of_tile(fields.first_section("max_image_size"), "longest_edge", source.vision)
     most = sampling.integer("max_frames", source.num_frames(64), maximum=_MAX_FRAMES)
@@ -60,7 +60,7 @@ def _smolvlm(source: FrameSource) -> FrameProcessor:
 
 
 def _llava_onevision(source: FrameSource) -> FrameProcessor:
-    """Return the processor of LLaVA-OneVision, which has a token of its own for videos."""
+    """Return the processor of LLaVA-OneVision, which has a separate token for videos."""
     side = side_of_tile(sides(source.fields, "size"), "height", source.vision)
     num_patches = source.vision.image_size // source.vision.patch_size
     return FrameProcessor(
@@ -73,7 +73,7 @@ def _llava_onevision(source: FrameSource) -> FrameProcessor:
 
 
 def _internvl(source: FrameSource) -> FrameProcessor:
-    """Return the processor of InternVL, whose frames are images that are not split."""
+    """Return the processor of InternVL, which treats frames as images that are not split."""
     return FrameProcessor(
         **_values(source, source.token("image"), 8),
         sampling="middles",

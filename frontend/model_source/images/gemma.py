@@ -1,4 +1,4 @@
-"""Reads the image processors of PaliGemma and Gemma."""
+"""Read the image processors of PaliGemma and Gemma."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUDGETS: Final = (70, 140, 280, 560, 1120)
 
 
 def paligemma(source: ProcessorSource, vision: VisionSpec, token_id: int) -> SquareProcessor:
-    """Return the processor of PaliGemma, whose prompts have their first token after the images."""
+    """Return the processor of PaliGemma, which puts the prompt's first token (BOS) after the images."""
     fields = source.fields
     return SquareProcessor(
         **values(fields, vision, token_id, BICUBIC),
@@ -48,7 +48,7 @@ def gemma4(source: ProcessorSource, vision: VisionSpec, token_id: int) -> Budget
     if budget not in _BUDGETS:
         raise fields.wrong("max_soft_tokens", f"one of {', '.join(map(str, _BUDGETS))}", budget)
     common = values(fields.with_values({"do_normalize": True}), vision, token_id, BICUBIC)
-    # The tower itself maps pixels to -1..1.
+    # The vision tower itself maps pixels to -1..1.
     common |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "num_outputs": budget}
     return BudgetProcessor(
         **common,

@@ -1,4 +1,4 @@
-"""Reads the image processors of Idefics3 and SmolVLM."""
+"""Read the image processors of Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the image processor of InternVL."""
+"""Read the image processor of InternVL."""
 
 from __future__ import annotations
 

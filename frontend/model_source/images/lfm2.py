@@ -1,4 +1,4 @@
-"""Reads the image processor of LFM2-VL."""
+"""Read the image processor of LFM2-VL."""
 
 from __future__ import annotations
 

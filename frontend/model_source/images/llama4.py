@@ -1,4 +1,4 @@
-"""Reads the image processor of Llama 4."""
+"""Read the image processor of Llama 4."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_TILES = 64
 
 
 def tiles(source: ProcessorSource, vision: VisionSpec, token_id: int) -> TilesProcessor:
-    """Return the processor of Llama 4, in whose prompts `<|image|>` is before the embeddings of the whole image."""
+    """Return the processor of Llama 4, which puts `<|image|>` before the embeddings of the whole image."""
     fields = source.fields
     side = side_of_tile(sides(fields, "size"), "height", vision)
     return TilesProcessor(

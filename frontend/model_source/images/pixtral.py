@@ -1,4 +1,4 @@
-"""Reads the image processor of Pixtral, Mistral 3 and LightOnOCR."""
+"""Read the image processors of Pixtral, Mistral 3 and LightOnOCR."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pixtral(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitPr
 
 
 def lighton_ocr(source: ProcessorSource, vision: VisionSpec, token_id: int) -> FitProcessor:
-    """Return the processor of LightOnOCR, whose images may end within a square of an embedding."""
+    """Return the processor of LightOnOCR, whose images may end in the middle of the square of an embedding."""
     fields = source.fields
     side = fields.get("patch_size", 16)
     if isinstance(side, dict):

@@ -1,4 +1,4 @@
-"""Reads the processors of Qwen-VL, GLM, PaddleOCR-VL and Kimi K2.5, which keep the shape of images."""
+"""Read the processors of Qwen-VL, GLM, PaddleOCR-VL and Kimi K2.5, which keep the aspect ratio of images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resize(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> Re
 
 
 def resize_pairs(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> ResizeProcessor:
-    """Return the processor of GLM-4.1V and GLM-4.5V, whose limits count the pixels of every frame of a patch."""
+    """Return the processor of GLM-4.1V and GLM-4.5V, whose limits count the pixels of all frames of a patch."""
     fields, frames = source.fields, vision.frames_per_patch
     check_patches(fields, vision)
     least, most = pixel_limits(fields, 112 * 112, 28 * 28 * 15000)
@@ -61,7 +61,7 @@ def resize_rounded(
 
 
 def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadProcessor:
-    """Return the processor of Kimi K2.5, whose published file has names of its own."""
+    """Return the processor of Kimi K2.5, whose file uses its own field names."""
     own = source.fields.first_section("media_proc_cfg")
     fields = source.fields.with_defaults(
         max_patches=own.get("in_patch_limit", 16384),
@@ -75,7 +75,7 @@ def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadPr
     return PadProcessor(
         **pixel_values(fields, token_id, BICUBIC),
         output_size=vision.output_size,
-        # The margins of a long image add some embeddings.
+        # The padding of a long image adds some embeddings.
         num_outputs=max_patches // vision.merge_size**2 + 2 * most,
         unit=vision.unit,
         patch_size=vision.patch_size,
@@ -85,7 +85,7 @@ def pad(source: ProcessorSource, vision: GridVisionSpec, token_id: int) -> PadPr
 
 
 def check_patches(fields: ConfigFields, vision: GridVisionSpec) -> None:
-    """Raise CheckpointError unless the processor makes patches of the size that the tower reads."""
+    """Raise CheckpointError unless the processor's patch sizes equal those of the vision tower."""
     for name, size in (
         ("patch_size", vision.patch_size),
         ("merge_size", vision.merge_size),
@@ -96,7 +96,7 @@ def check_patches(fields: ConfigFields, vision: GridVisionSpec) -> None:
 
 
 def pixel_limits(fields: ConfigFields, least: int, most: int) -> tuple[int, int]:
-    """Return the minimum and the maximum number of pixels."""
+    """Return the minimum and maximum number of pixels; `least` and `most` are the defaults."""
     size = fields.first_section("size")
     least = size.integer("shortest_edge", least, maximum=_MAX_PIXELS)
     most = size.integer("longest_edge", most)

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint's images are processed, from the files of transformers' processors."""
+"""Choose and run the reader for a checkpoint's image processor."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def read_image_processor(
     overrides: Mapping[str, object],
     mmproj: Mmproj | None = None,
 ) -> AnyImageProcessor | None:
-    """Return how the model reads images; None if it reads none, or without the processor's file.
+    """Return how the model reads images; None if it reads none, or if the processor's file is missing.
 
     Args:
-        path: The checkpoint.
-        config: Its config.
-        text: The text decoder's part of it.
+        path: The directory of the checkpoint.
+        config: The config of the checkpoint.
+        text: The text decoder's section of the config.
         overrides: Fields that replace those of the processor.
-        mmproj: The vision tower of a GGUF model.
+        mmproj: The file with the vision tower of a GGUF model.
 
     Raises:
         CheckpointError: A field is missing or invalid.
@@ -56,7 +56,7 @@ def read_image_processor(
     else:
         processor, tokens = ConfigFields(mmproj.processor, path), mmproj.tokens
     if processor is None:
-        logger.warning("%s has no %s, so images are refused", path, _FILES[0])
+        logger.warning("%s has no %s, so requests with images are rejected", path, _FILES[0])
         return None
     names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
     token_id = config.integer(
@@ -72,7 +72,7 @@ def read_image_processor(
 
 
 def _read_processor(path: Path) -> ConfigFields | None:
-    """Return the fields of the image processor; processors of transformers 5 have them in a section."""
+    """Return the fields of the image processor. Processors of transformers 5 have them in a section of the file."""
     for name in _FILES:
         if (path / name).is_file():
             fields = ConfigFields.read(path / name)
@@ -83,9 +83,9 @@ def _read_processor(path: Path) -> ConfigFields | None:
 
 
 _Reader: TypeAlias = Callable[[ProcessorSource, Any, int], AnyImageProcessor]
-"""From the checkpoint's files, the tower and the token that stands for an embedding.
+"""Function from the checkpoint's files, the vision tower and the placeholder token to the image processor.
 
-A reader takes towers of the class that its models have.
+Each reader expects the tower class of its models.
 """
 
 _READERS: Final[dict[str, _Reader]] = {

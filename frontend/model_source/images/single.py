@@ -1,4 +1,4 @@
-"""Reads the image processors of CLIP and SigLIP, which make one tile of an image."""
+"""Read the image processors of CLIP and SigLIP, which make one tile per image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .source import ProcessorSource
 def single(
     source: ProcessorSource, vision: VisionSpec, token_id: int
 ) -> SquareProcessor | CropProcessor | FitProcessor:
-    """Return the processor of CLIP or SigLIP, or of Pixtral, whose model has the same name."""
+    """Return the processor of CLIP, SigLIP or (under the same model name) Pixtral."""
     if vision.max_outputs:
         return pixtral(source, vision, token_id)
     fields = source.fields

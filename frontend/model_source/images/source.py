@@ -1,4 +1,4 @@
-"""The files of a checkpoint that say how images are processed."""
+"""The files of a checkpoint that describe image preprocessing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ....protocol.checkpoint.config_fields import ConfigFields
 
 @dataclass(frozen=True)
 class ProcessorSource:
-    """The fields of the image processor and of the model, in the directory `path`.
+    """The fields of the image processor and of the model's config, and the directory `path` of the checkpoint.
 
-    `tokens` are the texts of special tokens by name, if no file has them.
+    `tokens` maps names of special tokens to their texts, for checkpoints whose files lack them.
     """
 
     path: Path
@@ -25,7 +25,7 @@ class ProcessorSource:
         """Return the text of a special token, which tokenizer_config.json names.
 
         Raises:
-            CheckpointError: It does not.
+            CheckpointError: The file does not name the token.
         """
         if name in self.tokens:
             return self.tokens[name]

@@ -1,4 +1,4 @@
-"""Reads video processors."""
+"""Read the video processors of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GLM_MAX_PIXELS: Final = 28 * 28 * 2 * 30000
 
 
 class _Family(NamedTuple):
-    """The differences between families: those of the video processor, and the names of tokens around a grid."""
+    """The differences between model families: processor defaults, and names of the tokens around a grid."""
 
     values: Mapping[str, Any] = MappingProxyType({})
     around: str = ""
@@ -54,12 +54,12 @@ _FAMILIES: Final = {
 def read_video_processor(
     path: Path, config: ConfigFields, text: ConfigFields, overrides: Mapping[str, object]
 ) -> AnyVideoProcessor | None:
-    """Return how the model reads videos; None if it reads none, or without the processor's file.
+    """Return how the model reads videos; None if it reads none, or if the processor's file is missing.
 
     Args:
-        path: The checkpoint.
-        config: Its config.
-        text: The text decoder's part of it.
+        path: The directory of the checkpoint.
+        config: The config of the checkpoint.
+        text: The text decoder's section of the config.
         overrides: Fields that replace those of the processor.
 
     Raises:
@@ -100,7 +100,7 @@ def _read_grids(
     values = dict(family.values)
     is_glm = model_type.startswith("glm")
     if is_glm:
-        # Its frames have the embeddings' token of images.
+        # The frames use the placeholder token of images.
         token_id, values["mark_id"] = token("image"), token("video")
         least, most = pixel_limits(fields, 112 * 112, _GLM_MAX_PIXELS)
     else:
@@ -129,7 +129,7 @@ def _read_grids(
 
 
 def _video_fields(path: Path) -> ConfigFields | None:
-    """Return the fields of the video processor, which are those of the image processor in older checkpoints."""
+    """Return the fields of the video processor. In older checkpoints the image processor has them."""
     for name, section in (
         ("video_preprocessor_config.json", None),
         ("processor_config.json", "video_processor"),
