@@ -76,7 +76,7 @@ def test_why_explains_a_request_of_the_running_server(served):
     assert "first token" in why.stdout and "ended: length" in why.stdout, why.stdout + why.stderr
     assert dumps(directory, "*") == before
     unknown = engine("why", "nobody", "--url", server.url)
-    assert unknown.returncode == 1 and "do not have the request" in unknown.stderr
+    assert unknown.returncode == 1 and "do not contain the request" in unknown.stderr
 
 
 def test_sigusr1_writes_a_dump_and_the_engine_continues(served):

@@ -291,7 +291,7 @@ def test_embeddings_with_a_grid_take_the_place_of_an_image(qwen3: Model, server:
         ({"grid": [rows, columns + 1]}, "image_embeds", "a grid of"),
         ({"grid": [0, 1]}, "grid", "must be [rows, columns], got [0,1]"),
         ({"image_grid_thw": [2, 4, 4]}, "image_grid_thw", "must be [1, rows, columns]"),
-        ({"image_grid_thw": [1, 2, 3]}, "image_grid_thw", "which do not make"),
+        ({"image_grid_thw": [1, 2, 3]}, "image_grid_thw", "which do not match"),
     ):
         status, answer = ask_about(embedded(**fields))
         assert status == 400, answer

@@ -269,7 +269,7 @@ def _many():
         (_frames(1) * 769, "has 769 frames, must have 1 to 768"),
         (_frames(1, 8, 2000), "one side may be at most 200 times"),
         (_frames(9), "take 720 tokens, and at most 600 fit into the context"),
-        (_long_animation(1_000_000), "has more than 4096 frames, which is the most"),
+        (_long_animation(1_000_000), "has more than 4096 frames; send fewer"),
         (_many(), "is too large: its frames have 100800 pixels or more, and at most 100000 are"),
     ],
     ids=lambda value: str(value)[:30],
