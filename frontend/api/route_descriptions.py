@@ -53,7 +53,7 @@ ROUTE_DESCRIPTIONS: Final[dict[str, tuple[str, str]]] = {
     "/v1/messages": (CLIENTS, "Answer a conversation (Anthropic's Messages API)."),
     "/v1/messages/{id}/events": (
         CLIENTS,
-        ("Stream a recorded message from any position (Anthropic)."),
+        "Stream a recorded message from any position (Anthropic).",
     ),
     "/v1/messages/count_tokens": (CLIENTS, "Count the tokens of a conversation (Anthropic)."),
     "/api/chat": (CLIENTS, "Answer a conversation (Ollama)."),

@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cluster-key", "--key", metavar="FILE", required=True, help="Key file from engine keygen"
     )
     parser.add_argument(
-        "--model", help=("Path of the model on this machine, if it differs from node 0's")
+        "--model", help="Path of the model on this machine, if it differs from node 0's"
     )
     return parser
 

@@ -109,14 +109,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--input-file",
         required=True,
         metavar="FILE",
-        help=("File of requests; - is standard input"),
+        help="File of requests; - is standard input",
     )
     parser.add_argument(
         "-o",
         "--output-file",
         required=True,
         metavar="FILE",
-        help=("File for answers; - is standard output"),
+        help="File for answers; - is standard output",
     )
     parser.add_argument("--url", help="URL of a server to use (default: start an engine)")
     parser.add_argument("--api-key", metavar="KEY", help="API key for --url")

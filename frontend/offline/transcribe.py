@@ -34,20 +34,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="MODEL",
-        help=("Speech model, such as a Whisper checkpoint"),
+        help="Speech model, such as a Whisper checkpoint",
     )
     parser.add_argument("--language", metavar="CODE", help="Spoken language (default: detected)")
     parser.add_argument(
         "--task",
         choices=[*Task],
         default="transcribe",
-        help=("transcribe, or translate to write English text (default: transcribe)"),
+        help="transcribe, or translate to write English text (default: transcribe)",
     )
     parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT",
-        help=("Text that shows the style and spelling to use"),
+        help="Text that shows the style and spelling to use",
     )
     parser.add_argument(
         "--format", choices=FORMATS, default="text", help="Output format (default: text)"

@@ -311,7 +311,7 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help=("Measurements of each server (default: 3)"),
+        help="Measurements of each server (default: 3)",
     )
     parser.add_argument(
         "--request-rate",

@@ -97,7 +97,7 @@ def add_result_arguments(parser: argparse.ArgumentParser, *, has_plot: bool = Tr
     group.add_argument("--result-filename", metavar="FILE", help="Also write the JSON to this file")
     if has_plot:
         group.add_argument(
-            "--plot", metavar="FILE", help=("Draw the results as an SVG plot in this file")
+            "--plot", metavar="FILE", help="Draw the results as an SVG plot in this file"
         )
 
 

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         "names", metavar="NAME", nargs="+", help="Names of models, as engine models prints them"
     )
     remove.add_argument(
-        "-y", "--yes", action="store_true", help=("Remove without asking for confirmation")
+        "-y", "--yes", action="store_true", help="Remove without asking for confirmation"
     )
     return parser
 

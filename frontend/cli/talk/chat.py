@@ -44,12 +44,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--load", type=Path, metavar="FILE", help="Continue a conversation that /save wrote"
     )
     parser.add_argument(
-        "-q", "--quick", metavar="TEXT", help=("Send this message, print the answer and exit")
+        "-q", "--quick", metavar="TEXT", help="Send this message, print the answer and exit"
     )
     parser.add_argument(
         "--plain",
         action="store_true",
-        help=("Print answers as plain text, without rendering Markdown"),
+        help="Print answers as plain text, without rendering Markdown",
     )
     add_sampling_arguments(parser)
     return parser

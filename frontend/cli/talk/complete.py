@@ -31,19 +31,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="PROMPT",
         nargs="?",
         default="-",
-        help=("Text to continue; - is standard input"),
+        help="Text to continue; - is standard input",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help="Model to serve, or the name of a model at --url"
     )
     add_target_arguments(parser)
     parser.add_argument(
-        "--echo", action="store_true", help=("Print the prompt before its continuation")
+        "--echo", action="store_true", help="Print the prompt before its continuation"
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help=("Print the server's whole answer as JSON when it has ended"),
+        help="Print the server's whole answer as JSON when it has ended",
     )
     add_sampling_arguments(parser)
     return parser

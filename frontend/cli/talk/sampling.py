@@ -13,13 +13,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        help=("Sampling temperature; 0 always takes the most probable token"),
+        help="Sampling temperature; 0 always takes the most probable token",
     )
     group.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help=("Sample from the most probable tokens up to this total probability"),
+        help="Sample from the most probable tokens up to this total probability",
     )
     group.add_argument(
         "--max-tokens",
@@ -28,13 +28,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="Maximum tokens of an answer (default: no limit)",
     )
     group.add_argument(
-        "--seed", type=int, metavar="N", help=("Seed, which makes sampling repeatable")
+        "--seed", type=int, metavar="N", help="Seed, which makes sampling repeatable"
     )
     group.add_argument(
         "--stop",
         action="append",
         metavar="TEXT",
-        help=("End the answer at this text; may be repeated"),
+        help="End the answer at this text; may be repeated",
     )
 
 
