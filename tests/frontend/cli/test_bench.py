@@ -109,7 +109,8 @@ def test_messages_in_lines_of_json_are_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [("[1]", "must be an object"), ("{", "invalid JSON"), ("[]", "no usable conversation")]
+    ("content", "problem"),
+    [("[1]", "must be an object"), ("{", "invalid JSON"), ("[]", "no usable conversation")],
 )
 def test_unusable_file_is_named(tmp_path: Path, content: str, problem: str) -> None:
     path = tmp_path / "file.json"
