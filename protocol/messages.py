@@ -253,8 +253,7 @@ class DumpEventLog(msgspec.Struct, tag="dump", array_like=True, gc=False, frozen
 class DescribeBlocks(msgspec.Struct, tag="blocks", array_like=True, gc=False, frozen=True):
     """Asks for the state of the KV cache.
 
-    The `detail` of the `CallResult` has a `BlockState` for every N-th block from block 1 on, where N is the smallest
-    number for which these are at most `MAX_BLOCK_CELLS`.
+    The `detail` of the `CallResult` has the `BlockState` of every N-th block; N keeps it within `MAX_BLOCK_CELLS`.
     """
 
     call_id: int
