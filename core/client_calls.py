@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from ..protocol.config import EngineConfig
 from ..protocol.messages import CallResult, DumpEventLog, ReplicaCall, ResetPrefixCache
-from .replay.dump_on_demand import dump_event_log
 from .scheduler.interface import SchedulerInterface
 
 
 def answer_call(
-    scheduler: SchedulerInterface, config: EngineConfig, call: ReplicaCall
+    scheduler: SchedulerInterface,
+    call: ReplicaCall,
+    dump_event_log: Callable[[str], tuple[bool, str]],
 ) -> CallResult:
-    """Carry out the call of a frontend and return the result to send to it."""
+    """Carry out the call of a frontend and return the result to send to it.
+
+    `dump_event_log` gets the reason of the dump, and returns whether it worked and the path or the error message.
+    """
     if isinstance(call, ResetPrefixCache):
         is_reset = scheduler.reset_prefix_cache(call.reset_running_requests, time.monotonic())
         return CallResult(call.call_id, is_reset)
     if isinstance(call, DumpEventLog):
-        return CallResult(call.call_id, *dump_event_log(scheduler, config, "request"))
+        return CallResult(call.call_id, *dump_event_log("request"))
     return CallResult(call.call_id, True, scheduler.describe_blocks())

@@ -291,7 +291,8 @@ class EngineCore:
                 reason = FinishReason.MOVED if message.are_moved else FinishReason.ABORT
                 self._scheduler.finish_requests([(client_index, i) for i in indices], reason)
             elif isinstance(message, ReplicaCall):
-                self._clients.send(identity, answer_call(self._scheduler, self._config, message))
+                result = answer_call(self._scheduler, message, self._dump_event_log)
+                self._clients.send(identity, result)
 
     def _finish_client(self, client_index: int) -> None:
         self._scheduler.finish_client(client_index)
