@@ -28,6 +28,7 @@ from ..client.engine_client import (
     RequestGroup,
     SequenceRequest,
 )
+from ..client.sequence_io import params_for_output
 from ..http.errors import (
     bad_request,
     deadline_exceeded,
@@ -41,7 +42,6 @@ from .bodies.body import ClientDisconnected
 from .inputs.transfer_params import transfer_params
 from .prompts import verify_num_sequences
 from .routes.replicas import parse_rank
-from .sampling import params_for_output
 from .schema import GenerationRequest, PoolingFields, StreamOptions
 from .serving import Serving
 

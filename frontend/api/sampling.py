@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import msgspec
-
-from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, MAX_SEED, SamplingParams
+from ...protocol.sampling_params import MAX_LOGIT_BIASES, MAX_N, SamplingParams
 from ..http.errors import bad_request, echo
 from .schema import UNLIMITED, GenerationRequest
 from .structured.constraint import Constraint
@@ -100,13 +98,3 @@ def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
             raise bad_request("logit_bias", f"logit_bias keys must be token ids, got {echo(key)}")
         parsed[int(key)] = bias
     return parsed
-
-
-def params_for_output(params: SamplingParams, j: int) -> SamplingParams:
-    """Return the parameters of output `j`, with its own seed, so that outputs differ and are repeatable."""
-    seed = None if params.seed == -1 else params.seed
-    if seed is not None and j:
-        seed += j
-        if seed > MAX_SEED:
-            seed -= 2 * (MAX_SEED + 1)
-    return msgspec.structs.replace(params, n=1, seed=seed)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.messages import EncoderInput
 from ...protocol.pooling_params import PoolingParams
-from ...protocol.sampling_params import SamplingParams
+from ...protocol.sampling_params import MAX_SEED, SamplingParams
 from .logprobs import PositionLogprobs
 
 SEQUENCES_AT_ONCE: Final = 128
@@ -83,3 +83,13 @@ class Delta(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     error: str | None = None
     retry_after_s: float = 0.0
+
+
+def params_for_output(params: SamplingParams, j: int) -> SamplingParams:
+    """Return the parameters of output `j`, with its own seed, so that outputs differ and are repeatable."""
+    seed = None if params.seed == -1 else params.seed
+    if seed is not None and j:
+        seed += j
+        if seed > MAX_SEED:
+            seed -= 2 * (MAX_SEED + 1)
+    return msgspec.structs.replace(params, n=1, seed=seed)

@@ -13,7 +13,6 @@ import msgspec
 from ...protocol.errors import EngineError, ParameterError
 from ...protocol.file_identity import LoraAdapter
 from ...protocol.sampling_params import SamplingParams
-from ..api.sampling import params_for_output
 from ..chat import ChatTemplate, ModelTemplates, PairTemplate, SpecialTokenGuard, prepare_formats
 from ..cli.arguments import Settings, settings_of
 from ..client.beam_search import BeamSearch, BeamSearchParams
@@ -30,6 +29,7 @@ from ..client.embeddings import (
     verify_embeds,
 )
 from ..client.engine_client import RequestGroup, SequenceRequest
+from ..client.sequence_io import params_for_output
 from ..tokenizer.text_pairs import TextPair
 from ..transcription.options import Task, TranscriptionOptions, parse_language
 from ..transcription.transcriber import Transcript

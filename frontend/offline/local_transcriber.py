@@ -61,8 +61,8 @@ class LocalTranscriber:
         async def transcribe(index: int, sound: Sound) -> Transcript:
             request_id = str(next(numbers))
 
-            async def start(sequence: SequenceRequest) -> RequestGroup:
-                return await self._engine.client.submit([sequence], request_id=request_id)
+            async def start(sequences: list[SequenceRequest]) -> RequestGroup:
+                return await self._engine.client.submit(sequences, request_id=request_id)
 
             async with room:
                 base = SequenceRequest(np.zeros(0, np.int32), SamplingParams())

