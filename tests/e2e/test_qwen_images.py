@@ -17,6 +17,7 @@ from engine.core.replay.__main__ import main as replay
 from engine.frontend.offline.llm import LLM
 from engine.protocol.sampling_params import SamplingParams
 from PIL import Image
+from support.gguf_qwen import write_decoder, write_tower
 from support.image_requests import NUM_TOKENS, ask_together, chat, data_url, picture
 from support.qwen_checkpoints import (
     END,
@@ -129,6 +130,16 @@ def server(qwen3: Model) -> Iterator[Server]:
     flags = ("--enable-mm-embeds", "--inject-crash", str(crash))
     with Server(str(qwen3.path), *FLAGS, *flags) as server:
         yield server
+
+
+def test_gguf_models_read_images_with_the_mmproj_file_beside_them(
+    tmp_path: Path, qwen3: Model
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3.path)
+    path = write_decoder(tmp_path / "tiny.gguf", qwen3.model, tokenizer)
+    write_tower(tmp_path / "mmproj-tiny.gguf", qwen3.model, qwen3.path)
+    with Server(str(path), *FLAGS) as server:
+        qwen3.check_all(server, [0, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

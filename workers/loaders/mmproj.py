@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -47,6 +47,28 @@ _LAYER_NAMES = {
     "ls1": "lambda_1",
     "ls2": "lambda_2",
 }
+_VISUAL = "visual."
+_GRID_NAMES = {
+    "v.patch_embd": f"{_VISUAL}patch_embed.proj",
+    "v.position_embd": f"{_VISUAL}pos_embed",
+    "v.post_ln": f"{_VISUAL}merger.norm",
+    "mm.0": f"{_VISUAL}merger.fc1",
+    "mm.2": f"{_VISUAL}merger.fc2",
+}
+_GRID_LAYER_NAMES = {
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_qkv": "attn.qkv",
+    "attn_q": "attn.qkv",
+    "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ffn_gate": "mlp.gate_proj",
+}
+_DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
+_LAST_PARTS = ("attn_k", "attn_v", "weight.1")
+"""Marks of tensors that are parts of one in a Hugging Face checkpoint, after its first part and in their order."""
+
 _LAYER_TENSOR = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Tensors whose names have no suffix, such as ".weight", in a Hugging Face checkpoint.
 _PLAIN = ("class_embedding", "lambda_1", "lambda_2", "mm_input_projection_weight")
@@ -62,8 +84,13 @@ class MmprojCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._gguf = GGUFFile(path)
         super().__init__(path, ConfigFields({}, path))
-        self._tensors = {_hf_name(name): tensor for name, tensor in self._gguf.tensors.items()}
         metadata = self._gguf.metadata
+        rename = _hf_name
+        if str(metadata.get("clip.projector_type")).startswith("qwen"):
+            rename = _grid_names(self._gguf.tensors)
+        self._tensors: dict[str, list[GGUFTensor]] = {}
+        for name in sorted(self._gguf.tensors, key=_part_number):
+            self._tensors.setdefault(rename(name), []).append(self._gguf.tensors[name])
         self._num_interleaved_heads = 0
         if metadata.get("clip.projector_type") == "pixtral":
             # The converter interleaves the rows of q and k, as for decoders.
@@ -81,7 +108,12 @@ class MmprojCheckpoint(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._tensor(name).shape
+        first, *others = self._parts(name)
+        if not others:
+            return first.shape
+        if len(first.shape) == 4:
+            return (*first.shape[:2], 1 + len(others), *first.shape[2:])
+        return (sum(part.shape[0] for part in (first, *others)), *first.shape[1:])
 
     def tensor(
         self,
@@ -92,26 +124,63 @@ class MmprojCheckpoint(Checkpoint):
         dim: int = 0,
     ) -> torch.Tensor:
         """Read a tensor, or part of a dimension, dequantized."""
-        tensor = self._tensor(name)
-        raw = self._gguf.data(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
-        self.bytes_read += raw.size
-        values = dequantize(raw, tensor.ggml_type, torch.float32).reshape(tensor.shape)
+        parts = [self._dequantized(each) for each in self._parts(name)]
+        if len(parts) == 1:
+            [values] = parts
+        elif parts[0].ndim == 4:
+            # The patches of two frames.
+            values = torch.stack(parts, 2)
+        else:
+            values = torch.cat(parts)
         if name.endswith(("q_proj.weight", "k_proj.weight")) and self._num_interleaved_heads:
             heads = values.unflatten(0, (self._num_interleaved_heads, -1, 2))
             values = heads.transpose(1, 2).flatten(0, 2)
         if name.endswith("mm_soft_emb_norm.weight"):
             # The converter adds 1 to this norm, as to Gemma's other norms.
             values = values - 1
-        chosen = part_of(tensor.shape, part, dim)
-        if tensor.shape:
+        chosen = part_of(tuple(values.shape), part, dim)
+        if values.ndim:
             values = values.narrow(dim, chosen.start, len(chosen))
         return values.to(dtype or torch.float32).contiguous()
 
-    def _tensor(self, name: str) -> GGUFTensor:
-        tensor = self._tensors.get(name)
-        if tensor is None:
+    def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
+        raw = self._gguf.data(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
+        self.bytes_read += raw.size
+        return dequantize(raw, tensor.ggml_type, torch.float32).reshape(tensor.shape)
+
+    def _parts(self, name: str) -> list[GGUFTensor]:
+        """Return the tensors of the file that make up a tensor."""
+        parts = self._tensors.get(name)
+        if parts is None:
             raise self.missing(name)
-        return tensor
+        return parts
+
+
+def _part_number(name: str) -> int:
+    """Return the place of a tensor among the parts of one."""
+    return next((i for i, mark in enumerate(_LAST_PARTS, 1) if mark in name), 0)
+
+
+def _grid_names(names: Collection[str]) -> Callable[[str], str]:
+    """Return what names the tensors of a Qwen-VL as its checkpoint does."""
+    matches = [_DEEPSTACK.fullmatch(name) for name in names]
+    kept = sorted({int(match[1]) for match in matches if match})
+    has_gate = any(".ffn_gate." in name for name in names)
+    up, down = ("up_proj", "down_proj") if has_gate else ("fc1", "fc2")
+    layer_names = {**_GRID_LAYER_NAMES, "ffn_up": f"mlp.{up}", "ffn_down": f"mlp.{down}"}
+
+    def rename(name: str) -> str:
+        if match := _DEEPSTACK.fullmatch(name):
+            index = kept.index(int(match[1]))
+            return f"{_VISUAL}deepstack_merger_list.{index}.{match[2]}.{match[3]}"
+        if match := _LAYER_TENSOR.fullmatch(name):
+            if match[2] not in layer_names:
+                return name
+            return f"{_VISUAL}blocks.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+        stem, _, last = name.removesuffix(".1").rpartition(".")
+        return f"{_GRID_NAMES[stem]}.{last}" if stem in _GRID_NAMES else name
+
+    return rename
 
 
 def _hf_name(name: str) -> str:

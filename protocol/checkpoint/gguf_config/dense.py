@@ -11,6 +11,7 @@ from .parts import (
     layer_types,
     mixture,
     rope_scaling,
+    rotary_axes,
     yarn_weight,
 )
 
@@ -40,6 +41,14 @@ def _qwen2(fields: ModelFields) -> dict[str, Any]:
 
 def _qwen3(fields: ModelFields) -> dict[str, Any]:
     return _qwen2(fields) | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+
+
+def _qwen2_vl(fields: ModelFields) -> dict[str, Any]:
+    return _qwen2(fields) | rotary_axes(fields)
+
+
+def _qwen3_vl(fields: ModelFields) -> dict[str, Any]:
+    return _qwen3(fields) | rotary_axes(fields)
 
 
 def _arcee(fields: ModelFields) -> dict[str, Any]:
@@ -281,7 +290,9 @@ DENSE: dict[str, Translate] = {
     "phi2": _phi2,
     "phi3": _phi3,
     "qwen2": _qwen2,
+    "qwen2vl": _qwen2_vl,
     "qwen3": _qwen3,
+    "qwen3vl": _qwen3_vl,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

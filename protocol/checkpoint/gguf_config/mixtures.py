@@ -12,6 +12,7 @@ from .parts import (
     mixture,
     partial_rotary,
     rope_scaling,
+    rotary_axes,
     yarn_weight,
 )
 
@@ -25,6 +26,10 @@ def _qwen2_moe(fields: ModelFields) -> dict[str, Any]:
 
 def _qwen3_moe(fields: ModelFields) -> dict[str, Any]:
     return mixture(fields, "Qwen3Moe", "qwen3_moe", norm_topk_prob=True)
+
+
+def _qwen3_vl_moe(fields: ModelFields) -> dict[str, Any]:
+    return _qwen3_moe(fields) | rotary_axes(fields)
 
 
 def _olmoe(fields: ModelFields) -> dict[str, Any]:
@@ -273,4 +278,5 @@ MIXTURES: dict[str, Translate] = {
     "phimoe": _phimoe,
     "qwen2moe": _qwen2_moe,
     "qwen3moe": _qwen3_moe,
+    "qwen3vlmoe": _qwen3_vl_moe,
 }

@@ -37,6 +37,22 @@ class _Vision(GGUFFields):
         """Return whether the file has a tensor."""
         return name in self.gguf.tensors
 
+    def num_rows(self, name: str) -> int:
+        """Return the number of rows of a matrix.
+
+        Raises:
+            CheckpointError: The file has no such matrix.
+        """
+        tensor = self.gguf.tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2:
+            raise CheckpointError(self.path, f"there is no matrix {name!r}")
+        return tensor.shape[0]
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the decoder has experts."""
+        return self._decoder.metadata.get("general.architecture") == "qwen3vlmoe"
+
     def token_id(self, text: str) -> int:
         """Return the id of a token in the decoder's vocabulary.
 
@@ -198,6 +214,77 @@ def _llava(vision: _Vision) -> Mmproj:
     )
 
 
+def _qwen(
+    vision: _Vision, family: str, name: str, tower: Mapping[str, Any], pixels: tuple[int, int]
+) -> Mmproj:
+    """Return the fields of a Qwen-VL. `pixels` are the limits of an image that its author published."""
+    least, most = (
+        vision.integer(f"image_{limit}_pixels", default)
+        for limit, default in zip(("min", "max"), pixels, strict=True)
+    )
+    output_size = vision.num_rows("mm.2.weight")
+    return Mmproj(
+        {
+            "model_type": family,
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "vision_config": {
+                "depth": vision.layer_count("block_count"),
+                "num_heads": vision.integer("attention.head_count"),
+                "patch_size": vision.integer("patch_size"),
+                "spatial_merge_size": vision.integer("spatial_merge_size", 2),
+                "temporal_patch_size": 2,
+                "out_hidden_size": output_size,
+                **tower,
+            },
+            "image_token_id": vision.token_id("<|image_pad|>"),
+        },
+        vision.pixels({"shortest_edge": least, "longest_edge": most}),
+    )
+
+
+def _qwen2_vl(vision: _Vision) -> Mmproj:
+    size = vision.integer("embedding_length")
+    tower = {
+        "embed_dim": size,
+        "hidden_size": vision.num_rows("mm.2.weight"),
+        # The file's feed_forward_length is the size of the outputs.
+        "mlp_ratio": vision.num_rows("v.blk.0.ffn_up.weight") / size,
+        "hidden_act": vision.activation("gelu"),
+    }
+    return _qwen(vision, "qwen2_vl", "Qwen2VL", tower, _QWEN2_PIXELS)
+
+
+def _qwen2_5_vl(vision: _Vision) -> Mmproj:
+    period = vision.integer("n_wa_pattern")
+    tower = {
+        "hidden_size": vision.integer("embedding_length"),
+        "intermediate_size": vision.integer("feed_forward_length"),
+        "hidden_act": vision.activation("gelu"),
+        "window_size": vision.integer("window_size", 112),
+        "fullatt_block_indexes": [*range(period - 1, vision.layer_count("block_count"), period)],
+    }
+    return _qwen(vision, "qwen2_5_vl", "Qwen2_5_VL", tower, _QWEN2_PIXELS)
+
+
+def _qwen3_vl(vision: _Vision) -> Mmproj:
+    is_kept = vision.config.get("clip.vision.is_deepstack_layers")
+    layers = [index for index, kept in enumerate([] if is_kept is None else is_kept) if kept]
+    tower = {
+        "hidden_size": vision.integer("embedding_length"),
+        "intermediate_size": vision.integer("feed_forward_length"),
+        "hidden_act": vision.activation("gelu_pytorch_tanh"),
+        "num_position_embeddings": vision.num_rows("v.position_embd.weight"),
+        "deepstack_visual_indexes": layers,
+    }
+    if vision.has_experts:
+        return _qwen(vision, "qwen3_vl_moe", "Qwen3VLMoe", tower, _QWEN3_PIXELS)
+    return _qwen(vision, "qwen3_vl", "Qwen3VL", tower, _QWEN3_PIXELS)
+
+
+_QWEN2_PIXELS: Final = (56 * 56, 28 * 28 * 16384)
+_QWEN3_PIXELS: Final = (1 << 16, 1 << 24)
+"""The limits of an image's pixels in the authors' processors."""
+
 _Reader: TypeAlias = Callable[[_Vision], Mmproj]
 
 _KINDS: Final[dict[str, _Reader]] = {
@@ -206,4 +293,7 @@ _KINDS: Final[dict[str, _Reader]] = {
     "internvl": _internvl,
     "mlp": _llava,
     "pixtral": _pixtral,
+    "qwen2.5vl_merger": _qwen2_5_vl,
+    "qwen2vl_merger": _qwen2_vl,
+    "qwen3vl_merger": _qwen3_vl,
 }

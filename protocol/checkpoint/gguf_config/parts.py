@@ -65,6 +65,20 @@ def rope_scaling(fields: ModelFields) -> dict[str, Any] | None:
     return None
 
 
+def rotary_axes(fields: ModelFields) -> dict[str, Any]:
+    """Return the fields of rotary positions with three coordinates, which images need.
+
+    Raises:
+        CheckpointError: The file does not say how many frequencies each coordinate has.
+    """
+    name = "rope.dimension_sections"
+    sections = fields.config.get(fields.prefix + name)
+    if not isinstance(sections, np.ndarray) or len(sections) < 3 or sections.dtype.kind not in "iu":
+        raise fields.wrong(name, "a list of at least three integers", sections)
+    axes = [int(size) for size in sections[:3]]
+    return {"rope_scaling": {"rope_type": "default", "mrope_section": axes}}
+
+
 def yarn_weight(fields: ModelFields, unit: float) -> float | None:
     """Return YaRN's `mscale_all_dim`, by which log(factor) is weighted in the attention scale; stored times `unit`."""
     weight = fields.optional_positive("rope.scaling.yarn_log_multiplier")

@@ -13,9 +13,13 @@ from engine.protocol.errors import CheckpointError
 from engine.protocol.messages import ImagePayload
 from engine.workers.loaders.mmproj import MmprojCheckpoint
 from engine.workers.loaders.open_checkpoint import open_checkpoint
+from engine.workers.vision.grid_tower import GridTower
 from engine.workers.vision.tower import VisionTower
 from gguf import GGUFWriter
+from support.gguf_qwen import PROJECTORS as QWEN_PROJECTORS
+from support.gguf_qwen import write_tower
 from support.mmproj_writer import PROJECTORS, write_mmproj
+from support.qwen_checkpoints import UNIT, qwen_directory
 from support.vision_checkpoints import TILE, vision_directory
 
 pytestmark = pytest.mark.slow
@@ -54,6 +58,29 @@ def test_towers_of_mmproj_files_equal_those_of_checkpoints(kind, tmp_path):
     outputs = [
         VisionTower(spec, checkpoint, CPU, torch.float32)(image)
         for checkpoint in (MmprojCheckpoint(file), open_checkpoint(path))
+    ]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", QWEN_PROJECTORS)
+def test_towers_of_qwen_files_equal_those_of_checkpoints(kind, tmp_path):
+    path, model = qwen_directory(tmp_path / "model", kind)
+    file = write_tower(tmp_path / "mmproj-tiny.gguf", model, path)
+    tokens = [*TOKENS, "<|image_pad|>"]
+    text = model.config.text_config.to_dict()
+    found = read_mmproj(GGUFFile(file), _decoder(tmp_path / "tiny.gguf", tokens), text)
+    spec = vision_spec(ConfigFields(found.config, file), text["hidden_size"])
+    expected = vision_spec(ConfigFields.read(path / "config.json"), text["hidden_size"])
+    deepstack = tuple(sorted(expected.deepstack_layers))
+    pixels = np.random.default_rng(1).integers(0, 256, (4 * UNIT, 5 * UNIT, 3), np.uint8)
+    image = ImagePayload(5 * UNIT, 4 * UNIT, pixels.tobytes(), 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    assert replace(expected, deepstack_layers=deepstack) == spec
+    outputs = [
+        GridTower(each, checkpoint, CPU, torch.float32)(image)
+        for each, checkpoint in (
+            (spec, MmprojCheckpoint(file)),
+            (expected, open_checkpoint(path)),
+        )
     ]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
 
