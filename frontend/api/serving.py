@@ -256,6 +256,11 @@ class Serving:
             APIError: The model has none (400).
         """
         template = self._templates.choose(with_tools)
+        if template is None and self.config.model.audio is not None:
+            raise bad_request(
+                "messages",
+                "this is a speech model, which cannot chat; use /v1/audio/transcriptions",
+            )
         if template is None:
             raise bad_request(
                 "messages",

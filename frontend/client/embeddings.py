@@ -93,7 +93,8 @@ def class_scores(pooled: bytes, classifier: ClassifierConfig, *, activate: bool 
 
 
 def verify_embeds(model: ModelConfig) -> None:
-    """Raise ParameterError if the model has a classification head, and therefore no embeddings."""
+    """Raise ParameterError if a model has no embeddings: it has a classification head, or writes down speech."""
+    _verify_reads_text(model)
     if model.classifier is not None:
         raise ParameterError(
             "model",
@@ -102,10 +103,20 @@ def verify_embeds(model: ModelConfig) -> None:
 
 
 def verify_compares(model: ModelConfig) -> None:
-    """Raise ParameterError if the model cannot compare texts, because it is a classifier with several classes."""
+    """Raise ParameterError if a model cannot compare texts: a classifier with several classes, or a speech model."""
+    _verify_reads_text(model)
     if model.classifier is not None and len(model.classifier.labels) != 1:
         raise ParameterError(
             "model",
             f"{model.served_names[0]} has {len(model.classifier.labels)} classes, but "
             "only a classifier with one class can compare texts; use /classify",
+        )
+
+
+def _verify_reads_text(model: ModelConfig) -> None:
+    if model.audio is not None:
+        raise ParameterError(
+            "model",
+            f"{model.served_names[0]} is a speech model, which does not embed text; "
+            "use /v1/audio/transcriptions",
         )

@@ -125,5 +125,10 @@ class Loras:
             [output] = await group.result()
         finally:
             group.abort()
-        raise_if_failed(output)
+        try:
+            raise_if_failed(output)
+        except APIError as error:
+            if error.status == 400:
+                raise bad_request("lora_path", f"lora_path: {error.message}") from None
+            raise
         return True
