@@ -45,12 +45,17 @@ class Havoc:
         self.faults: Counter[str] = Counter()
         self.ports: set[int] = set()
         """Ports of the clients whose frontend was crashed or stopped."""
+        self.num_frontend_faults = 0
 
     def __enter__(self) -> Havoc:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Harm nothing from now on."""
         self._over.set()
         self._thread.join()
 
@@ -76,6 +81,7 @@ class Havoc:
 
     def _harm_frontend(self, victim: psutil.Process, fault: str) -> None:
         """While it stands still it accepts nobody of whom we would not know."""
+        self.num_frontend_faults += 1
         victim.suspend()
         self._note_clients(victim)
         FAULTS[fault](victim)
