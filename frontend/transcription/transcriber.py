@@ -15,7 +15,7 @@ from ...protocol.arrays import Float32Array, float32_bytes
 from ...protocol.config import ModelConfig
 from ...protocol.config.model import AudioProcessorConfig
 from ...protocol.messages import AudioPayload, EncoderInput
-from ..audio.log_mel import HOP, log_mel
+from ..audio.log_mel import log_mel
 from ..audio.windows import Samples, Window, Windows
 from ..client.engine_client import PositionLogprobs
 from ..client.executor import ThreadExecutor
@@ -30,11 +30,14 @@ from .segments import DecodedWindow, Segment, Word, split_segments
 WINDOWS_AT_ONCE: Final = 8
 """Maximum windows of one sound that are decoded at the same time. The limit bounds the memory of long sounds."""
 
+MAX_WINDOWS: Final = 32
+"""Windows of all sounds that are decoded at the same time. One of 30 s takes 3 MB."""
+
+MAX_SOUNDS: Final = 8
+"""Files that are read at the same time, each by a process of its own. A short one is read at once."""
+
 TextReceiver: TypeAlias = Callable[[str, list[PositionLogprobs]], Awaitable[None]]
 """Function that receives a piece of text and the log-probabilities of its tokens."""
-
-PROCESS_BYTES: Final = 16 << 20
-"""Approximate bytes of a process that decodes a file, in addition to the file."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -69,6 +72,35 @@ class _Job:
     deltas: Deltas
 
 
+class _CountedSound:
+    """A sound that gives up its place among those that are read at its end, or when it is closed.
+
+    It may be read in any thread, and is created on the event loop.
+    """
+
+    def __init__(self, sound: Samples, room: asyncio.Semaphore) -> None:
+        self._sound = sound
+        self._room: asyncio.Semaphore | None = room
+        self._loop = asyncio.get_running_loop()
+
+    def read(self, num_samples: int) -> Float32Array:
+        """Return at least so many of the next samples; fewer only at the end."""
+        samples = self._sound.read(num_samples)
+        if len(samples) < num_samples:
+            self._loop.call_soon_threadsafe(self._leave)
+        return samples
+
+    def close(self) -> None:
+        """Release what is held for the rest of the sound. It must be called on the event loop."""
+        self._sound.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._room is not None:
+            self._room.release()
+            self._room = None
+
+
 class Transcriber:
     """Transcribes sounds with one model. Files are decoded in separate processes."""
 
@@ -84,14 +116,8 @@ class Transcriber:
         self._prompts = DecoderPrompts(model, audio, tokenizer)
         self._processes = MediaProcesses()
         self._executor = executor.create_separate()
-
-    @property
-    def num_bytes_at_once(self) -> int:
-        """The bytes that a transcription needs beyond the file: its windows as samples and as encoder inputs."""
-        audio = self._audio
-        num_samples = int(audio.chunk_seconds * audio.sampling_rate)
-        num_values = num_samples // HOP * audio.num_mel_bins or num_samples
-        return 4 * (num_samples + num_values) * WINDOWS_AT_ONCE + PROCESS_BYTES
+        self._room_for_sounds = asyncio.Semaphore(MAX_SOUNDS)
+        self._room_for_windows = asyncio.Semaphore(MAX_WINDOWS)
 
     def start(self) -> None:
         """Start the decoder processes, so that the first file need not wait for them."""
@@ -103,13 +129,19 @@ class Transcriber:
         self._executor.close()
 
     async def open(self, data: bytes, where: str, max_seconds: float) -> Samples:
-        """Open an audio file in a separate process, as mono samples at the model's rate.
+        """Open an audio file in a separate process, as mono samples, once there is room for it. It must be closed.
 
         Raises:
             ParameterError: The file cannot be read, or is too long; `where` names the field.
         """
         opening = OpenSound(where, self._audio.sampling_rate, max_seconds)
-        return await self._executor.in_thread(self._processes.open_sound, data, opening)
+        await self._room_for_sounds.acquire()
+        try:
+            sound = await self._executor.in_thread(self._processes.open_sound, data, opening)
+        except BaseException:
+            self._room_for_sounds.release()
+            raise
+        return _CountedSound(sound, self._room_for_sounds)
 
     async def transcribe(
         self,
@@ -131,16 +163,19 @@ class Transcriber:
         """
         decoder = WindowDecoder(self._audio, self._prompts, self._tokenizer, options, submission)
         transcript = Transcript()
-        async with aclosing(self._jobs(sound, decoder)) as jobs:
-            async for job in jobs:
-                while (delta := await job.deltas.get()) is not None:
-                    if on_text is not None:
-                        await on_text(delta.text, list(delta.logprobs or ()))
-                decoded = await job.task
-                num_samples = job.window.start + len(job.window.samples)
-                transcript.duration = num_samples / self._audio.sampling_rate
-                if decoded is not None:
-                    self._append(transcript, decoded, options)
+        try:
+            async with aclosing(self._jobs(sound, decoder)) as jobs:
+                async for job in jobs:
+                    while (delta := await job.deltas.get()) is not None:
+                        if on_text is not None:
+                            await on_text(delta.text, list(delta.logprobs or ()))
+                    decoded = await job.task
+                    num_samples = job.window.start + len(job.window.samples)
+                    transcript.duration = num_samples / self._audio.sampling_rate
+                    if decoded is not None:
+                        self._append(transcript, decoded, options)
+        finally:
+            sound.close()
         transcript.language = decoder.language
         transcript.text = transcript.text.strip()
         return transcript
@@ -150,12 +185,21 @@ class Transcriber:
         windows = Windows(sound, self._audio.sampling_rate, self._audio.chunk_seconds)
         queue: asyncio.Queue[_Job | None] = asyncio.Queue()
         room = asyncio.Semaphore(WINDOWS_AT_ONCE)
+        num_held = 0
         tasks: list[asyncio.Task[DecodedWindow | None]] = []
 
+        def release() -> None:
+            nonlocal num_held
+            num_held -= 1
+            self._room_for_windows.release()
+
         async def produce() -> None:
+            nonlocal num_held
             try:
                 while True:
                     await room.acquire()
+                    await self._room_for_windows.acquire()
+                    num_held += 1
                     window = await self._executor.in_thread(windows.next_window)
                     if window is None:
                         return
@@ -174,13 +218,15 @@ class Transcriber:
             while (job := await queue.get()) is not None:
                 yield job
                 tasks.remove(job.task)
+                release()
                 room.release()
             await producer
         finally:
             for task in (producer, *tasks):
                 task.cancel()
             await asyncio.gather(producer, *tasks, return_exceptions=True)
-            sound.close()
+            while num_held:
+                release()
 
     def _encode(self, samples: Float32Array) -> EncoderInput:
         """Return the encoder input for a window."""

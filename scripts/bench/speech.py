@@ -85,6 +85,7 @@ class Engine:
     def transcribe(self, shares: list[list[Sound]]) -> tuple[float, list[list[str]]]:
         """Send the files of each client."""
         texts: list[list[str]] = [[] for _ in shares]
+        failures: list[str] = []
 
         def send(index: int) -> None:
             connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port)
@@ -97,9 +98,10 @@ class Engine:
                 connection.request("POST", "/v1/audio/transcriptions", body, headers)
                 response = connection.getresponse()
                 answer = response.read().decode()
-                texts[index].append(
-                    json.loads(answer)["text"] if response.status == 200 else answer
-                )
+                if response.status != 200:
+                    failures.append(answer)
+                    break
+                texts[index].append(json.loads(answer)["text"])
             connection.close()
 
         threads = [threading.Thread(target=send, args=(index,)) for index in range(len(shares))]
@@ -108,6 +110,8 @@ class Engine:
             thread.start()
         for thread in threads:
             thread.join()
+        if failures:
+            sys.exit(f"{self.name}: {failures[0]}")
         return time.perf_counter() - start, texts
 
     def close(self) -> None:

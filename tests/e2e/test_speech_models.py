@@ -14,6 +14,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from support.all_kinds import answers, speech_requests
 from support.server import Server, assert_nothing_is_held
 from support.source_checkpoints import (
     LANGUAGES,
@@ -179,3 +180,11 @@ def test_moonshine_writes_a_limited_text(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="cannot translate"):
             client(server).translations.create(model="tiny", file=file)
         assert_nothing_is_held(server)
+
+
+def test_more_files_than_are_read_at_once_wait_for_each_other(server: Server) -> None:
+    sent = speech_requests(4, 3 * WINDOW_S - 1)
+    alone = [answers(server, [request])[0] for request in sent]
+    assert [answer for answer in alone if "error" in answer] == []
+    assert answers(server, sent * 10) == alone * 10
+    assert_nothing_is_held(server)

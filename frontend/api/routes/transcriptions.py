@@ -97,7 +97,7 @@ class Transcriptions:
             transcriber = self._transcriber
             assert transcriber is not None
             file = files[FILE].content
-            lease.count_media(len(file) + transcriber.num_bytes_at_once)
+            lease.count_media(len(file))
             base = self._base(scope, request, deadline)
             work = self._run(transcriber, file, plan, base, scope)
             if getattr(request, "stream", None):
