@@ -85,7 +85,7 @@ class MmprojCheckpoint(Checkpoint):
         self._gguf = GGUFFile(path)
         super().__init__(path, ConfigFields({}, path))
         metadata = self._gguf.metadata
-        rename = _hf_name
+        rename: Callable[[str], str] = _hf_name
         if str(metadata.get("clip.projector_type")).startswith("qwen"):
             rename = _grid_names(self._gguf.tensors)
         self._tensors: dict[str, list[GGUFTensor]] = {}
