@@ -10,7 +10,7 @@ from typing import Final
 
 from ....protocol.config import SchedulerConfig
 from ....protocol.errors import EngineError
-from .cached_prefixes import CachedPrefixes
+from ....protocol.routing.cached_prefixes import CachedPrefixes
 
 MAX_RETRY_AFTER_S: Final = 3600
 """Maximum value of `Retry-After`, in seconds."""

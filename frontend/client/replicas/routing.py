@@ -10,13 +10,11 @@ from typing import Final
 from ....protocol.block_hash import adapter_key, block_keys
 from ....protocol.errors import EngineError
 from ....protocol.messages import EngineCoreRequest
+from ....protocol.routing.choice import choose_replica
 from ...metrics.metrics import Metrics
 from ..sequence_io import SEQUENCES_AT_ONCE, SequenceRequest
 from .core_connection import CoreConnection
 from .core_load import Overloaded
-
-HEADROOM: Final = 4
-"""How many more sequences than the least loaded replica a replica with the prefix or adapter may have."""
 
 _NO_SEQUENCES: Final[Mapping[int, int]] = {}
 
@@ -130,18 +128,21 @@ class Router:
         blocks = block_keys(request.block_hashes)
         # The same hash in all frontends chooses the same replica for an adapter or prompt that no replica has yet.
         home = blocks[0] if blocks else 0
-        has_adapter = [False] * len(candidates)
+        with_adapter: list[int] = []
         if request.lora is not None:
             home = adapter_key(request.lora.version)
-            has_adapter = [core.load.prefixes.has(home) for core in candidates]
+            with_adapter = [
+                index for index, core in enumerate(candidates) if core.load.prefixes.has(home)
+            ]
+        counts = (core.load.prefixes.count_blocks(blocks) for core in candidates)
         return candidates[
             choose_replica(
                 [core.load.total + more.get(core.core_index, 0) for core in candidates],
-                [core.load.prefixes.count_blocks(blocks) for core in candidates],
+                {index: count for index, count in enumerate(counts) if count},
                 len(blocks),
                 home,
                 self._max_num_seqs,
-                has_adapter,
+                with_adapter,
             )
         ]
 
@@ -151,38 +152,3 @@ class Router:
             return []
         keys = block_keys(request.block_hashes)
         return keys if request.lora is None else [*keys, adapter_key(request.lora.version)]
-
-
-def choose_replica(
-    loads: Sequence[int],
-    num_cached: Sequence[int],
-    num_blocks: int,
-    home: int,
-    max_num_seqs: int,
-    has_adapter: Sequence[bool],
-) -> int:
-    """Return the index of the replica for a prompt.
-
-    Replicas with the prompt's LoRA adapter come first, then those with the most of the prompt's blocks (at least half),
-    then those with the lowest load. Such a preference holds only while the replica's load is at most twice the lowest
-    and below `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so
-    that all frontends choose the same replica.
-
-    Args:
-        loads: Number of sequences at each replica.
-        num_cached: Number of the prompt's leading blocks that each replica has.
-        num_blocks: Number of full blocks of the prompt.
-        home: Preferred replica for ties, modulo the number of replicas.
-        max_num_seqs: Sequences that a replica runs at once.
-        has_adapter: Whether each replica has the adapter; all are False for the base model.
-    """
-    least = min(loads)
-    bound = max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
-    count = len(loads)
-
-    def preference(index: int) -> tuple[bool, int, int, int, int]:
-        found = num_cached[index]
-        worth_a_wait = found if 2 * found >= num_blocks else 0
-        return not has_adapter[index], -worth_a_wait, loads[index], -found, (index - home) % count
-
-    return min((index for index in range(count) if loads[index] <= bound), key=preference)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from engine.core.reporting.client_updates import ClientUpdates
-from engine.frontend.client.replicas.cached_prefixes import CachedPrefixes
 from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks
 from engine.protocol.file_identity import LoraAdapter
 from engine.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.protocol.messages import ReplicaLoadUpdate
+from engine.protocol.routing.cached_prefixes import CachedPrefixes
 from engine.protocol.worker_messages import LoraLoad
 from hypothesis import given
 from hypothesis import strategies as st

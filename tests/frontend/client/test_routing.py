@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.frontend.client.replicas.cached_prefixes import CachedPrefixes
-from engine.frontend.client.replicas.routing import HEADROOM, choose_replica
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.messages import ReplicaLoadUpdate
+from engine.protocol.routing.cached_prefixes import CachedPrefixes
+from engine.protocol.routing.choice import HEADROOM, choose_replica
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +19,9 @@ def chosen(
     home: int = 0,
     has_adapter: list[bool] | None = None,
 ) -> int:
-    has_adapter = has_adapter or [False] * len(loads)
-    return choose_replica(loads, num_cached, num_blocks, home, MAX_NUM_SEQS, has_adapter)
+    cached = {index: count for index, count in enumerate(num_cached) if count}
+    with_adapter = [index for index, has in enumerate(has_adapter or ()) if has]
+    return choose_replica(loads, cached, num_blocks, home, MAX_NUM_SEQS, with_adapter)
 
 
 def test_without_cached_blocks_the_least_loaded_is_chosen() -> None:
@@ -79,6 +80,24 @@ def test_replicas_are_balanced_whatever_is_cached(
     loads, cached, has_adapter = (list(each) for each in zip(*replicas, strict=True))
     load = loads[chosen(loads, cached, home=home, has_adapter=has_adapter)]
     assert load <= max(min(loads) + HEADROOM, 2 * min(loads))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 10), st.booleans()), min_size=1),
+    st.integers(),
+)
+def test_no_replica_within_the_bound_is_better(
+    replicas: list[tuple[int, int, bool]], home: int
+) -> None:
+    loads, cached, has_adapter = (list(each) for each in zip(*replicas, strict=True))
+
+    def preference(index: int) -> tuple[bool, int, int, int, int]:
+        worth_a_wait = cached[index] if cached[index] >= 5 else 0
+        distance = (index - home) % len(loads)
+        return not has_adapter[index], -worth_a_wait, loads[index], -cached[index], distance
+
+    allowed = [index for index, load in enumerate(loads) if load <= min(loads) + HEADROOM]
+    assert chosen(loads, cached, home=home, has_adapter=has_adapter) == min(allowed, key=preference)
 
 
 def test_blocks_of_a_sequence_count_while_it_runs() -> None:

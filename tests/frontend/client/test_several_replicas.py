@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine.frontend.client.engine_client import EngineClient, ReplicaUnavailable
-from engine.frontend.client.replicas.routing import HEADROOM
 from engine.protocol.arrays import uint64_bytes
 from engine.protocol.block_hash import HASH_BYTES, adapter_key, block_keys, hash_blocks, root_hash
 from engine.protocol.config import FIRST_EPOCH, KVTransferConfig, ParallelConfig
 from engine.protocol.file_identity import LoraAdapter
 from engine.protocol.kv_transfer.direct import request_name
 from engine.protocol.messages import AbortRequests, ReplicaLoadUpdate
+from engine.protocol.routing.choice import HEADROOM
 from engine.protocol.supervisor_messages import ReplicaState
 from support.client_requests import PROMPT, request
 from support.echo_core import EchoCore

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 
-from ....protocol.arrays import uint64_view
-from ....protocol.messages import ReplicaLoadUpdate
+from ..arrays import uint64_view
+from ..messages import ReplicaLoadUpdate
 
 
 class CachedPrefixes:

@@ -1,0 +1,1 @@
+"""The choice between replicas, which frontends make and `engine simulate` repeats for a fleet."""

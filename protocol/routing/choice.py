@@ -1,0 +1,56 @@
+"""Choose a replica for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+HEADROOM: Final = 4
+"""How many more sequences than the least loaded replica a replica with the prefix or adapter may have."""
+
+
+def choose_replica(
+    loads: Sequence[int],
+    num_cached: Mapping[int, int],
+    num_blocks: int,
+    home: int,
+    max_num_seqs: int,
+    with_adapter: Collection[int] = (),
+) -> int:
+    """Return the index of the replica for a prompt.
+
+    Replicas with the prompt's LoRA adapter come first, then those with the most of the prompt's blocks (at least half),
+    then those with the lowest load. Such a preference holds only while the replica's load is at most twice the lowest
+    and below `max_num_seqs`, or at most `HEADROOM` above the lowest. Ties go to the first replica from `home` on, so
+    that all frontends choose the same replica.
+
+    Args:
+        loads: Number of sequences at each replica.
+        num_cached: Number of the prompt's leading blocks at each replica that has any of them.
+        num_blocks: Number of full blocks of the prompt.
+        home: Preferred replica for ties, modulo the number of replicas.
+        max_num_seqs: Sequences that a replica runs at once.
+        with_adapter: The replicas that have the adapter; empty for the base model.
+    """
+    least = min(loads)
+    bound = max(least + HEADROOM, min(2 * least, max_num_seqs - 1))
+    count = len(loads)
+
+    def preference(index: int) -> tuple[bool, int, int, int, int]:
+        found = num_cached.get(index, 0)
+        worth_a_wait = found if 2 * found >= num_blocks else 0
+        has_none = index not in with_adapter
+        return has_none, -worth_a_wait, loads[index], -found, (index - home) % count
+
+    # All others have nothing and a load that is not lower, so this one is preferred over them.
+    nearest = _find(loads, least, home % count)
+    special = (index for index in {*num_cached, *with_adapter} if loads[index] <= bound)
+    return min((nearest, *special), key=preference)
+
+
+def _find(loads: Sequence[int], load: int, start: int) -> int:
+    """Return the first replica with a load, from `start` on and around."""
+    try:
+        return loads.index(load, start)
+    except ValueError:
+        return loads.index(load)
