@@ -71,6 +71,7 @@ def is_valid_request(request: EngineCoreRequest, vocab_size: int) -> bool:
         and are_below(vocab_size, request.prompt_token_ids)
         and are_below(vocab_size, request.output_token_ids)
         and are_below(vocab_size, request.predicted_token_ids)
+        and len(request.delivery_times) % 4 == 0
         and (request.pooling_params is None or request.sampling_params.max_tokens == 1)
         and (
             request.pooling_params is None

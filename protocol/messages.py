@@ -41,20 +41,7 @@ class FinishReason(enum.IntEnum):
 
     def __str__(self) -> str:
         """Return OpenAI's name for the reason."""
-        return _FINISH_WORDS[self]
-
-
-_FINISH_WORDS = (
-    "stop",
-    "length",
-    "abort",
-    "ignored",
-    "expired",
-    "error",
-    "rejected",
-    "throttled",
-    "moved",
-)
+        return self.name.lower()
 
 
 MAX_BLOCK_CELLS: Final = 4096
@@ -180,6 +167,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     `is_resubmitted` is set if a core that had accepted the request has failed; that core may have known it as
     `was_index`. The request continues after `output_token_ids`, which the client already has, like one that was
     preempted. If `is_suspect`, the request may have crashed a worker or a core, and runs alone until its next token.
+
+    `delivery_times` float32 are seconds from the output of a step to its write to a client, measured by the frontend
+    for its last events before this request. They are recorded for `engine simulate`.
     """
 
     request_index: int
@@ -203,6 +193,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     trace_headers: dict[str, str] | None = None
     predicted_token_ids: I32 = b""
     pooling_params: PoolingParams | None = None
+    delivery_times: F32 = b""
 
 
 class ClientHello(msgspec.Struct, tag="hello", array_like=True, gc=False, frozen=True):

@@ -78,6 +78,11 @@ class BlockPool:
         return len(self._blank) + self._num_evictable
 
     @property
+    def num_blank(self) -> int:
+        """Number of free blocks without content, which are allocated before any is evicted."""
+        return len(self._blank)
+
+    @property
     def num_cached(self) -> int:
         """Number of distinct contents in the cache."""
         return len(self._block_of)

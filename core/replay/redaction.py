@@ -174,6 +174,7 @@ def _redact_request(message: EngineCoreRequest, pseudonyms: Pseudonyms) -> Engin
         is_suspect=message.is_suspect,
         was_index=message.was_index,
         pooling_params=message.pooling_params,
+        delivery_times=message.delivery_times,
         encoder_inputs=[
             msgspec.structs.replace(item, content_hash=pseudonyms.numbers(item.content_hash))
             for item in message.encoder_inputs

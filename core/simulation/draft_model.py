@@ -93,7 +93,8 @@ class _Fit:
                             self._count_proposals(slots.tolist(), result, last_found)
 
     def _count_accepted(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        if not step.drafts:
+        if not step.drafts or not result.num_sampled:
+            # Without `num_sampled` the worker verified no draft.
             return
         scheduled = int32_view(step.drafts).reshape(-1, 2)
         num_sampled = int32_view(result.num_sampled)

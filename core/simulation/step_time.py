@@ -1,11 +1,19 @@
-"""The time of a step as a linear function of its load."""
+"""The time of a step as a function of its load, fitted to an event log.
+
+A step costs a constant, its tokens, its sequences, the cached tokens that it reads, and the pairs of tokens that
+attention compares. Tokens may cost less or more in larger steps, where other kernels run. What remains, such as the
+load of other processes on the same cores, is replayed from the log as the ratio of measured to fitted times.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ...protocol.arrays import Int64Array
 from ...protocol.errors import EngineError
@@ -13,15 +21,29 @@ from ..replay.dump import Dump
 from ..replay.events import Schedule, Update
 from ..replay.replayer import Replayer
 from ..scheduler.step_rows import StepRows
-from ..state.slots import SlotArray, Slots
+from ..state.slots import Float64Array, SlotArray, Slots
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+TOKEN_RANGES: Final = (16, 128)
+"""The numbers of tokens between which a token has one cost, if the cost depends on the step's size."""
+
+FEW_TOKENS: Final = 16
+"""Steps with at most this many tokens have ratios of their own, because short steps vary more."""
+
+NUM_FOLDS: Final = 8
+"""The log is cut into this many pieces in the order of time; each is predicted from the others."""
+
+_NUM_REWEIGHTINGS: Final = 3
 
 
 class StepLoad(NamedTuple):
-    """The load of a step: computed tokens, sequences, and cached tokens that the sequences read."""
+    """The load of a step: computed tokens, sequences, cached tokens that are read, and attended pairs of tokens."""
 
     tokens: int
     sequences: int
     kv_tokens: int
+    pairs: float = 0.0
 
 
 class StepSample(NamedTuple):
@@ -32,26 +54,108 @@ class StepSample(NamedTuple):
 
 
 class StepTimeModel(NamedTuple):
-    """Coefficients in seconds: per step, per token, per sequence and per cached token."""
+    """Coefficients in seconds: per step, per token, per sequence, per cached token and per attended pair.
+
+    If the cost of a token depends on the size of the step, `per_token` is 0 and `token_costs` are the costs of the
+    tokens in each of the ranges that TOKEN_RANGES separate. `few_ratios` and `many_ratios` are ratios of measured to
+    fitted times in the order of the log, for steps with at most and with more than FEW_TOKENS tokens; empty for exact
+    times.
+    """
 
     base: float
     per_token: float
     per_sequence: float
     per_kv_token: float
+    per_pair: float = 0.0
+    token_costs: tuple[float, ...] = ()
+    few_ratios: tuple[float, ...] = ()
+    many_ratios: tuple[float, ...] = ()
 
     def seconds(self, load: StepLoad) -> float:
-        """Return the time of a step with this load, in seconds."""
-        return (
+        """Return the expected time of a step with this load, in seconds."""
+        seconds = (
             self.base
             + self.per_token * load.tokens
             + self.per_sequence * load.sequences
             + self.per_kv_token * load.kv_tokens
+            + self.per_pair * load.pairs
         )
+        if self.token_costs:
+            bounds = (0, *TOKEN_RANGES, math.inf)
+            for cost, (low, high) in zip(self.token_costs, pairwise(bounds), strict=True):
+                seconds += cost * max(min(load.tokens, high) - low, 0)
+        return seconds
+
+    def coefficients(self) -> dict[str, object]:
+        """Return the coefficients by name."""
+        values = self._asdict()
+        return {name: values[name] for name in self._fields[:6]}
+
+
+class StepClock:
+    """Returns the times of one worker's steps: fitted times, multiplied by the log's ratios in their order.
+
+    Args:
+        model: The model of step times.
+        worker: The number of the worker. Each one begins at another place of the log.
+    """
+
+    def __init__(self, model: StepTimeModel, worker: int = 0) -> None:
+        self._model = model
+        self._ratios = np.array(model.few_ratios), np.array(model.many_ratios)
+        self._next = [worker * 7919 % max(len(ratios), 1) for ratios in self._ratios]
+
+    def take(self, load: StepLoad) -> float:
+        """Return the time of the next step, in seconds."""
+        if not load.tokens:
+            return 0.0
+        seconds = self._model.seconds(load)
+        is_large = load.tokens > FEW_TOKENS
+        ratios = self._ratios[is_large]
+        if len(ratios):
+            seconds *= float(ratios[self._next[is_large]])
+            self._next[is_large] = (self._next[is_large] + 1) % len(ratios)
+        return seconds
+
+    def peek(self, load: StepLoad, count: int) -> Float64Array:
+        """Return the times of the next steps, which repeat a step of this load with contexts that grow by a token."""
+        first = self._model.seconds(load)
+        more = load.tokens * (self._model.per_kv_token + self._model.per_pair)
+        seconds: Float64Array = first + more * np.arange(1, count + 1, dtype=np.float64)
+        is_large = load.tokens > FEW_TOKENS
+        ratios = self._ratios[is_large]
+        if len(ratios):
+            seconds *= ratios[(self._next[is_large] + np.arange(count)) % len(ratios)]
+        return seconds
+
+    def skip(self, load: StepLoad, count: int) -> StepLoad:
+        """Pass over the next steps. Return the load of the last one."""
+        is_large = load.tokens > FEW_TOKENS
+        if len(self._ratios[is_large]):
+            self._next[is_large] = (self._next[is_large] + count) % len(self._ratios[is_large])
+        more = count * load.tokens
+        return load._replace(kv_tokens=load.kv_tokens + more, pairs=load.pairs + more)
+
+
+class FittedStepTime(NamedTuple):
+    """A fitted model.
+
+    `mean_error` is the mean absolute error of single steps, as a share of the mean step time. `held_out_error` is the
+    same for pieces of the log that the fit did not see, and `held_out_bias` the error of their total time.
+    """
+
+    model: StepTimeModel
+    num_steps: int
+    mean_error: float
+    held_out_error: float
+    held_out_bias: float
 
 
 def measure_load(slots: SlotArray, counts: Int64Array, state: Slots) -> StepLoad:
     """Return the load of the step that was scheduled last, from its slots and tokens per row."""
-    return StepLoad(int(counts.sum()), len(slots), int(state.num_computed_tokens[slots].sum()))
+    computed = state.num_computed_tokens[slots]
+    pairs = float((counts * (computed - (counts - 1) / 2)).sum())
+    return StepLoad(int(counts.sum()), len(slots), int(computed.sum()), pairs)
 
 
 def measure_steps(dump: Dump) -> list[StepSample]:
@@ -81,30 +185,98 @@ def measure_steps(dump: Dump) -> list[StepSample]:
     return samples
 
 
-def fit(samples: Sequence[StepSample]) -> StepTimeModel:
-    """Fit a model by least squares with coefficients of at least 0.
+def fit(samples: Sequence[StepSample]) -> FittedStepTime:
+    """Fit a model by least squares of relative errors with coefficients of at least 0.
+
+    The cost of a token depends on the size of the step if that predicts held-out pieces of the log better.
 
     Raises:
         EngineError: There are no samples.
     """
     if not samples:
         raise EngineError("no step was recorded, so the step time cannot be fitted")
-    loads = np.array([(1, *sample.load) for sample in samples], np.float64)
+    loads = np.array([sample.load for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples])
-    scale = loads.max(0)
+    pieces = np.arange(len(samples)) * NUM_FOLDS // len(samples)
+    candidates = []
+    for has_ranges in (False, True):
+        features = _features(loads, has_ranges=has_ranges)
+        predicted = np.zeros(len(samples))
+        for piece in range(NUM_FOLDS):
+            is_held_out = pieces == piece
+            known = ~is_held_out if len(samples) > 1 else is_held_out
+            predicted[is_held_out] = features[is_held_out] @ _solve(features[known], seconds[known])
+        candidates.append((_error(predicted, seconds), has_ranges, predicted))
+    held_out_error, has_ranges, predicted = min(candidates, key=lambda found: found[:2])
+    features = _features(loads, has_ranges=has_ranges)
+    solution = _solve(features, seconds)
+    fitted = features @ solution
+    ratios = seconds / np.maximum(fitted, 1e-9)
+    is_large = loads[:, 0] > FEW_TOKENS
+    base, per_sequence, per_kv_token, per_pair, *token_costs = solution.tolist()
+    model = StepTimeModel(
+        base,
+        0.0 if has_ranges else token_costs[0],
+        per_sequence,
+        per_kv_token,
+        per_pair,
+        tuple(token_costs) if has_ranges else (),
+        tuple(ratios[~is_large].tolist()),
+        tuple(ratios[is_large].tolist()),
+    )
+    bias = float(predicted.sum() / max(seconds.sum(), 1e-9)) - 1
+    return FittedStepTime(model, len(samples), _error(fitted, seconds), held_out_error, bias)
+
+
+def _features(loads: Float64Array, *, has_ranges: bool) -> Float64Array:
+    """Return what the coefficients multiply: [steps, coefficients]."""
+    tokens = loads[:, 0]
+    columns = [np.ones(len(loads)), loads[:, 1], loads[:, 2], loads[:, 3]]
+    if has_ranges:
+        bounds = (0, *TOKEN_RANGES, np.inf)
+        columns += [np.clip(tokens - low, 0, high - low) for low, high in pairwise(bounds)]
+    else:
+        columns.append(tokens)
+    return np.stack(columns, 1)
+
+
+def _solve(features: Float64Array, seconds: Float64Array) -> Float64Array:
+    """Return the coefficients with the least squares of relative errors."""
+    scale: Float64Array = features.max(0)
     scale[scale == 0] = 1
-    used = list(range(loads.shape[1]))
-    coefficients = np.zeros(loads.shape[1])
-    while used:
-        solution = np.linalg.lstsq(loads[:, used] / scale[used], seconds, rcond=None)[0]
-        if (solution >= 0).all():
-            coefficients[used] = solution / scale[used]
+    weights = 1 / np.maximum(seconds, max(float(np.median(seconds)), 1e-9))
+    for _ in range(_NUM_REWEIGHTINGS):
+        # Relative to the measured times, steps that were short by chance would weigh too much.
+        solution = _solve_nonnegative(features / scale * weights[:, None], seconds * weights)
+        solution = solution / scale
+        weights = 1 / np.maximum(features @ solution, 1e-9)
+    return solution
+
+
+def _solve_nonnegative(features: Float64Array, values: Float64Array) -> Float64Array:
+    """Return the least-squares solution with coefficients of at least 0 (Lawson and Hanson, 1974, chapter 23)."""
+    count = features.shape[1]
+    solution: Float64Array = np.zeros(count)
+    used: BoolArray = np.zeros(count, np.bool_)
+    for _ in range(3 * count):
+        gradient = features.T @ (values - features @ solution)
+        gradient[used] = 0
+        if gradient.max() <= 1e-9 * len(values):
             break
-        used.pop(int(solution.argmin()))
-    return StepTimeModel(*coefficients.tolist())
+        used[gradient.argmax()] = True
+        while True:
+            trial: Float64Array = np.zeros(count)
+            trial[used] = np.linalg.lstsq(features[:, used], values, rcond=None)[0]
+            falling = used & (trial <= 0)
+            if not falling.any():
+                break
+            share = (solution[falling] / (solution[falling] - trial[falling])).min()
+            solution = solution + share * (trial - solution)
+            used &= solution > 1e-12
+            solution[~used] = 0
+        solution = trial
+    return solution
 
 
-def mean_error(model: StepTimeModel, samples: Sequence[StepSample]) -> float:
-    """Return the mean absolute error as a share of the mean step time."""
-    errors = [abs(model.seconds(sample.load) - sample.seconds) for sample in samples]
-    return sum(errors) / max(sum(sample.seconds for sample in samples), 1e-9)
+def _error(predicted: Float64Array, seconds: Float64Array) -> float:
+    return float(np.abs(predicted - seconds).sum() / max(seconds.sum(), 1e-9))

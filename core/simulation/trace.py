@@ -125,12 +125,12 @@ def trace_from_dump(dump: Dump) -> list[TraceRequest]:
 def _trace_request(event: AddRequest) -> TraceRequest:
     message = expand_request(event)
     return TraceRequest(
-        arrival=event.now,
+        arrival=message.arrival_time,
         prompt_tokens=event.num_prompt_bytes // 4,
         output_tokens=0,
         tenant=message.tenant,
         priority=message.priority,
-        deadline=message.deadline - event.now if message.deadline else 0.0,
+        deadline=message.deadline - message.arrival_time if message.deadline else 0.0,
         block_hashes=message.block_hashes,
     )
 

@@ -251,6 +251,7 @@ class EngineClient:
         self._check_open()
         for request in requests:
             request.request_id = request_id
+        requests[0].delivery_times = self._output.take_delivery_times()
         started = await self.groups.new_sequences(sequences, requests)
         is_poison = any(request in self._poison_cache for request in requests)
         cores = await self._router.route(sequences, requests)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
-from ...protocol.arrays import float32_view, int32_list, int32_view
+from ...protocol.arrays import float32_bytes, float32_view, int32_list, int32_view
 from ...protocol.messages import (
     F32,
     EngineCoreOutputs,
@@ -38,6 +38,9 @@ WAKE_S: Final = 0.005
 
 One turn of a reader takes up to `WRITE_S`.
 """
+
+MAX_DELIVERY_TIMES: Final = 32
+"""Maximum delivery times that are kept until the next request."""
 
 FAILURES: Final = frozenset(FinishReason) - {
     FinishReason.STOP,
@@ -75,6 +78,9 @@ class OutputProcessor:
         self._abort = abort
         self._woken: deque[RequestGroup] = deque()
         self._is_wake_scheduled = False
+        self._delivery_times: deque[float] = deque(maxlen=MAX_DELIVERY_TIMES)
+        self._unsent_since = 0.0
+        """When the core sent the tokens that readers have not written yet; 0.0 if they have written all."""
         self._recovering: list[Sequence] = []
         """The sequences that received no token since their core was lost."""
         self._last_rows: dict[int, _Rows] = {}
@@ -86,6 +92,12 @@ class OutputProcessor:
     def list_recent_requests(self) -> list[RecentRequest]:
         """Return the requests that ended last, then the unfinished ones, at most `MAX_REQUESTS` of each."""
         return self._recent_requests.list(s.group for s in self.sequences.values())
+
+    def take_delivery_times(self) -> F32:
+        """Return the latest seconds from the output of a step to its write to a client, float32, and remove them."""
+        times = float32_bytes(list(self._delivery_times))
+        self._delivery_times.clear()
+        return times
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Apply one message. Entries for unknown or finished sequences are ignored.
@@ -116,6 +128,7 @@ class OutputProcessor:
                 sequence.num_accepted_predictions += num_accepted
                 sequence.num_rejected_predictions += num_rejected
         if token_ids:
+            self._unsent_since = outputs.timestamp
             self._append_tokens(outputs, _owners(outputs, rows.sequences), token_ids)
             if self._recovering:
                 self._end_recoveries(outputs.timestamp)
@@ -255,6 +268,7 @@ class OutputProcessor:
         """Wake readers in turn, for at most `WAKE_S` in total; wake the others after other callbacks have run."""
         self._is_wake_scheduled = False
         end = time.monotonic() + WAKE_S
+        since = self._unsent_since
         while self._woken:
             group = self._woken.popleft()
             group.is_woken = False
@@ -262,10 +276,15 @@ class OutputProcessor:
                 group.wake()
             elif group.on_update():
                 self.wake_soon(group)
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if since:
+                self._delivery_times.append(now - since)
+            if now > end:
                 break
         if self._woken:
             self._schedule_readers()
+        else:
+            self._unsent_since = 0.0
 
     def _find_rows(self, outputs: EngineCoreOutputs) -> _Rows:
         rows = self._last_rows.get(outputs.core_index)

@@ -1,137 +1,192 @@
-"""Compare the predictions of `engine simulate` with a real server.
+"""Compare what `engine simulate` predicts with what clients of a server measure, on three kinds of traces.
 
-    scripts/bench/run simulate [--requests 40] [--rate 3] [--model PATH]
+    scripts/bench/run simulate [--seconds 10] [--rounds 3] [--model PATH] [--save DIRECTORY]
 
-Starts one, sends it requests at seeded random times, fits the step time to the event log of that very run, simulates
-the same arrivals, and prints throughput and latencies both ways.
+There are two servers, of which one works at a time, in turns, because the speed of a machine drifts. The first plays
+traces whose event log the simulation is fitted to. The second plays traces with other random numbers, and its clients'
+times are printed beside those predicted from these traces and the first server's log.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
+import asyncio
 import random
-import statistics
 import tempfile
-import threading
 import time
-from itertools import chain, pairwise
-from urllib.parse import urlsplit
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from engine.core.replay.dump import Dump, read_dump
-from engine.core.replay.replayer import Replayer
 from engine.core.simulation.draft_model import measure_drafts
+from engine.core.simulation.frontend_times import measure_frontend
 from engine.core.simulation.simulate import simulate
-from engine.core.simulation.step_time import fit, mean_error, measure_steps
-from engine.core.simulation.trace import trace_from_dump
-from engine.protocol.messages import EventKind, RequestEvents
+from engine.core.simulation.step_time import fit, measure_steps
+from engine.core.simulation.trace import TraceRequest
+from engine.frontend.cli.bench.client import Answer, Endpoint, ask
 from support.server import Server, default_model
 
-
-class Answer(msgspec.Struct):
-    """The times when a request was sent and when its tokens arrived."""
-
-    sent: float
-    token_times: list[float] = []
+VOCABULARY = range(1000, 40_000)
 
 
-def ask(url: str, words: int, max_tokens: int, answer: Answer) -> None:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
-    body = {
-        "prompt": " ".join(f"word{random.randrange(10**6)}" for _ in range(words)),
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            answer.token_times.append(time.monotonic())
-    connection.close()
+class Figures(NamedTuple):
+    """Times in milliseconds."""
+
+    output_tokens_per_s: float
+    ttft_p50: float
+    ttft_p90: float
+    itl_p50: float
+    itl_p90: float
 
 
-def run_load(url: str, num_requests: int, rate: float) -> list[Answer]:
-    rng = random.Random(0)
-    threads, answers = [], []
-    due = time.monotonic()
-    for _ in range(num_requests):
-        due += rng.expovariate(rate)
-        time.sleep(max(0.0, due - time.monotonic()))
-        answer = Answer(time.monotonic())
-        words, max_tokens = rng.randrange(5, 80), rng.randrange(16, 64)
-        thread = threading.Thread(target=ask, args=(url, words, max_tokens, answer))
-        thread.start()
-        threads.append(thread)
-        answers.append(answer)
-    for thread in threads:
-        thread.join()
-    return answers
+def random_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
+    """Return requests at random times with prompts of their own."""
+    trace, now = [], 0.0
+    while now < seconds:
+        trace.append(TraceRequest(now, rng.randrange(20, 400), rng.randrange(16, 64)))
+        now += rng.expovariate(2.0)
+    return trace
 
 
-def measured(answers: list[Answer]) -> dict[str, float]:
-    gaps = [b - a for answer in answers for a, b in pairwise(answer.token_times)]
-    seconds = max(answer.token_times[-1] for answer in answers) - answers[0].sent
-    first = [answer.token_times[0] - answer.sent for answer in answers]
-    return {
-        "output_tokens_per_s": sum(len(answer.token_times) for answer in answers) / seconds,
-        "ttft_p50_ms": 1e3 * statistics.median(first),
-        "ttft_p90_ms": 1e3 * statistics.quantiles(first, n=10)[-1],
-        "itl_p50_ms": 1e3 * statistics.median(gaps),
-    }
+def agent_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
+    """Return the requests of conversations, each of which has all before it in front."""
+    trace = []
+    for number in range(round(seconds / 2.5)):
+        now, length = number * 2.0, 480
+        for _ in range(4):
+            length += rng.randrange(60, 200)
+            answer = rng.randrange(20, 60)
+            trace.append(
+                TraceRequest(now, length, answer, prefix=f"agent{number}", prefix_tokens=length)
+            )
+            length += answer
+            now += rng.uniform(1.0, 3.0)
+    return sorted(trace, key=lambda request: request.arrival)
 
 
-def first_token_times(dump: Dump) -> list[float]:
-    """Seconds from the arrival at the core to the first token's return to it."""
-    queued: dict[tuple[int, int], float] = {}
-    times = []
-    for segment in dump.segments:
-        for moment in Replayer(dump.setup, segment).run():
-            for client_index, message in (moment.outputs or {}).items():
-                for event in chain.from_iterable(map(RequestEvents.split, message.events)):
-                    key = client_index, event.request_index
-                    if event.kind is EventKind.QUEUED:
-                        queued[key] = event.timestamp
-                    elif event.kind is EventKind.FIRST_TOKEN and key in queued:
-                        times.append(event.timestamp - queued[key])
-    return times
+def burst_trace(seconds: float, rng: random.Random) -> list[TraceRequest]:
+    """Return bursts of requests, of which some have long prompts."""
+    trace, now = [], 0.0
+    while now < seconds:
+        for index in range(rng.randrange(4, 8)):
+            prompt = rng.randrange(600, 1200) if index < 2 else rng.randrange(30, 200)
+            after = rng.uniform(0, 0.2) if index else 0.0
+            trace.append(TraceRequest(now + after, prompt, rng.randrange(16, 80)))
+        now += rng.uniform(3.0, 5.0)
+    return sorted(trace, key=lambda request: request.arrival)
+
+
+TRACES = {"random": random_trace, "agents": agent_trace, "bursts": burst_trace}
+
+
+def prompt_of(request: TraceRequest, seed: int) -> list[int]:
+    """Return token ids, of which those of the shared prefix depend on its name alone."""
+    num_shared = request.prefix_tokens if request.prefix else 0
+    shared = random.Random(f"{request.prefix} {seed}").choices(VOCABULARY, k=num_shared)
+    own = random.Random(f"{request.arrival} {seed}")
+    return shared + own.choices(VOCABULARY, k=request.prompt_tokens - num_shared)
+
+
+async def play(url: str, model: str, trace: list[TraceRequest], seed: int) -> list[Answer]:
+    """Send each request at its time. Return the answers."""
+    endpoint = Endpoint(url, model, fields={"ignore_eos": True, "temperature": 1.0})
+    bodies = [endpoint.body(prompt_of(request, seed), request.output_tokens) for request in trace]
+    async with endpoint.connect() as client:
+        begin = time.perf_counter()
+
+        async def send(at: float, body: dict[str, Any]) -> Answer:
+            await asyncio.sleep(begin + at - time.perf_counter())
+            return await ask(client, endpoint.full_url, body)
+
+        sent = (send(r.arrival, body) for r, body in zip(trace, bodies, strict=True))
+        answers = await asyncio.gather(*sent)
+    errors = [answer.error for answer in answers if answer.error is not None]
+    assert not errors, errors[0]
+    return list(answers)
+
+
+def measured(rounds: list[list[Answer]]) -> Figures:
+    """Return what the clients of all rounds saw."""
+    every = [answer for answers in rounds for answer in answers]
+    seconds = sum(
+        max(a.chunk_times[-1] for a in answers) - min(a.start for a in answers)
+        for answers in rounds
+    )
+    return figures(
+        sum(a.output_tokens for a in every) / seconds,
+        np.array([a.chunk_times[0] - a.start for a in every]),
+        np.array([b - a for answer in every for a, b in pairwise(answer.chunk_times)]),
+    )
+
+
+def predicted(dump: Dump, traces: list[list[TraceRequest]]) -> Figures:
+    """Return what a simulation fitted to a log predicts for these traces."""
+    step_time, drafts = fit(measure_steps(dump)).model, measure_drafts([dump])
+    frontend = measure_frontend([dump])
+    results = [simulate(dump.setup, trace, step_time, 1, drafts, frontend) for trace in traces]
+    return figures(
+        sum(r.output_tokens for r in results) / sum(r.seconds for r in results),
+        np.concatenate([r.latencies.first_token for r in results]),
+        np.concatenate([r.latencies.inter_token for r in results]),
+    )
+
+
+def figures(rate: float, first: np.ndarray, between: np.ndarray) -> Figures:
+    percentiles = [np.percentile(times, (50, 90)) * 1e3 for times in (first, between)]
+    return Figures(rate, *map(float, np.concatenate(percentiles)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of a trace")
+    parser.add_argument("--rounds", type=int, default=3, help="traces of each kind and server")
     parser.add_argument("--model", default=None)
+    parser.add_argument("--save", help="keep the log, the traces and the answers in this directory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        model = args.model or default_model()
-        with Server(model, "--max-model-len", "2048", "--dump-dir", directory) as server:
-            ask(server.url, 5, 8, Answer(0.0))
-            started = time.monotonic()
-            real = measured(run_load(server.url, args.requests, args.rate))
-            status, answer = server.post("/debug/dump", {})
-            assert status == 200, answer
-            (path,) = answer["files"]
+        flags = (args.model or default_model(), "--max-model-len", "4096", "--dump-dir", directory)
+        traces: dict[str, list[list[TraceRequest]]] = {kind: [] for kind in TRACES}
+        answers: dict[str, list[list[Answer]]] = {kind: [] for kind in TRACES}
+        with Server(*flags) as fitted, Server(*flags) as held_out:
+            model = fitted.get("/v1/models")[1]["data"][0]["id"]
+            for server in (fitted, held_out):
+                asyncio.run(play(server.url, model, random_trace(2, random.Random(0)), 0))
+            for number in range(args.rounds):
+                for kind, make_trace in TRACES.items():
+                    for seed, server in ((2 * number, fitted), (2 * number + 1, held_out)):
+                        trace = make_trace(args.seconds, random.Random(f"{kind} {seed}"))
+                        answer = asyncio.run(play(server.url, model, trace, seed))
+                        if server is held_out:
+                            traces[kind].append(trace)
+                            answers[kind].append(answer)
+            status, written = fitted.post("/debug/dump", {})
+            assert status == 200, written
+        (path,) = written["files"]
+        if args.save:
+            Path(args.save, "log.engine-events").write_bytes(Path(path).read_bytes())
+            saved = msgspec.json.encode({"traces": traces, "answers": answers})
+            Path(args.save, "held_out.json").write_bytes(saved)
         dump = read_dump(path)
-    samples = measure_steps(dump)
-    model_of_time = fit(samples)
-    trace = [request for request in trace_from_dump(dump) if request.output_tokens >= 16]
-    start = trace[0].arrival
-    for request in trace:
-        request.arrival -= start
-    at_core = 1e3 * statistics.median(first_token_times(dump)[-args.requests :])
-    simulated = simulate(dump.setup, trace, model_of_time, 1, measure_drafts([dump])).summary()
-    print(f"{len(samples)} steps fitted, {mean_error(model_of_time, samples):.0%} off on average")
+    report(dump, traces, answers)
+
+
+def report(
+    dump: Dump, traces: dict[str, list[list[TraceRequest]]], answers: dict[str, list[list[Answer]]]
+) -> None:
+    fitted = fit(measure_steps(dump))
     print(
-        f"{'':20} {'real':>10} {'simulated':>10} {'off by':>8}   ({time.monotonic() - started:.0f} s)"
+        f"{fitted.num_steps} steps fitted; on held-out parts of the log single steps are "
+        f"{fitted.held_out_error:.0%} off, their total {fitted.held_out_bias:+.1%}"
     )
-    print(f"{'ttft_p50_ms at core':20} {at_core:10.1f}")
-    for name, value in real.items():
-        off = simulated[name] / value - 1
-        print(f"{name:20} {value:10.1f} {simulated[name]:10.1f} {off:8.0%}")
+    print(f"{'trace':8} {'figure':20} {'measured':>9} {'predicted':>9} {'off by':>7}")
+    for kind in traces:
+        real, simulated = measured(answers[kind]), predicted(dump, traces[kind])
+        for name, value, forecast in zip(Figures._fields, real, simulated, strict=True):
+            off = forecast / value - 1
+            print(f"{kind:8} {name:20} {value:9.1f} {forecast:9.1f} {off:+7.1%}")
 
 
 if __name__ == "__main__":

@@ -210,6 +210,7 @@ class Harness:
         trace_headers: dict[str, str] | None = None,
         predicted: list[int] | None = None,
         pooling_params: PoolingParams | None = None,
+        delivery_times: bytes = b"",
         **params: object,
     ) -> Key:
         """Send a request; `prompt` may be just a length."""
@@ -239,6 +240,7 @@ class Harness:
             trace_headers=trace_headers,
             predicted_token_ids=int32_bytes(predicted or []),
             pooling_params=pooling_params,
+            delivery_times=delivery_times,
         )
         key = (client, message.request_index)
         self.received[key] = ClientView(message)

@@ -12,9 +12,18 @@ from engine.core.replay.dump import write_dump
 from engine.core.replay.recorder import Setup
 from engine.core.simulation.__main__ import main
 from engine.core.simulation.draft_model import DraftModel, measure_drafts
+from engine.core.simulation.frontend_times import FrontendTimes, measure_frontend
 from engine.core.simulation.simulate import simulate
-from engine.core.simulation.step_time import StepLoad, StepSample, StepTimeModel, fit, measure_steps
+from engine.core.simulation.step_time import (
+    StepClock,
+    StepLoad,
+    StepSample,
+    StepTimeModel,
+    fit,
+    measure_steps,
+)
 from engine.core.simulation.trace import TraceRequest, read_trace, trace_from_dump
+from engine.protocol.arrays import float32_bytes
 from engine.protocol.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
 from engine.protocol.errors import EngineError
 from support.model_worker import propose_by_chance
@@ -97,6 +106,46 @@ def test_policies_order_the_queue():
     assert priority.latencies.first_token[2] < priority.latencies.first_token[1]
 
 
+def random_trace(count: int, rate: float) -> list[TraceRequest]:
+    rng, trace, now = random.Random(1), [], 0.0
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        length, prefix = rng.randrange(1, 60), rng.choice(["", "a", "b"])
+        shared = rng.randrange(length) if prefix else 0
+        trace.append(
+            TraceRequest(now, length, rng.randrange(1, 60), prefix=prefix, prefix_tokens=shared)
+        )
+    return trace
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("rate", "num_replicas"), [(0.4, 1), (2.0, 1), (5.0, 3)])
+def test_skipping_steps_changes_nothing(rate, num_replicas, is_async):
+    model = StepTimeModel(0.1, 0.001, 0.01, 1e-4, few_ratios=(1.0, 1.5, 0.9), many_ratios=(1.1,))
+    trace = random_trace(120, rate)
+    replica = setup(num_blocks=60, async_scheduling=is_async)
+    fast, slow = (
+        simulate(replica, trace, model, num_replicas, can_skip=skips) for skips in (True, False)
+    )
+    for name in ("first_token", "whole"):
+        expected = getattr(slow.latencies, name)
+        assert getattr(fast.latencies, name) == pytest.approx(expected, abs=1e-9)
+    between = [np.sort(result.latencies.inter_token) for result in (fast, slow)]
+    assert between[0] == pytest.approx(between[1], abs=1e-9)
+    for name in ("num_finished", "output_tokens", "num_preemptions", "cached_tokens"):
+        assert getattr(fast, name) == getattr(slow, name)
+    assert slow.num_preemptions > 0 or rate < 1
+    assert slow.cached_tokens > 0
+
+
+def test_a_fleet_sends_requests_with_equal_prefixes_to_the_same_replica():
+    trace = [
+        TraceRequest(5.0 * n, 40, 1, prefix=f"system{n % 3}", prefix_tokens=32) for n in range(12)
+    ]
+    # Each of the three prefixes is computed once, wherever it is.
+    assert simulate(setup(), trace, ONE_SECOND, 4).cached_tokens == 9 * 32
+
+
 def test_only_shared_prefixes_are_cached():
     shared = [TraceRequest(5.0 * n, 40, 1, prefix="system", prefix_tokens=32) for n in range(3)]
     assert simulate(setup(), shared, ONE_SECOND, 1).cached_tokens == 64
@@ -120,14 +169,44 @@ def test_requests_rejected_by_a_full_queue_are_counted(limit):
 
 def test_the_fit_finds_the_coefficients_and_none_is_negative():
     rng = np.random.default_rng(1)
-    truth = StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8)
-    loads = [StepLoad(*map(int, rng.integers(1, (2048, 64, 100_000)))) for _ in range(200)]
-    fitted = fit([StepSample(load, truth.seconds(load)) for load in loads])
-    assert fitted == pytest.approx(truth, rel=1e-6)
+    limits = np.log((2048, 64, 10**5, 10**6))
+    loads = [StepLoad(*map(int, np.exp(rng.uniform(0, limits)))) for _ in range(200)]
+    for truth in (
+        StepTimeModel(2e-3, 3e-5, 1e-5, 2e-8, 1e-8),
+        StepTimeModel(2e-3, 0.0, 1e-5, 2e-8, 1e-8, token_costs=(1e-6, 3e-5, 9e-5)),
+    ):
+        fitted = fit([StepSample(load, truth.seconds(load)) for load in loads])
+        for name, value in truth.coefficients().items():
+            assert fitted.model.coefficients()[name] == pytest.approx(value, rel=1e-3, abs=1e-12)
+        assert fitted.mean_error < 1e-6 and fitted.held_out_error < 1e-6
     falling = [StepSample(StepLoad(n, 1, 1), 1.0 - n / 1000) for n in range(100)]
-    assert min(fit(falling)) >= 0
+    assert min(fit(falling).model[:5]) >= 0
     with pytest.raises(EngineError, match="no step was recorded"):
         fit([])
+
+
+def test_the_variation_of_recorded_steps_is_repeated_in_order():
+    samples = [StepSample(StepLoad(1, 1, 1), 1.0 + n % 2) for n in range(40)]
+    clock = StepClock(fit(samples).model)
+    seconds = [clock.take(StepLoad(1, 1, 1)) for _ in range(80)]
+    assert seconds == pytest.approx([sample.seconds for sample in samples] * 2)
+
+
+def test_clients_see_the_times_in_the_frontend():
+    trace = [TraceRequest(0.0, 8, 3), TraceRequest(10.0, 8, 3)]
+    frontend = FrontendTimes(submission=(0.5, 0.0), delivery=(0.25,))
+    replica = setup(async_scheduling=False)
+    result = simulate(replica, trace, ONE_SECOND, 1, frontend=frontend)
+    assert result.latencies.first_token.tolist() == [1.75, 1.25]
+    assert result.latencies.inter_token.tolist() == [1.0] * 4
+
+
+def test_the_times_in_the_frontend_are_read_from_the_log():
+    harness = RecordedHarness()
+    harness.add(8, 4, delivery_times=float32_bytes([0.25, 0.5]))
+    harness.drain()
+    times = measure_frontend([harness.dump()])
+    assert times.delivery == (0.25, 0.5) and times.submission == (0.0,)
 
 
 def recorded() -> RecordedHarness:
@@ -151,7 +230,7 @@ def test_a_log_becomes_a_trace_with_measured_steps():
     assert len(samples) == len(harness.steps) - 1
     num_tokens = sum(stats.num_scheduled_tokens for stats in harness.stats)
     assert sum(sample.load.tokens for sample in samples) == num_tokens
-    result = simulate(harness.dump().setup, trace, fit(samples), 1)
+    result = simulate(harness.dump().setup, trace, fit(samples).model, 1)
     assert result.num_finished == 12
     assert result.cached_tokens > 0
 
@@ -219,7 +298,7 @@ def test_a_log_with_drafts_is_simulated_with_the_same_number(is_async):
     # A draft is right with a chance of 0.7, and there are 0 to 3 of them with the same chance.
     assert model.acceptance == pytest.approx([0.7] * 3, abs=0.2)
     assert model.after_some == pytest.approx([0.25] * 4, abs=0.1)
-    result = simulate(dump.setup, trace_from_dump(dump), fit(measure_steps(dump)), 1, model)
+    result = simulate(dump.setup, trace_from_dump(dump), fit(measure_steps(dump)).model, 1, model)
     drafts = [stats.spec_decoding for stats in harness.stats if stats.spec_decoding is not None]
     num_accepted = sum(each.num_accepted_tokens for each in drafts)
     assert result.num_finished == 12
