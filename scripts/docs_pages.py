@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
 COMMANDS = (
     *("chat", "complete", "run-batch", "bench", "bench serve", "bench throughput", "bench latency"),
-    *("bench compare", "status", "top", "why", "doctor", "models", "replay", "simulate", "keygen"),
-    *("worker", "completion"),
+    *("bench compare", "status", "top", "why", "doctor", "models", "replay", "simulate", "plan"),
+    *("keygen", "worker", "completion"),
 )
 
 

@@ -109,6 +109,12 @@ COMMANDS: Final = {
         "engine.core.simulation.__main__",
         is_program=True,
     ),
+    "plan": Command(
+        "--trace TRACE --slo NAME=TIME,…",
+        "find the replicas and batch limits that meet latency objectives",
+        "engine.core.simulation.plan",
+        is_program=True,
+    ),
     "keygen": Command(
         "[--out FILE]",
         "create the key that the machines of one engine share",

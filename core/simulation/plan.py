@@ -1,0 +1,226 @@
+"""The `engine plan` command: find the replicas and batch limits that meet latency objectives at the least cost."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...protocol.config import ParallelConfig, SchedulingPolicy
+from ...protocol.errors import EngineError
+from .arguments import (
+    TRACE_HELP,
+    Inputs,
+    add_input_arguments,
+    list_of,
+    policies_of,
+    positive,
+    read_inputs,
+)
+from .capacity import Candidate, Objective, Point, Search, find_frontier, parse_objectives
+from .plan_plot import draw_frontier
+from .remote_prefill import PrefillReplicas
+
+SCALES = (1.0, 0.5, 0.25, 2.0)
+"""Multiples of the recorded limits that are tried by default."""
+
+SHOWN = 12
+"""Maximum points in the table."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0, 1 if nothing meets the objectives, or 2 if an argument or a file is invalid."""
+    args = make_parser().parse_args(argv)
+    try:
+        objectives = parse_objectives(args.slo)
+        inputs = read_inputs(args)
+        prefill = PrefillReplicas(
+            min_tokens=args.remote_prefill_tokens, seconds_per_token=1 / args.transfer_rate
+        )
+        search = Search(inputs, objectives, args.max_replicas, prefill, _show_progress)
+        best = search.run(_candidates(args, inputs))
+    except EngineError as error:
+        print(f"engine plan: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if sys.stderr.isatty():
+            print(end="\r\x1b[K", file=sys.stderr)
+    points = sorted(search.points.values(), key=lambda point: point.rank)
+    if not points:
+        print("engine plan: no combination of the limits is valid", file=sys.stderr)
+        return 2
+    if args.plot:
+        Path(args.plot).write_text(draw_frontier(points, objectives), encoding="utf-8")
+    if args.json:
+        frontier = find_frontier(points)
+        for point in points:
+            print(json.dumps(_describe(point, objectives, is_on_frontier=point in frontier)))
+    else:
+        _print_table(points[:SHOWN], objectives)
+        print(_conclusion(best, points[0], args.max_replicas))
+    return 0 if best is not None else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `engine plan`."""
+    parser = argparse.ArgumentParser(
+        prog="engine plan",
+        description="Find the fewest replicas, and their batch limits, that meet latency objectives on a trace, by "
+        "simulating them.",
+    )
+    parser.add_argument("--trace", metavar="TRACE", required=True, help=TRACE_HELP)
+    parser.add_argument(
+        "--slo",
+        metavar="NAME=TIME,...",
+        required=True,
+        help="objectives: percentiles of ttft, itl and e2e, such as ttft_p95=500ms,itl_p95=40ms",
+    )
+    add_input_arguments(parser)
+    parser.add_argument(
+        "--max-replicas", type=positive, default=64, help="largest fleet to try (default: 64)"
+    )
+    parser.add_argument(
+        "--policy",
+        type=list_of(SchedulingPolicy),
+        help="policies to try (default: the recorded server's, or fcfs)",
+    )
+    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
+        parser.add_argument(
+            name,
+            type=list_of(positive),
+            help="values to try (default: the recorded one, twice, half and a quarter of it)",
+        )
+    parser.add_argument(
+        "--long-prefill-token-threshold",
+        type=list_of(int),
+        help="values to try (default: the recorded one)",
+    )
+    parser.add_argument(
+        "--prefill-share",
+        type=list_of(_share),
+        default=[0.0],
+        help="shares of the replicas that compute long prompts for the others, to try (default: 0)",
+    )
+    parser.add_argument(
+        "--remote-prefill-tokens",
+        type=positive,
+        default=ParallelConfig().remote_prefill_tokens,
+        help="uncached prompt tokens from which a prefill replica computes them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transfer-rate",
+        type=positive,
+        default=math.inf,
+        metavar="TOKENS_PER_S",
+        help="prompt tokens whose keys and values reach a decode replica in a second (default: unlimited)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the frontier into this SVG file")
+    return parser
+
+
+def _candidates(args: argparse.Namespace, inputs: Inputs) -> list[Candidate]:
+    """Return the settings to try, the recorded ones first."""
+    config = inputs.setup.config
+
+    def scaled(recorded: int) -> list[int]:
+        return list(dict.fromkeys(max(1, int(scale * recorded)) for scale in SCALES))
+
+    return [
+        Candidate(*values)
+        for values in itertools.product(
+            policies_of(inputs.setup, args.policy),
+            args.max_num_seqs or scaled(config.max_num_seqs),
+            args.max_num_batched_tokens or scaled(config.max_num_batched_tokens),
+            args.long_prefill_token_threshold or [config.long_prefill_token_threshold],
+            args.prefill_share,
+        )
+    ]
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise ValueError(f"must be at least 0 and below 1, got {value}")
+    return value
+
+
+def _show_progress(point: Point) -> None:
+    if sys.stderr.isatty():
+        limits = " ".join(map(str, point.candidate))
+        print(
+            f"\r\x1b[K{point.num_replicas} replicas, {limits}: {point.ratio:.2f} of the objectives",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _describe(
+    point: Point, objectives: Sequence[Objective], *, is_on_frontier: bool
+) -> dict[str, object]:
+    values = zip(objectives, point.values, strict=True)
+    return {
+        "replicas": point.num_replicas,
+        "prefill_replicas": point.num_prefill,
+        **point.candidate.limits(),
+        **{f"{objective.name}_ms": round(1e3 * value, 3) for objective, value in values},
+        "output_tokens_per_s": round(point.output_tokens_per_s, 1),
+        "meets": point.meets,
+        "is_on_frontier": is_on_frontier,
+    }
+
+
+def _print_table(points: Sequence[Point], objectives: Sequence[Objective]) -> None:
+    names = [f"{objective.name} ms" for objective in objectives]
+    rows = [
+        [
+            "replicas",
+            "prefill",
+            "policy",
+            "seqs",
+            "batched",
+            "long prefill",
+            *names,
+            "tokens/s",
+            "meets",
+        ]
+    ]
+    for point in points:
+        limits = [str(value) for value in point.candidate.limits().values()]
+        values = [f"{1e3 * value:.1f}" for value in point.values]
+        rate = f"{point.output_tokens_per_s:.1f}"
+        meets = "yes" if point.meets else "no"
+        counts = [str(point.num_replicas), str(point.num_prefill)]
+        rows.append([*counts, *limits, *values, rate, meets])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def _conclusion(best: Point | None, nearest: Point, max_replicas: int) -> str:
+    if best is None:
+        return (
+            f"nothing meets the objectives with up to {max_replicas} replicas; the nearest needs {nearest.ratio:.2f} "
+            "times as long"
+        )
+    flags = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in best.candidate.limits().items()
+        if name != "policy"
+    ]
+    replicas = f"--data-parallel-size {best.num_replicas}"
+    if best.num_prefill:
+        num_decode = best.num_replicas - best.num_prefill
+        replicas = f"--replica-roles prefill={best.num_prefill},decode={num_decode}"
+    return (
+        f"fewest replicas: engine serve {replicas} "
+        f"--scheduling-policy {best.candidate.policy} {' '.join(flags)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
