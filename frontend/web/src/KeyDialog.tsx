@@ -2,7 +2,7 @@ import { useRef } from "preact/hooks";
 import { apiKey, declineKey, setApiKey } from "./shared/api";
 import { Dialog } from "./shared/Dialog";
 
-/** Asks for the API key. The page works without one as far as the server allows it. */
+/** Asks for the API key. Without a key, only the parts of the page that the server allows work. */
 export function KeyDialog({ onClose }: { onClose: () => void }) {
   const key = useRef<HTMLInputElement>(null);
   const remember = useRef<HTMLInputElement>(null);

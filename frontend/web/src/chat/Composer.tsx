@@ -2,7 +2,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { useStore } from "../shared/store";
 import { running, stop } from "./answer";
 
-/** Whether the browser makes a field as high as its text. */
+/** Whether the browser can fit the height of a field to its text (CSS field-sizing). */
 const GROWS = CSS.supports("field-sizing", "content");
 const MAX_IMAGE_BYTES = 20 * 1024 * 1024;
 
@@ -13,7 +13,7 @@ interface Props {
   onEditLast: () => void;
 }
 
-/** The field for the next message. */
+/** The input field for the next message. */
 export function Composer({ conversationId, takesImages, onSend, onEditLast }: Props) {
   const [text, setText] = useState("");
   const [images, setImages] = useState<string[]>([]);
@@ -33,7 +33,7 @@ export function Composer({ conversationId, takesImages, onSend, onEditLast }: Pr
     setImages([]);
   };
   const press = (event: KeyboardEvent) => {
-    // A key that ends a composition, such as of Chinese characters, is not meant for the page.
+    // Ignore the key that ends a composition (input method editor), such as of Chinese characters.
     if (event.isComposing) return;
     if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();

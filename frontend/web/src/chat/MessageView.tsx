@@ -82,7 +82,7 @@ export function MessageView({ message, conversation, isRunning, isLast, isEdited
   );
 }
 
-/** Which of the messages at this place is shown, with buttons for the others. */
+/** Shows which of the alternative messages is displayed, with buttons for the others. */
 function Branches({ message, conversation }: { message: Message; conversation: Conversation }) {
   const siblings = childrenOf(conversation, message.parent);
   const index = siblings.findIndex(({ id }) => id === message.id);
@@ -125,7 +125,7 @@ function CostLine({ cost }: { cost: Cost }) {
   );
 }
 
-/** An edited question is asked anew, and an edited answer replaces the first on a branch of its own. */
+/** An edited question is asked again; an edited answer is stored on a new branch. */
 function Editor({ message, conversation, onEnd }: { message: Message; conversation: Conversation; onEnd: () => void }) {
   const [text, setText] = useState(message.text);
   const isQuestion = message.role === "user";
@@ -189,7 +189,7 @@ function ToolResult({ message }: { message: Message }) {
   );
 }
 
-/** Asks for what the called tools returned, because this page runs none. */
+/** Asks the user for the results of the called tools, because this page runs no tools. */
 function ResultForm({ message, conversationId }: { message: Message; conversationId: string }) {
   const [results, setResults] = useState<Record<string, string>>({});
   return (

@@ -19,7 +19,7 @@ const NUMBERS: [keyof Settings, string, string][] = [
   ["frequency_penalty", "Frequency penalty", "-2 to 2"],
 ];
 
-/** The settings of a conversation. An empty field leaves the choice to the server. */
+/** The settings of a conversation. For an empty field, the server's default applies. */
 export function SettingsPanel({ settings, model, onChange, onClose }: Props) {
   const area = (name: "system" | "schema" | "tools", label: string, placeholder: string, rows: number) => (
     <label class="field">

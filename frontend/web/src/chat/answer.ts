@@ -1,18 +1,18 @@
-// Answers: one request each, streamed into a message.
+// Answers of the model: each is one request, whose stream is written into a message.
 import { ApiError, describeError, readEvents, request } from "../shared/api";
 import { Store } from "../shared/store";
 import { requestBody } from "./body";
 import { addMessage, changeMessage, conversations } from "./history";
 import { type Cost, type Message, type ToolCall, branchTo, newId } from "./tree";
 
-/** The answers that are being streamed: their requests by the identifier of the conversation. */
+/** Identifier of a conversation -> the request of the answer that is being streamed. */
 export const running = new Store<Record<string, AbortController>>({});
 
 export function stop(conversationId: string): void {
   running.get()[conversationId]?.abort();
 }
 
-/** Add a question after `parent`, or beside an earlier one, and answer it. */
+/** Add a question after `parent`, as a new branch if there is one already, and answer it. */
 export function ask(conversationId: string, parent: string | null, text: string, images: string[] = []): void {
   const message: Message = { id: newId(), parent, role: "user", text, time: Date.now() };
   if (images.length) message.images = images;
@@ -20,7 +20,7 @@ export function ask(conversationId: string, parent: string | null, text: string,
   void answer(conversationId, message.id);
 }
 
-/** Add the results of tools after the answer that called them, and let the model go on. */
+/** Add the results of tools after the answer that called them, and let the model continue. */
 export function returnResults(conversationId: string, caller: Message, results: Record<string, string>): void {
   let parent = caller.id;
   for (const call of caller.calls ?? []) {
@@ -51,7 +51,7 @@ interface Usage {
   };
 }
 
-/** Answer the message `parent`, which gets one more child. */
+/** Stream an answer to the message `parent` into a new child of it. */
 export async function answer(conversationId: string, parent: string): Promise<void> {
   const conversation = conversations.get()[conversationId];
   if (!conversation || running.get()[conversationId]) return;
@@ -162,7 +162,7 @@ class Draft {
   }
 }
 
-/** Return the tokens a second of an answer, without the time before the first one. */
+/** Return the tokens per second of an answer, not counting the time to the first token. */
 export function tokensPerSecond({ outputTokens, decodeS, totalS, firstTokenS }: Cost): number | undefined {
   if (!outputTokens || outputTokens < 2) return undefined;
   const time = decodeS || (totalS ?? 0) - (firstTokenS ?? 0);

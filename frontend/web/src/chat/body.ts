@@ -1,4 +1,4 @@
-// The body of a request from a conversation and its settings.
+// Build the body of a request from a conversation and its settings.
 import { type Message, type Settings } from "./tree";
 
 const NUMBERS = [
@@ -12,7 +12,7 @@ const NUMBERS = [
   "frequency_penalty",
 ] as const;
 
-/** Return the body for the answer to the last of `messages`. Throws an Error that names a setting that is invalid. */
+/** Return the body for the answer to the last of `messages`. Throws an Error that names an invalid setting. */
 export function requestBody(messages: Message[], settings: Settings): Record<string, unknown> {
   const body: Record<string, unknown> = {
     messages: [
@@ -64,7 +64,7 @@ function parse(name: string, text: string): unknown {
   }
 }
 
-/** Return tools in OpenAI's form; a list of bare functions is accepted, too. */
+/** Return tools in OpenAI's format. A list of bare functions is accepted as well. */
 function tools(value: unknown): unknown[] {
   const list = Array.isArray(value) ? value : [value];
   return list.map((tool) => (tool?.type ? tool : { type: "function", function: tool }));

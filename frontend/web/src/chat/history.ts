@@ -1,4 +1,4 @@
-// The conversations of this browser, kept in its database and nowhere else.
+// The conversations, which are stored only in this browser's database (IndexedDB).
 import { createStore, del, entries, set } from "idb-keyval";
 import { Store } from "../shared/store";
 import { type Conversation, type Message, NO_SETTINGS, type Settings, newId } from "./tree";
@@ -13,7 +13,7 @@ export const conversations = new Store<Record<string, Conversation>>({});
 /** The conversation that is shown; "" for a new one. */
 export const currentId = new Store(sessionStorage.getItem(CURRENT) ?? "");
 
-/** Set when the browser refuses to store conversations, such as in some private windows. */
+/** Set when the browser refuses to store conversations, as in some private windows. */
 export const storageProblem = new Store("");
 
 /** The settings of the next new conversation. */
@@ -57,7 +57,7 @@ export function change(
   isTransient = false,
 ): void {
   const before = conversations.get()[id];
-  // It may have been deleted meanwhile.
+  // The conversation may have been deleted meanwhile.
   if (!before) return;
   const after = apply(before);
   conversations.update((all) => ({ ...all, [id]: after }));

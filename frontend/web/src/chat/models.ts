@@ -5,7 +5,7 @@ import { Store } from "../shared/store";
 export interface Model {
   id: string;
   maxLength: number;
-  /** Of "completion", "tools", "thinking", "vision" and "embedding". */
+  /** Some of "completion", "tools", "thinking", "vision" and "embedding". */
   capabilities: string[];
 }
 
@@ -20,7 +20,7 @@ export async function loadModels(): Promise<void> {
   models.set(await Promise.all(found));
 }
 
-/** Return the model of this name; the first for a name that is not served. */
+/** Return the model of this name, or the first model if the name is not served. */
 export function findModel(all: Model[], name: string): Model | undefined {
   return all.find((model) => model.id === name) ?? all[0];
 }

@@ -1,4 +1,4 @@
-// A conversation is a tree: an edited question or a repeated answer is another branch beside the first.
+// A conversation is a tree: an edited question or a repeated answer begins another branch.
 
 export interface ToolCall {
   id: string;
@@ -6,7 +6,7 @@ export interface ToolCall {
   arguments: string;
 }
 
-/** What an answer cost. Times are in seconds; what the server did not say is absent. */
+/** The cost of an answer. Times are in seconds; values that the server did not report are absent. */
 export interface Cost {
   requestId?: string;
   model: string;
@@ -31,13 +31,13 @@ export interface Message {
   images?: string[];
   reasoning?: string;
   calls?: ToolCall[];
-  /** The call that a tool's message answers. */
+  /** The ID of the tool call that this message answers. */
   callId?: string;
   cost?: Cost;
   error?: string;
 }
 
-/** Text fields of the settings; "" leaves the choice to the server. */
+/** Text fields of the settings; with "" the server's default applies. */
 export interface Settings {
   model: string;
   system: string;
@@ -80,7 +80,7 @@ export const NO_SETTINGS: Settings = {
   tools: "",
 };
 
-/** Return an identifier; pages of plain http have no crypto.randomUUID. */
+/** Return a random identifier. Pages from plain http URLs have no crypto.randomUUID. */
 export function newId(): string {
   return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -104,7 +104,7 @@ export function childrenOf({ messages }: Conversation, parent: string | null): M
     .sort((a, b) => a.time - b.time || a.id.localeCompare(b.id));
 }
 
-/** Return the end of the latest branch below a message. */
+/** Return the last message of the latest branch below a message. */
 export function latestLeaf(conversation: Conversation, id: string): string {
   const last = childrenOf(conversation, id).at(-1);
   return last ? latestLeaf(conversation, last.id) : id;

@@ -2,7 +2,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { percent } from "../shared/format";
 import type { KvCache } from "./watch";
 
-/** The letters of the server's block states, with the custom property of their color. */
+/** Letter of a block state -> the CSS custom property of its color. */
 const STATES = [
   { letter: "s", label: "shared by several requests", color: "--series-3" },
   { letter: "u", label: "in use", color: "--decode" },

@@ -7,7 +7,7 @@ import { explainRequest, explainedId } from "./explained";
 import { phasesOf } from "./Timeline";
 import type { RecentRequest, RecentRequests } from "./watch";
 
-/** Says why a request waited, what of its prompt was cached, and where its time went. */
+/** Shows why a request waited, how much of its prompt was cached, and where its time went. */
 export function WhyDialog() {
   const id = useStore(explainedId);
   return id ? <Explanation key={id} id={id} /> : null;

@@ -1,4 +1,4 @@
-// Prometheus metrics in their text format.
+// Parse Prometheus metrics in the text format.
 
 interface Sample {
   labels: Record<string, string>;
@@ -50,13 +50,13 @@ export class Scrape {
   }
 }
 
-/** Return how much a counter grew; null if it began again meanwhile, with another server. */
+/** Return the increase of a counter; null if it was reset because the server restarted. */
 export function growth(before: Scrape, after: Scrape, name: string): number | null {
   const grown = after.sum(name) - before.sum(name);
   return grown < 0 ? null : grown;
 }
 
-/** Return a quantile of what a histogram observed between two scrapes, as Prometheus estimates it; null if nothing. */
+/** Return a quantile of the values observed between two scrapes, as Prometheus estimates it; null if there are none. */
 export function quantile(before: Scrape, after: Scrape, name: string, share: number): number | null {
   const earlier = new Map(before.buckets(name));
   const buckets: Buckets = after.buckets(name).map(([bound, count]) => [bound, count - (earlier.get(bound) ?? 0)]);

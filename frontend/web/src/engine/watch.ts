@@ -1,10 +1,10 @@
-// What the engine reports, read again and again while its page is open.
+// The state of the engine, polled while the Engine view is open.
 import { ApiError, apiKey, describeError, getJson, request } from "../shared/api";
 import { Store } from "../shared/store";
 import { Scrape, growth, quantile } from "./scrape";
 
 const INTERVAL_MS = 2000;
-/** Percentiles are those of the last seconds, because one interval has few observations. */
+/** Seconds over which percentiles are computed, because a single interval has few observations. */
 const WINDOW_S = 15;
 const MAX_POINTS = 450;
 
@@ -32,7 +32,7 @@ export interface Replica {
   is_up: boolean;
 }
 
-/** Milliseconds since the arrival; null for what has not taken place. */
+/** Milliseconds since the arrival; null for events that have not occurred. */
 export interface RecentRequest {
   id: string;
   lora: string | null;
@@ -63,11 +63,11 @@ export interface KvCache {
   usage: number;
   blocks: number;
   blockSize: number;
-  /** A letter for every block, or every N-th of a large cache; empty if the server does not tell. */
+  /** A letter for every block, or every N-th of a large cache; empty if the server does not report it. */
   states: string;
 }
 
-/** One point in time. Rates are per second, shares since the server's start; null for what was not observed. */
+/** One point in time. Rates are per second, shares since the server's start; null for values that were not observed. */
 export interface Point {
   time: number;
   generated: number | null;
@@ -106,7 +106,7 @@ export const engine = new Store<Engine>({
 
 let scrapes: Scrape[] = [];
 
-/** Read the engine's state until the returned function is called. */
+/** Poll the engine's state until the returned function is called. */
 export function watchEngine(): () => void {
   let timer = 0;
   let isOver = false;
@@ -145,7 +145,7 @@ export async function refresh(): Promise<void> {
 
 let refusal: { key: string; error: ApiError } | null = null;
 
-/** Call what is for operators; not again with a key that may not. */
+/** Call an operator route. Do not call it again with a key that was rejected. */
 async function forOperators<T>(call: () => Promise<T>): Promise<T> {
   const key = apiKey.get();
   if (refusal?.key === key) throw refusal.error;
@@ -160,7 +160,7 @@ async function forOperators<T>(call: () => Promise<T>): Promise<T> {
 
 function addPoint(points: Point[], scrape: Scrape): Point[] {
   const last = scrapes.at(-1);
-  // After a pause, the first interval would be a mean over the pause.
+  // After a pause, the rates of the first interval would be means over the whole pause.
   if (last && scrape.time - last.time > 5 * (INTERVAL_MS / 1000)) scrapes = [];
   const before = scrapes.at(-1) ?? scrape;
   const start = scrapes.find(({ time }) => scrape.time - time <= WINDOW_S) ?? scrape;

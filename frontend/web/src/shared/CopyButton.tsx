@@ -16,7 +16,7 @@ export function CopyButton({ text, label = "Copy" }: { text: string; label?: str
 }
 
 async function writeClipboard(text: string): Promise<void> {
-  // Browsers offer the clipboard only to pages of https and of this machine.
+  // Browsers offer the clipboard only to pages from https URLs and from this machine.
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = document.createElement("textarea");
   area.value = text;

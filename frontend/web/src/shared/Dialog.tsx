@@ -1,4 +1,4 @@
-// A modal dialog, closed by Escape, by its button or by a click beside it.
+// A modal dialog. Escape, its button or a click outside closes it.
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 

@@ -1,17 +1,17 @@
-// Requests to the server that this page came from, with the API key of the user.
+// Requests to the server that served this page, with the user's API key.
 import { Store } from "./store";
 
 const KEY = "engine.api-key";
 
-/** The API key; "" for none. It is kept for this tab, or for this browser if the user wishes. */
+/** The API key; "" for none. It is kept for this tab, or in this browser if the user asks for that. */
 export const apiKey = new Store(sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "");
 
-/** Set when the server has refused a request for lack of a valid key. */
+/** Set when the server has rejected a request because it had no valid key. */
 export const needsKey = new Store(false);
 
 let declinedKey: string | null = null;
 
-/** Ask no more as long as the key is the same, because the user wants to go on without a valid one. */
+/** Stop asking until the key changes: the user continues without a valid one. */
 export function declineKey(): void {
   declinedKey = apiKey.get();
   needsKey.set(false);
@@ -63,7 +63,7 @@ async function messageOf(response: Response): Promise<string> {
   }
 }
 
-/** Return what an error says to a person. */
+/** Return the message of an error for the user. */
 export function describeError(error: unknown): string {
   if (error instanceof ApiError) return error.message;
   if (error instanceof TypeError) return "The server cannot be reached.";

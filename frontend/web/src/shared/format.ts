@@ -1,13 +1,13 @@
-// Numbers and times as people read them.
+// Numbers, durations and shares formatted for the user.
 
-/** Return a number with at most three significant digits; "–" for one that is not known. */
+/** Return a number with at most three significant digits; "–" for an unknown one. */
 export function number(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
   if (Math.abs(value) >= 100) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(3)));
 }
 
-/** Return a duration of so many seconds with its unit. */
+/** Return a number of seconds as a duration with a suitable unit. */
 export function seconds(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
   if (value < 1) return `${number(value * 1000)} ms`;
@@ -15,7 +15,7 @@ export function seconds(value: number | null | undefined): string {
   return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
 }
 
-/** Return a share between 0 and 1 in percent. */
+/** Return a share between 0 and 1 as a percentage. */
 export function percent(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
   const shown = value * 100;

@@ -1,6 +1,6 @@
-// Markdown as elements. Text of a model never becomes HTML: marked finds the structure, and each part of it that is
-// known here becomes an element; the rest stays text. Images of other hosts are links, so that opening an answer
-// reports nothing to anybody.
+// Markdown as elements. A model's text never becomes HTML: the library marked finds the structure, and each kind of part
+// that is listed here becomes an element; the rest stays text. Images of other hosts become links, so that showing an
+// answer sends nothing to other hosts.
 import { type Token, type Tokens, lexer } from "marked";
 import { type ComponentChildren, Fragment } from "preact";
 import { memo } from "./memo";
@@ -22,7 +22,7 @@ function block(token: Token): ComponentChildren {
     case "def":
       return null;
     case "heading": {
-      // The page has headings of its own above these.
+      // The page itself has headings of higher levels.
       const Tag = `h${Math.min(token.depth + 2, 6)}` as "h3";
       return <Tag>{inline(token.tokens)}</Tag>;
     }
@@ -129,7 +129,7 @@ function span(token: Token): ComponentChildren {
 
 const ENTITIES: Record<string, string> = { amp: "&", lt: "<", gt: ">", quot: '"', "#39": "'", nbsp: "\u00a0" };
 
-/** Replace the entities that models write. */
+/** Replace the HTML entities that models write. */
 function unescape(text: string): string {
   return text.replace(/&(amp|lt|gt|quot|#39|nbsp);/g, (_, name: string) => ENTITIES[name]!);
 }

@@ -1,6 +1,6 @@
 import { Component, type ComponentType, createElement } from "preact";
 
-/** Return a component that renders again only if a property has changed. */
+/** Return a component that renders again only when one of its properties has changed. */
 export function memo<P extends object>(View: ComponentType<P> | ((props: P) => preact.ComponentChild)): ComponentType<P> {
   return class Memo extends Component<P> {
     override shouldComponentUpdate(next: P): boolean {

@@ -1,4 +1,4 @@
-// A value that views can watch.
+// A value that views can subscribe to.
 import { useEffect, useState } from "preact/hooks";
 
 export class Store<T> {

@@ -1,4 +1,4 @@
-// Light or dark: as the system says, or as the user chose.
+// The color theme: light or dark, from the system's setting or the user's choice.
 import { Store } from "./store";
 
 const KEY = "engine.theme";
