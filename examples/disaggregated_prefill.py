@@ -1,4 +1,4 @@
-"""A proxy in front of servers that compute prompts and servers that generate; see `--help` for its arguments."""
+"""A proxy for servers that compute prompts (prefill) and servers that generate (decode); see `--help`."""
 
 import argparse
 import itertools

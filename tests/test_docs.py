@@ -23,7 +23,7 @@ FOREIGN_FLAGS = {
     "--step-time", "--drafts", "--num-blocks", "--out", "--core", "--tune", "--peers",
     "--model-file", "--contenders", "--points", "--rounds", "--table", "--steps",
     "--vllm-python", "--url", "--key", "--max-num-seqs", "--memory", "--input", "--dimensions",
-    "--prompt-name", "--format", "--overlap", "--detach", "--seconds", "--tokens",
+    "--prompt-name", "--format", "--overlap", "--detach", "--seconds", "--tokens", "--dry",
 }  # fmt: skip
 
 
