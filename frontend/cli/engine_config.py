@@ -298,8 +298,7 @@ def _make_cache_config(
             input_bytes,
             _BYTES.get(dtype if kv_dtype == "auto" else kv_dtype, 2),
         )
-        # With larger blocks there are fewer states after which a shared prefix can end. The kernels need these
-        # multiples.
+        # Take the smallest multiple that the kernels accept: a shared prefix can only end at the end of a block.
         unit = CacheConfig().block_size
         rounded = 1 << (needed - 1).bit_length() if has_gpu(device) else -(-needed // unit) * unit
         given["block_size"] = max(rounded, unit)

@@ -235,7 +235,7 @@ class EngineClient:
         """Send sequences to the cores. If this raises, none was sent.
 
         Sequences of one prompt (the same object) share a core. `begin_recording` is called with the group before
-        anything is sent, and returns its recording. Sequences that it finishes are not sent.
+        anything is sent, and returns its recording. It may finish sequences, which are then not sent.
 
         Raises:
             ParameterError: A parameter is invalid for this model.

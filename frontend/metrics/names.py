@@ -143,7 +143,10 @@ HISTOGRAMS: Final[dict[str, tuple[str, tuple[float, ...] | None]]] = {
     "request_decode_time_seconds": ("From first token to last.", REQUEST_BOUNDS),
     "request_inference_time_seconds": ("From first scheduled to last token.", REQUEST_BOUNDS),
     "iteration_tokens_total": (
-        "Prompt and generated tokens of a step; a prompt counts when its first token comes.",
+        (
+            "Prompt and generated tokens of a step; a prompt counts in the step that returns "
+            "its first token."
+        ),
         STEP_TOKEN_BOUNDS,
     ),
     "request_prompt_tokens": ("Prompt tokens of a sequence.", None),

@@ -184,7 +184,9 @@ def _span_kind(options: ModelOptions, config: ConfigFields, text: ConfigFields) 
 def _with_token_ids(
     config: ConfigFields, options: ModelOptions, tokenizer_directory: Path | None
 ) -> dict[str, Any]:
-    """Return the config overrides, with the ids of the tokens from which a classifier was made added to them.
+    """Return the config overrides, and in them the token ids of the classes if tokens were given as a classifier.
+
+    This is `classifier_from_token` in `--hf-overrides`, which makes a classifier of a decoder.
 
     Raises:
         ConfigError: A text is not a single token of the tokenizer.

@@ -149,7 +149,7 @@ class _Flow:
         return self._num_running < limit and self._serving.engine.has_idle_slots(SHARE_OF_SLOTS)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a request."""
+        """Start a request of a batch as a task, which counts as running until it ends."""
         self._num_running += 1
         task = asyncio.create_task(work)
         task.add_done_callback(self._end)

@@ -28,7 +28,7 @@ MAX_PAGE: Final = 1000
 
 
 class Upload:
-    """`POST /v1/files`, and the list of files at the same path."""
+    """The route `/v1/files`: POST stores a file from a form, and GET lists files."""
 
     body_type = "multipart/form-data"
     body_schema = FileRequest
