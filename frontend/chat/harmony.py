@@ -79,7 +79,7 @@ class HarmonyParser:
         return self._delta
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the markers of reasoning are missing in a text without special tokens."""
+        """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
         return has_special_tokens(self.marks, tokenizer)
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:

@@ -55,7 +55,7 @@ class ReasoningParser(Protocol):
         ...
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the markers of reasoning are missing in a text without special tokens."""
+        """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
         ...
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
@@ -144,7 +144,7 @@ class MarkedReasoningParser:
         return self._format.starts + self._format.ends
 
     def has_special_marks(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the markers of reasoning are missing in a text without special tokens."""
+        """Return whether the markers are special tokens, so that a text without special tokens lacks them."""
         return has_special_tokens(self.marks, tokenizer)
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:

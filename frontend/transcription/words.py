@@ -20,8 +20,9 @@ _WITHOUT_SPACES: Final = ("zh", "ja", "th", "lo", "my", "yue")
 """Languages that do not separate words by spaces. In these, each character counts as a word."""
 
 _OPENING: Final = "\"'“¿([{-"
+"""Punctuation marks that belong to the word after them."""
 _CLOSING: Final = "\"'.。,，!！?？:：”)]}、"
-"""Punctuation marks that belong to the word after them, and to the word before them."""
+"""Punctuation marks that belong to the word before them."""
 
 
 def align_words(

@@ -129,7 +129,7 @@ class FileStorage:
 
 
 def has_expired(file: Json) -> bool:
-    """Return whether a file should have been deleted."""
+    """Return whether a file has passed its expiry time, although it may still be in the store."""
     return file["expires_at"] is not None and time.time() > file["expires_at"]
 
 

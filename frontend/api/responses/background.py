@@ -114,7 +114,7 @@ class BackgroundRun:
         """Do nothing, because there is no connection to prepare."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Record events."""
+        """Record the events of a chunk, instead of sending it to a client."""
         self.events += (part + EVENT_END for part in data.split(EVENT_END) if part)
         self.notify()
 

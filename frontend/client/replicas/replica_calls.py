@@ -1,4 +1,4 @@
-"""Calls to the cores of all replicas that concern no single request."""
+"""Calls to the cores of all replicas: reset the prefix caches, dump the event logs, describe the KV-cache blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .core_connection import CoreConnection
 class ReplicaCalls:
     """Calls the cores of all replicas.
 
-    Every method raises EngineError if a core is not up; the other cores have carried out the call.
+    Every method raises EngineError if a core is not up. The other cores carry out the call nevertheless.
     """
 
     def __init__(self, find_cores: Callable[[], Sequence[CoreConnection]]) -> None:
-        """Use `find_cores` to return the connections; it may raise EngineError."""
+        """Store `find_cores`, which returns the connections to the cores and may raise EngineError."""
         self._find_cores = find_cores
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -44,7 +44,7 @@ class ReplicaCalls:
         return [answer.detail for answer in answers]
 
     async def describe_blocks(self) -> list[str]:
-        """Return the states of the KV-cache blocks of each replica, as `DescribeBlocks` specifies them."""
+        """Return the states of the KV-cache blocks of each replica, in the format that `DescribeBlocks` specifies."""
         return [answer.detail for answer in await self._call(DescribeBlocks)]
 
     async def _call(self, make_call: Callable[[int], ReplicaCall]) -> list[CallResult]:

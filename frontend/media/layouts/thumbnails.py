@@ -12,7 +12,11 @@ from .pixels import Parts, Tile, make_tile, resize
 
 
 def thumbnail(image: Image.Image, config: ThumbnailProcessor) -> Parts:
-    """Return the tiles of a large image row by row, each after its name, then the whole; of a small one, only that."""
+    """Return the texts and tiles for an image.
+
+    For a large image these are the tiles row by row, each after its name, followed by the whole image. For a small one
+    they are only the whole image.
+    """
     whole = _tile(resize(image, *_fit(*image.size, config), config), config)
     if config.max_tiles == 1 or not _is_large(*image.size, config):
         return [config.start, whole, config.end]
